@@ -1,0 +1,1 @@
+"""The mechanisms that every part shares: memory, copies, time, accounts, telemetry."""

@@ -1,0 +1,53 @@
+"""Residency states of a block, and which may follow which."""
+
+from enum import IntEnum
+
+from stagehand.errors import InvalidStateTransitionError
+
+__all__ = ["BlockState", "check_transition"]
+
+
+class BlockState(IntEnum):
+    """Who holds a block's bytes.
+
+    The store (host RAM or files) holds them in every state; what differs is who else does.
+    """
+
+    UNLOADED = 0
+    """Nobody else."""
+    HOST_STAGED = 1
+    """Pinned memory too: a staging slab, or the store's own pinned image. Ready to be copied to the device."""
+    PREFETCHING = 2
+    """A device slot is being filled from pinned memory; its `filled` ticket says when."""
+    GPU_READY = 3
+    """A device slot, and the parameters point into it."""
+    EVICTING = 4
+    """A device slot whose changed bytes are on their way back to the store."""
+    GPU_FREEING = 5
+    """A device slot that is being given up without a copy: its bytes equal the store's."""
+
+
+_FOLLOWERS: dict[BlockState, frozenset[BlockState]] = {
+    BlockState.UNLOADED: frozenset({BlockState.HOST_STAGED}),
+    BlockState.HOST_STAGED: frozenset({BlockState.PREFETCHING, BlockState.UNLOADED}),
+    BlockState.PREFETCHING: frozenset({BlockState.GPU_READY}),
+    BlockState.GPU_READY: frozenset({BlockState.EVICTING, BlockState.GPU_FREEING}),
+    BlockState.EVICTING: frozenset({BlockState.HOST_STAGED, BlockState.UNLOADED}),
+    BlockState.GPU_FREEING: frozenset({BlockState.UNLOADED}),
+}
+_ALLOWED = tuple(
+    tuple(after in _FOLLOWERS[before] for after in BlockState) for before in BlockState
+)
+
+
+def check_transition(name: str, before: BlockState, after: BlockState) -> None:
+    """Do nothing if `after` may follow `before`.
+
+    Raises:
+        InvalidStateTransitionError: Otherwise; it names the block and both states.
+    """
+    if not _ALLOWED[before][after]:
+        allowed = ", ".join(state.name for state in sorted(_FOLLOWERS[before]))
+        raise InvalidStateTransitionError(
+            f"block {name!r} cannot go from {before.name} to {after.name}; from there it can go to {allowed}"
+        )

@@ -1,0 +1,1 @@
+"""Which block is where, which comes next, and how it gets there."""

@@ -1,0 +1,1 @@
+"""Where a block's truth lives: host memory, or files."""

@@ -1,0 +1,89 @@
+"""Bytes as people write them: the only place that converts."""
+
+import re
+
+from stagehand.errors import ConfigError
+
+__all__ = ["MIB", "format_bytes", "parse_bytes"]
+
+MIB = 1 << 20
+
+_FACTORS = {
+    "": 1,
+    "B": 1,
+    "K": 10**3,
+    "KB": 10**3,
+    "M": 10**6,
+    "MB": 10**6,
+    "G": 10**9,
+    "GB": 10**9,
+    "T": 10**12,
+    "TB": 10**12,
+    "KIB": 1 << 10,
+    "MIB": 1 << 20,
+    "GIB": 1 << 30,
+    "TIB": 1 << 40,
+}
+_PATTERN = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([A-Za-z]*|%)\s*")
+
+
+def parse_bytes(value: int | str, *, name: str, of: int | None = None) -> int:
+    """Return a number of bytes from `"8GB"`, `"7.5GiB"`, `"80%"` or an int.
+
+    Decimal units (`GB`) are powers of 1000 and binary units (`GiB`) powers of 1024, as in the IEC standard and in
+    `accelerate`. A bare string number is refused: `"8"` is more often eight gigabytes than eight bytes.
+
+    Args:
+        value: What the user wrote. An int is a number of bytes.
+        name: The option's name, for the error.
+        of: What a percentage is a part of, in bytes. Without it percentages are refused.
+
+    Raises:
+        ConfigError: If the text has another form, or the result is not positive.
+
+    Example:
+        >>> parse_bytes("1.5GiB", name="vram_budget")
+        1610612736
+    """
+    if isinstance(value, bool) or not isinstance(value, int | str):
+        raise ConfigError(
+            f"{name} is {value!r}: expected bytes as an int or a text such as '8GB' or '80%'"
+        )
+    if isinstance(value, int):
+        result = value
+    else:
+        result = _parse_text(value, name=name, of=of)
+    if result <= 0:
+        raise ConfigError(f"{name} is {value!r}: expected more than zero bytes")
+    return result
+
+
+def _parse_text(value: str, *, name: str, of: int | None) -> int:
+    match = _PATTERN.fullmatch(value)
+    unit = match[2].upper() if match else None
+    if match is None or unit is None or (unit != "%" and unit not in _FACTORS):
+        raise ConfigError(
+            f"{name} is {value!r}: expected a number and a unit, such as '8GB', '7.5GiB', '512MB' or '80%'"
+        )
+    if unit == "":
+        raise ConfigError(
+            f"{name} is {value!r}: a text needs a unit, such as '{value.strip()}GB'; an int is bytes"
+        )
+    number = float(match[1])
+    if unit != "%":
+        return int(number * _FACTORS[unit])
+    if of is None:
+        raise ConfigError(
+            f"{name} is {value!r}: a percentage is not possible here; give bytes, such as '8GB'"
+        )
+    if number > 100:
+        raise ConfigError(f"{name} is {value!r}: expected at most 100%")
+    return int(number / 100 * of)
+
+
+def format_bytes(nbytes: float) -> str:
+    """Return a short text with a decimal unit, such as `"1.61 GB"`."""
+    for factor, unit in ((10**12, "TB"), (10**9, "GB"), (10**6, "MB"), (10**3, "KB")):
+        if abs(nbytes) >= factor:
+            return f"{nbytes / factor:.2f} {unit}"
+    return f"{int(nbytes)} B"
