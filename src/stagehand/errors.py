@@ -1,7 +1,8 @@
 """The exception tree.
 
-Errors that a user can cause derive from `ValueError` or `RuntimeError` as well, so that code written for plain
-PyTorch catches them. `StagehandInternalError` alone means a bug in this library.
+Errors that a user can cause derive from `ValueError` or `RuntimeError` as well, so
+that code written for plain PyTorch catches them. `StagehandInternalError` alone means
+a bug in this library.
 """
 
 __all__ = [
@@ -46,6 +47,9 @@ class ClosedError(StagehandError, RuntimeError):
 
 class StagehandOOMError(StagehandError, ValueError):
     """A budget cannot hold what must be there at once.
+
+    The numbers have defaults because pickling, which carries an exception out of a
+    worker process, makes it from its message alone and restores them afterwards.
 
     Attributes:
         needed_bytes: The smallest number of bytes that would work.

@@ -1,12 +1,14 @@
 """Bytes as people write them: the only place that converts."""
 
 import re
+from decimal import Decimal
 
 from stagehand.errors import ConfigError
 
-__all__ = ["MIB", "format_bytes", "parse_bytes"]
+__all__ = ["MIB", "format_at_least", "format_bytes", "parse_bytes"]
 
 MIB = 1 << 20
+"""Bytes in one `_mb` of the public options, which count in binary."""
 
 _FACTORS = {
     "": 1,
@@ -24,19 +26,23 @@ _FACTORS = {
     "GIB": 1 << 30,
     "TIB": 1 << 40,
 }
-_PATTERN = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([A-Za-z]*|%)\s*")
+_PRINTED = ((10**12, "TB"), (10**9, "GB"), (10**6, "MB"), (10**3, "KB"))
+_PATTERN = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([A-Za-z]*|%)\s*")
 
 
 def parse_bytes(value: int | str, *, name: str, of: int | None = None) -> int:
     """Return a number of bytes from `"8GB"`, `"7.5GiB"`, `"80%"` or an int.
 
-    Decimal units (`GB`) are powers of 1000 and binary units (`GiB`) powers of 1024, as in the IEC standard and in
-    `accelerate`. A bare string number is refused: `"8"` is more often eight gigabytes than eight bytes.
+    Decimal units (`GB`) are powers of 1000 and binary units (`GiB`) powers of 1024, as
+    in the IEC standard and in `accelerate`. Upper and lower case are the same. A part
+    of a byte is dropped. A bare string number is refused: `"8"` is more often eight
+    gigabytes than eight bytes.
 
     Args:
         value: What the user wrote. An int is a number of bytes.
         name: The option's name, for the error.
-        of: What a percentage is a part of, in bytes. Without it percentages are refused.
+        of: What a percentage is a part of, in bytes. Without it percentages are
+            refused.
 
     Raises:
         ConfigError: If the text has another form, or the result is not positive.
@@ -47,12 +53,10 @@ def parse_bytes(value: int | str, *, name: str, of: int | None = None) -> int:
     """
     if isinstance(value, bool) or not isinstance(value, int | str):
         raise ConfigError(
-            f"{name} is {value!r}: expected bytes as an int or a text such as '8GB' or '80%'"
+            f"{name} is {value!r}: expected bytes as an int or a text such as '8GB' "
+            "or '80%'"
         )
-    if isinstance(value, int):
-        result = value
-    else:
-        result = _parse_text(value, name=name, of=of)
+    result = value if isinstance(value, int) else _parse_text(value, name=name, of=of)
     if result <= 0:
         raise ConfigError(f"{name} is {value!r}: expected more than zero bytes")
     return result
@@ -63,27 +67,56 @@ def _parse_text(value: str, *, name: str, of: int | None) -> int:
     unit = match[2].upper() if match else None
     if match is None or unit is None or (unit != "%" and unit not in _FACTORS):
         raise ConfigError(
-            f"{name} is {value!r}: expected a number and a unit, such as '8GB', '7.5GiB', '512MB' or '80%'"
+            f"{name} is {value!r}: expected a number and a unit, such as '8GB', "
+            "'7.5GiB', '512MB' or '80%'"
         )
     if unit == "":
         raise ConfigError(
-            f"{name} is {value!r}: a text needs a unit, such as '{value.strip()}GB'; an int is bytes"
+            f"{name} is {value!r}: a text needs a unit, such as "
+            f"'{value.strip()}GB'; an int is bytes"
         )
-    number = float(match[1])
+    # Decimal: in binary floating point "1.001KB" is 1000.9999 and would lose a byte.
+    number = Decimal(match[1])
     if unit != "%":
         return int(number * _FACTORS[unit])
     if of is None:
         raise ConfigError(
-            f"{name} is {value!r}: a percentage is not possible here; give bytes, such as '8GB'"
+            f"{name} is {value!r}: a percentage is not possible here; give bytes, "
+            "such as '8GB'"
         )
     if number > 100:
         raise ConfigError(f"{name} is {value!r}: expected at most 100%")
-    return int(number / 100 * of)
+    return int(number * of / 100)
 
 
 def format_bytes(nbytes: float) -> str:
-    """Return a short text with a decimal unit, such as `"1.61 GB"`."""
-    for factor, unit in ((10**12, "TB"), (10**9, "GB"), (10**6, "MB"), (10**3, "KB")):
-        if abs(nbytes) >= factor:
+    """Return a short text with a decimal unit, such as `"1.61 GB"`, for reading.
+
+    It is rounded to the nearest; where a user is told what to type, use
+    `format_at_least`.
+    """
+    for factor, unit in _PRINTED:
+        # What would be printed as 1000.00 of the smaller unit takes the larger one.
+        if abs(nbytes) >= factor * 0.999995:
             return f"{nbytes / factor:.2f} {unit}"
     return f"{int(nbytes)} B"
+
+
+def format_at_least(nbytes: int) -> str:
+    """Return a short text that `parse_bytes` reads as `nbytes` or slightly more.
+
+    For errors that name the smallest number that would work: rounded to the nearest,
+    half of them would be refused again when the user follows the advice.
+
+    Args:
+        nbytes: Zero or more.
+
+    Example:
+        >>> format_at_least(13_421_000)
+        '13.43 MB'
+    """
+    for factor, unit in _PRINTED:
+        if nbytes >= factor:
+            hundredths = -(-nbytes * 100 // factor)
+            return f"{hundredths // 100}.{hundredths % 100:02d} {unit}"
+    return f"{nbytes} B"

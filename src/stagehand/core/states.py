@@ -10,21 +10,25 @@ __all__ = ["BlockState", "check_transition"]
 class BlockState(IntEnum):
     """Who holds a block's bytes.
 
-    The store (host RAM or files) holds them in every state; what differs is who else does.
+    The store (host RAM or files) holds them in every state; what differs is who else
+    does.
     """
 
     UNLOADED = 0
     """Nobody else."""
     HOST_STAGED = 1
-    """Pinned memory too: a staging slab, or the store's own pinned image. Ready to be copied to the device."""
+    """Pinned memory too: a staging slab, or the store's own pinned image. Ready to be
+    copied to the device."""
     PREFETCHING = 2
-    """A device slot is being filled from pinned memory; its `filled` ticket says when."""
+    """A device slot is being filled from pinned memory; its `filled` ticket says
+    when."""
     GPU_READY = 3
     """A device slot, and the parameters point into it."""
     EVICTING = 4
     """A device slot whose changed bytes are on their way back to the store."""
     GPU_FREEING = 5
-    """A device slot that is being given up without a copy: its bytes equal the store's."""
+    """A device slot that is being given up without a copy: its bytes equal the
+    store's."""
 
 
 _FOLLOWERS: dict[BlockState, frozenset[BlockState]] = {
@@ -35,6 +39,7 @@ _FOLLOWERS: dict[BlockState, frozenset[BlockState]] = {
     BlockState.EVICTING: frozenset({BlockState.HOST_STAGED, BlockState.UNLOADED}),
     BlockState.GPU_FREEING: frozenset({BlockState.UNLOADED}),
 }
+# Indexed by state: hashing enum members on every transition costs more than the check.
 _ALLOWED = tuple(
     tuple(after in _FOLLOWERS[before] for after in BlockState) for before in BlockState
 )
@@ -43,11 +48,18 @@ _ALLOWED = tuple(
 def check_transition(name: str, before: BlockState, after: BlockState) -> None:
     """Do nothing if `after` may follow `before`.
 
+    Args:
+        name: The block's name, for the error.
+        before: The state that the block is in.
+        after: The state that it is about to take.
+
     Raises:
-        InvalidStateTransitionError: Otherwise; it names the block and both states.
+        InvalidStateTransitionError: If `after` may not follow; it names the block, both
+            states and those that may follow.
     """
     if not _ALLOWED[before][after]:
         allowed = ", ".join(state.name for state in sorted(_FOLLOWERS[before]))
         raise InvalidStateTransitionError(
-            f"block {name!r} cannot go from {before.name} to {after.name}; from there it can go to {allowed}"
+            f"block {name!r} cannot go from {before.name} to {after.name}; from there "
+            f"it can go to {allowed}"
         )

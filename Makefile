@@ -1,0 +1,69 @@
+# All is installed into .venv, once, and again only when pyproject.toml changes.
+
+# The interpreter to make .venv with. A PyTorch that it has is taken, not installed again.
+PYTHON ?= python3
+# How many processes run the tests; 0 runs them in this one, for a debugger.
+WORKERS ?= 2
+# More options for pytest, such as ARGS="-k arena".
+ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+# Prints the directory that torch is imported from, if it is not older than pyproject.toml
+# allows.
+FIND_TORCH := import torch, pathlib; \
+	print(pathlib.Path(torch.__file__).parents[1]); \
+	raise SystemExit(tuple(map(int, torch.__version__.split(".")[:2])) < (2, 9))
+
+.PHONY: install demo test test-gpu lint format clean
+.DELETE_ON_ERROR:
+
+install: $(VENV)/.dev
+
+demo: $(VENV)/.demo
+	$(BIN)/stagehand run demo --vram-budget 12MB --verify
+
+# One thread per process: the processes already fill the cores.
+test: $(VENV)/.dev
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
+
+# In one process: timings want the device to themselves.
+test-gpu: $(VENV)/.dev
+	$(BIN)/python -m pytest -m gpu $(ARGS)
+
+lint: $(VENV)/.dev
+	$(BIN)/python -m ruff check .
+	$(BIN)/python -m ruff format --check .
+	$(BIN)/python -m mypy
+
+format: $(VENV)/.dev
+	$(BIN)/python -m ruff check --fix .
+	$(BIN)/python -m ruff format .
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+# The path file makes the interpreter's own packages importable, after those of .venv. It
+# also works where the interpreter is that of another virtual environment.
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+	@if found=$$($(PYTHON) -c '$(FIND_TORCH)' 2>/dev/null); then \
+		echo "taking the torch in $$found"; \
+		echo "$$found" > "$$($(BIN)/python -c \
+			'import sysconfig; print(sysconfig.get_path("purelib"))')/torch.pth"; \
+	fi
+
+# First and alone: other packages would pull the newest torch, with all its libraries for
+# GPUs. Where a machine's package settings offer a build for CPUs, this takes it.
+$(VENV)/.torch: | $(BIN)/python
+	@$(BIN)/python -c '$(FIND_TORCH)' >/dev/null 2>&1 || $(PIP) install torch==2.13.0
+	@touch $@
+
+$(VENV)/.demo: pyproject.toml $(VENV)/.torch
+	$(PIP) install --quiet --editable ".[demo]"
+	@touch $@
+
+$(VENV)/.dev: pyproject.toml $(VENV)/.torch
+	$(PIP) install --quiet --editable ".[dev]"
+	@touch $(VENV)/.demo $@

@@ -1,0 +1,35 @@
+"""Run and train PyTorch models that do not fit the accelerator, at full precision."""
+
+from stagehand.config import StagehandConfig
+from stagehand.core.arena import Arena as PinnedPool
+from stagehand.errors import (
+    CheckpointError,
+    ClosedError,
+    ConfigError,
+    InvalidStateTransitionError,
+    StagehandError,
+    StagehandInternalError,
+    StagehandOOMError,
+    StagehandWarning,
+)
+from stagehand.report import Report
+from stagehand.runtime import StagehandRuntime, layer
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CheckpointError",
+    "ClosedError",
+    "ConfigError",
+    "InvalidStateTransitionError",
+    "PinnedPool",
+    "Report",
+    "StagehandConfig",
+    "StagehandError",
+    "StagehandInternalError",
+    "StagehandOOMError",
+    "StagehandRuntime",
+    "StagehandWarning",
+    "__version__",
+    "layer",
+]

@@ -1,0 +1,246 @@
+"""Builds the parts of one runtime from a divided model, and takes them down."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from stagehand.core.arena import Arena
+from stagehand.core.device import Device
+from stagehand.core.layout import layout_of
+from stagehand.core.ledger import Account, Watermarks
+from stagehand.core.telemetry import Counters
+from stagehand.core.transfer import TransferEngine
+from stagehand.core.workers import WorkerGroup
+from stagehand.errors import StagehandOOMError
+from stagehand.residency.blocks import Block, Finding, Group, can_stream, tensor_bytes
+from stagehand.residency.loader import HostLoader, LaneLoader, Loader
+from stagehand.residency.masters import Masters
+from stagehand.residency.order import Order
+from stagehand.residency.scheduler import Scheduler
+from stagehand.residency.steering import Steering
+from stagehand.units import MIB, format_at_least, format_bytes
+
+__all__ = ["Parts", "Settings", "assemble"]
+
+_READERS = 2  # threads: more do not read faster from one disk
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Settings:
+    """What both ways of making a runtime boil down to."""
+
+    device: Device
+    budget_bytes: int
+    """Device bytes for weights."""
+    pinned_bytes: int
+    """Page-locked host bytes."""
+    slab_bytes: int | None = None
+    """The largest block that is accepted; None accepts all."""
+    lookahead: int
+    """Blocks to load ahead at most."""
+    inflight: int | None = None
+    """Copies in flight in each direction before prefetches are denied."""
+    stream_priority: int = -1
+    watermarks: Watermarks | None = None
+    """Make room when the whole process needs memory."""
+    inference_mode: bool = False
+    """No gradients will be asked for."""
+    checks_nonfinite: bool = False
+    timed: bool = False
+    traced: bool = False
+    log_interval: int = 10
+    telemetry_file: str | Path | None = None
+    pool: Arena | None = None
+    """Pinned memory of an earlier runtime."""
+
+
+@dataclass(slots=True)
+class Parts:
+    """Everything that one runtime owns. `close()` gives the memory back.
+
+    Holds no reference to the model, so that it can outlive it.
+    """
+
+    device: Device
+    weights: Account
+    device_arena: Arena
+    pinned_arena: Arena
+    engine: TransferEngine
+    workers: WorkerGroup
+    loader: Loader
+    blocks: list[Block]
+    masters: Masters
+    scheduler: Scheduler
+    steering: Steering
+    odd: list[torch.Tensor] = field(default_factory=list)
+    """Tensors that cannot be packed; they are on the device for good."""
+    odd_origin: list[torch.device] = field(default_factory=list)
+    keep_pool: bool = False
+
+    @property
+    def streamed(self) -> list[Block]:
+        """Blocks that come and go: not the rest, not the tables on the host."""
+        return self.scheduler.blocks[1:]
+
+    @property
+    def odd_bytes(self) -> int:
+        """Bytes of the tensors that cannot be packed."""
+        return sum(tensor_bytes(tensor) for tensor in self.odd)
+
+    def place_odd(self) -> None:
+        """Move what cannot be packed to the device."""
+        if not self.odd_origin:
+            self.odd_origin = [tensor.device for tensor in self.odd]
+            for tensor in self.odd:
+                tensor.data = tensor.data.to(self.device.torch_device)
+
+    def take_home_odd(self) -> None:
+        """Move it back to where it came from."""
+        for tensor, origin in zip(self.odd, self.odd_origin, strict=False):
+            tensor.data = tensor.data.to(origin)
+        self.odd_origin = []
+
+    def close(self) -> None:
+        """Stop threads and free memory without bringing anything home. Idempotent."""
+        self.loader.close()
+        self.scheduler.drop()
+        self.device_arena.close()
+        if not self.keep_pool:
+            self.pinned_arena.close()
+        self.workers.close()
+
+
+def assemble(
+    finding: Finding, settings: Settings, counters: Counters
+) -> tuple[Parts, list[tuple[nn.Module, Block]]]:
+    """Return the parts, and the sites with their blocks.
+
+    Raises:
+        StagehandOOMError: If the budget or the pool cannot work; it names the smallest
+            that can.
+    """
+    groups = [finding.rest, *finding.streamed]
+    blocks = [_block(number, group) for number, group in enumerate(groups)]
+    tables = [group for _, group in finding.gathered if not group.sites]
+    unique = {id(group): group for group in tables}
+    hosted = [_block(len(blocks) + i, g) for i, g in enumerate(unique.values())]
+    _check_slabs(blocks[1:], settings)
+    device = settings.device
+    weights = Account("device memory for weights", settings.budget_bytes)
+    engine = TransferEngine(
+        device,
+        counters,
+        h2d_capacity=settings.inflight,
+        d2h_capacity=settings.inflight,
+        priority=settings.stream_priority,
+    )
+    device_arena = Arena("device memory", engine.allocate, weights)
+    pinned_arena = settings.pool or Arena(
+        "pinned memory",
+        device.pinned,
+        Account("pinned memory", settings.pinned_bytes),
+        spare=1.25,
+    )
+    workers = WorkerGroup("reader", _READERS)
+    loader: Loader
+    if device.is_host:
+        loader = HostLoader(workers, counters)
+    else:
+        loader = LaneLoader(engine, pinned_arena, workers, counters)
+    order = Order([block.index for block in blocks if block.index > 0])
+    scheduler = Scheduler(
+        device=device,
+        engine=engine,
+        loader=loader,
+        arena=device_arena,
+        blocks=blocks,
+        order=order,
+        counters=counters,
+    )
+    odd = [t for t in finding.rest.tensors.values() if not can_stream(t)]
+    odd_bytes = sum(tensor_bytes(t) for t in odd)
+    weights.grant(min(odd_bytes, settings.budget_bytes), "tensors of other kinds")
+    stay = [0, *(b.index for b, g in zip(blocks, groups, strict=True) if not g.sites)]
+    steering = _steer(scheduler, blocks, stay, settings, odd_bytes)
+    masters = Masters(pinned_arena)
+    parts = Parts(
+        device,
+        weights,
+        device_arena,
+        pinned_arena,
+        engine,
+        workers,
+        loader,
+        blocks + hosted,
+        masters,
+        scheduler,
+        steering,
+        odd,
+    )
+    sites = [
+        (site, block)
+        for block, group in zip(blocks, groups, strict=True)
+        for site in group.sites
+    ]
+    return parts, sites
+
+
+def _block(index: int, group: Group) -> Block:
+    named = [(name, t) for name, t in group.tensors.items() if can_stream(t)]
+    layout = layout_of([(name, t.detach()) for name, t in named])
+    return Block(index, group.name, layout, [t for _, t in named])
+
+
+def _check_slabs(blocks: Iterable[Block], settings: Settings) -> None:
+    limit = settings.slab_bytes
+    largest = max(blocks, key=lambda b: b.nbytes, default=None)
+    if limit is None or largest is None or largest.nbytes <= limit:
+        return
+    raise StagehandOOMError(
+        f"block {largest.name!r} has {format_at_least(largest.nbytes)} but pinned_slab_mb"
+        f" allows {format_bytes(limit)}; set pinned_slab_mb to at least"
+        f" {-(-largest.nbytes // MIB)}, or use stagehand.layer(), which cuts finer",
+        needed_bytes=largest.nbytes,
+        limit_bytes=limit,
+    )
+
+
+def _steer(
+    scheduler: Scheduler,
+    blocks: list[Block],
+    stay: list[int],
+    settings: Settings,
+    odd_bytes: int,
+) -> Steering:
+    try:
+        return Steering(
+            scheduler,
+            blocks,
+            must_stay=stay,
+            budget_bytes=settings.budget_bytes - odd_bytes,
+            max_lookahead=settings.lookahead,
+        )
+    except StagehandOOMError as error:
+        needed = error.needed_bytes + odd_bytes
+        kept = sum(blocks[i].nbytes for i in stay) + odd_bytes
+        away = [b for b in blocks if b.index not in stay]
+        largest = max(away, key=lambda b: b.nbytes, default=None)
+        most = (
+            ""
+            if largest is None
+            else (
+                f" and {format_bytes(largest.nbytes)} for the largest block,"
+                f" {largest.name!r}"
+            )
+        )
+        raise StagehandOOMError(
+            f"the budget is {format_bytes(settings.budget_bytes)}, but"
+            f" {format_at_least(needed)} must be on the device at once:"
+            f" {format_bytes(kept)} that stay there{most}; raise the budget to at least"
+            f" {format_at_least(needed)}",
+            needed_bytes=needed,
+            limit_bytes=settings.budget_bytes,
+        ) from None

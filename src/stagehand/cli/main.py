@@ -1,0 +1,27 @@
+"""The entry point: says what is missing before importing what may be missing."""
+
+import importlib.util
+import os
+import sys
+
+__all__ = ["main"]
+
+_EXTRAS = ("typer", "rich", "transformers")
+
+
+def main() -> None:
+    """Run the command line on the process's arguments."""
+    missing = [name for name in _EXTRAS if importlib.util.find_spec(name) is None]
+    if missing:
+        sys.stderr.write(
+            f"stagehand: the command line needs {', '.join(missing)}; install with: "
+            "pip install 'stagehand-torch[cli]'\n"
+        )
+        raise SystemExit(2)
+    # Models are directories on this machine. Read when transformers is imported, so
+    # that nothing in it asks the network about them.
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+    from stagehand.cli.command import app
+
+    app()

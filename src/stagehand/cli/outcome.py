@@ -1,0 +1,121 @@
+"""One task run twice over: with streamed weights, and with the plain model."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import stagehand
+from stagehand.cli.models import FoundModel, open_model
+from stagehand.cli.tasks import Task
+from stagehand.core.device import find_device
+from stagehand.errors import StagehandOOMError
+from stagehand.units import format_bytes
+
+__all__ = ["Outcome", "Streaming", "run_resident", "run_streamed"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Streaming:
+    """How to run a model, as the options of the command line say."""
+
+    vram_budget: str | None
+    """Most device bytes for weights, as text; None for the library's default."""
+    ram_budget: str | None
+    """Most pinned host bytes, as text; None for the library's default."""
+    device: str | None
+    """The device's name; None for the accelerator, or the host where there is none."""
+    dtype: torch.dtype | None
+    """The element type to load as; None for the checkpoint's."""
+    file_backed: bool
+    """Weights come from the model's files, not from host memory."""
+    telemetry: Path | None
+    """Where to write the record of each pass."""
+    trace: Path | None
+    """Where to write the trace of copies and compute."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """What a run gave, and what it took."""
+
+    results: tuple[torch.Tensor, ...]
+    """The task's results, on the host."""
+    seconds: float
+    """Wall time of the task, loading not included."""
+    report: Any = None
+    """The runtime's report; None for a resident run."""
+
+
+def run_streamed(
+    found: FoundModel, task: Task, how: Streaming, *, advance: Callable[[], None]
+) -> Outcome:
+    """Run a task on a model whose weights are streamed.
+
+    Raises:
+        StagehandError: If the model, the budget and the options do not go together.
+    """
+    model = stagehand.layer(
+        open_model(found, dtype=how.dtype),
+        vram_budget=how.vram_budget,
+        ram_budget=how.ram_budget,
+        device=how.device,
+        dtype=None,
+        inference_mode=True,
+        telemetry=how.telemetry or False,
+        trace=how.trace is not None,
+    )
+    runtime: Any = model._stagehand_layer_runtime
+    try:
+        if how.file_backed:
+            runtime.convert_registry_to_file_backed_sharded(found.path)
+        results, seconds = _timed(task, model, how.device, advance)
+        if how.trace is not None:
+            runtime.export_trace(how.trace)
+        return Outcome(results=results, seconds=seconds, report=runtime.report())
+    except torch.OutOfMemoryError as error:
+        raise StagehandOOMError(
+            f"the activations do not fit on the device beside the weights ({error}): "
+            "lower --vram-budget, or run shorter texts"
+        ) from error
+    finally:
+        runtime.shutdown()
+
+
+def run_resident(
+    found: FoundModel, task: Task, how: Streaming, *, advance: Callable[[], None]
+) -> Outcome:
+    """Run a task on the same model, freshly opened, wholly on the same device.
+
+    Raises:
+        StagehandOOMError: If the device cannot hold the whole model.
+    """
+    model = open_model(found, dtype=how.dtype)
+    target = find_device(how.device)
+    weights = sum(each.nbytes for each in model.parameters())
+    free = target.free_bytes()
+    try:
+        model.to(target.torch_device)
+        results, seconds = _timed(task, model, how.device, advance)
+    except torch.OutOfMemoryError as error:
+        raise StagehandOOMError(
+            f"--verify needs all {format_bytes(weights)} of weights at once on "
+            f"{target.torch_device}, and the activations beside them; "
+            f"{format_bytes(free)} are free: leave --verify out, or use --device cpu",
+            needed_bytes=weights,
+            limit_bytes=free,
+        ) from error
+    return Outcome(results=results, seconds=seconds)
+
+
+def _timed(
+    task: Task, model: nn.Module, device: str | None, advance: Callable[[], None]
+) -> tuple[tuple[torch.Tensor, ...], float]:
+    start = time.perf_counter()
+    # Results are on the host when `run` returns, so the device's work is done too.
+    results = task.run(model, device=find_device(device).torch_device, advance=advance)
+    return results, time.perf_counter() - start

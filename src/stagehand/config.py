@@ -1,0 +1,76 @@
+"""Settings of block mode, under the names that users know."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from stagehand.core.ledger import Watermarks
+from stagehand.errors import ConfigError
+from stagehand.units import MIB
+
+__all__ = ["StagehandConfig"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StagehandConfig:
+    """Settings of a `StagehandRuntime`. Sizes are in MiB (2**20 bytes).
+
+    Example:
+        >>> StagehandConfig(pinned_pool_mb=8192, vram_high_watermark_mb=20000,
+        ...                 vram_low_watermark_mb=16000).prefetch_window_blocks
+        3
+    """
+
+    pinned_pool_mb: int = 8192
+    """Page-locked host memory at most. What does not fit is staged through it."""
+    pinned_slab_mb: int = 2048
+    """The largest block that is accepted; staging slabs are as large as the largest
+    block that needs one."""
+    vram_high_watermark_mb: int = 22000
+    """Weights never take more device memory; and when all of this process's tensors
+    reach it, weights make room."""
+    vram_low_watermark_mb: int = 18000
+    """Down to which weights make room."""
+    prefetch_window_blocks: int = 3
+    """Blocks to load ahead at most."""
+    max_inflight: int | None = 2
+    """Copies in flight in each direction before prefetches wait; None for no limit."""
+    copy_stream_priority: int = -1
+    """Priority of the lanes' streams; lower runs first."""
+    nan_inf_check: bool = False
+    """Count NaN and infinite values in the outputs of blocks. Costs a pass over them."""
+    telemetry_enabled: bool = True
+    """Time uses and copies, for hits, stalls and the trace."""
+    telemetry_interval_steps: int = 10
+    """Steps between lines in the log `stagehand`."""
+    telemetry_file: str | Path | None = None
+    """A file for one line of JSON a step. None writes no file."""
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot work."""
+        for name in ("pinned_pool_mb", "pinned_slab_mb", "telemetry_interval_steps"):
+            if getattr(self, name) < 1:
+                raise ConfigError(
+                    f"{name} is {getattr(self, name)}: expected 1 or more"
+                )
+        if self.prefetch_window_blocks < 0:
+            raise ConfigError(
+                f"prefetch_window_blocks is {self.prefetch_window_blocks}: expected 0"
+                " (load on demand) or more"
+            )
+        if self.max_inflight is not None and self.max_inflight < 1:
+            raise ConfigError(
+                f"max_inflight is {self.max_inflight}: expected 1 or more, or None"
+            )
+        if self.pinned_slab_mb > self.pinned_pool_mb:
+            raise ConfigError(
+                f"pinned_slab_mb is {self.pinned_slab_mb} but pinned_pool_mb only"
+                f" {self.pinned_pool_mb}: a slab must fit the pool"
+            )
+        self.watermarks()
+
+    def watermarks(self) -> Watermarks:
+        """Return both marks in bytes."""
+        return Watermarks(
+            high_bytes=self.vram_high_watermark_mb * MIB,
+            low_bytes=self.vram_low_watermark_mb * MIB,
+        )

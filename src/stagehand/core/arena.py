@@ -1,0 +1,258 @@
+"""Leases of one kind of memory, by exact size.
+
+Making pinned or device memory is slow and can synchronize the device, so an arena keeps
+what comes back and hands it out again. One class serves device slots, pinned images and
+staging slabs; they differ in the function that makes a buffer and in the account that
+pays for it.
+"""
+
+import threading
+import time
+import warnings
+import weakref
+from collections.abc import Callable
+
+import torch
+
+from stagehand.core.ledger import Account, Grant
+from stagehand.errors import (
+    ClosedError,
+    StagehandInternalError,
+    StagehandOOMError,
+    StagehandWarning,
+)
+from stagehand.units import format_bytes
+
+__all__ = ["Arena", "Lease", "live_leases"]
+
+_WARN_AFTER_SECONDS = 0.1
+
+_live: "weakref.WeakSet[Lease]" = weakref.WeakSet()
+
+
+def live_leases() -> int:
+    """Return how many leases of all arenas of this process are not released."""
+    return len(_live)
+
+
+class Lease:
+    """A holding of one buffer, given back exactly once by `release()` or `abandon()`."""
+
+    def __init__(self, arena: "Arena", buffer: torch.Tensor, grant: Grant) -> None:
+        self.buffer = buffer
+        self._arena = arena
+        self._grant: Grant | None = grant
+        _live.add(self)
+
+    def __repr__(self) -> str:
+        state = "released" if self._grant is None else self._grant.holder
+        return f"Lease({format_bytes(self.buffer.numel())}, {state})"
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the buffer in bytes; can be a little more than was asked for."""
+        return self.buffer.numel()
+
+    def _end(self) -> Grant:
+        grant, self._grant = self._grant, None
+        if grant is None:
+            raise StagehandInternalError(
+                f"a lease of {self.nbytes} bytes of {self._arena.name} was released twice"
+            )
+        _live.discard(self)
+        return grant
+
+    def release(self) -> None:
+        """Give the buffer back for reuse.
+
+        Nothing may read or write it any more, or whoever takes it next must be told what
+        to wait for.
+
+        Raises:
+            StagehandInternalError: At the second call.
+        """
+        self._arena._take_back(self.buffer, self._end())
+
+    def abandon(self) -> None:
+        """Leave the buffer to whoever else still holds it; it is not reused."""
+        self._arena._forget(self._end())
+
+
+class Arena:
+    """Leases of one kind of memory under one account.
+
+    Memory: at most the account's limit, kept buffers included.
+
+    Args:
+        name: What it is, for errors: "device memory", "pinned memory".
+        make: Returns a one-dimensional byte tensor of a size.
+        account: Grants the bytes.
+        spare: A kept buffer serves a request if it is at most this many times larger.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        make: Callable[[int], torch.Tensor],
+        account: Account,
+        *,
+        spare: float = 1.0,
+    ) -> None:
+        self.name = name
+        self.account = account
+        self.wait_count = 0
+        self.wait_ms = 0.0
+        self._make = make
+        self._spare = spare
+        self._kept: list[tuple[torch.Tensor, Grant]] = []
+        self._changed = threading.Condition()
+        self._closed = False
+        self._leased = 0
+
+    def __repr__(self) -> str:
+        return (
+            f"Arena({self.name}: {format_bytes(self.leased_bytes)} leased,"
+            f" {format_bytes(self.kept_bytes)} kept,"
+            f" limit {format_bytes(self.account.limit_bytes)})"
+        )
+
+    @property
+    def leased_bytes(self) -> int:
+        """Bytes in leases that are not released."""
+        return self._leased
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes that wait here to be leased again."""
+        return sum(buffer.numel() for buffer, _ in self._kept)
+
+    def acquire_nowait(self, nbytes: int, holder: str) -> Lease | None:
+        """Return a lease, or None while the account cannot pay for one.
+
+        A kept buffer of the size or a little more is preferred; kept buffers of other
+        sizes are freed when the account needs their bytes.
+
+        Raises:
+            ClosedError: After `close()`.
+        """
+        with self._changed:
+            return self._acquire(nbytes, holder)
+
+    def acquire(self, nbytes: int, holder: str) -> Lease:
+        """Return a lease, waiting until others release enough.
+
+        Raises:
+            ClosedError: After `close()`, for waiters too.
+            StagehandOOMError: If waiting is useless: it is more than the account's
+                limit, or nobody holds anything that could come back.
+        """
+        with self._changed:
+            lease = self._acquire(nbytes, holder)
+            if lease is None:
+                lease = self._wait(nbytes, holder)
+            return lease
+
+    def _wait(self, nbytes: int, holder: str) -> Lease:
+        start = time.perf_counter()
+        warned = False
+        self.wait_count += 1
+        while True:
+            if nbytes > self.account.limit_bytes or not self._leased:
+                raise StagehandOOMError(
+                    f"{holder} needs {format_bytes(nbytes)} of {self.name}, but the limit"
+                    f" is {format_bytes(self.account.limit_bytes)} and"
+                    f" {format_bytes(self.account.held_bytes)} are held; raise the budget",
+                    needed_bytes=nbytes,
+                    limit_bytes=self.account.limit_bytes,
+                )
+            self._changed.wait(_WARN_AFTER_SECONDS)
+            lease = self._acquire(nbytes, holder)
+            waited = time.perf_counter() - start
+            if lease is not None:
+                self.wait_ms += waited * 1e3
+                return lease
+            if not warned and waited >= _WARN_AFTER_SECONDS:
+                warned = True
+                warnings.warn(
+                    f"{holder} has waited {waited * 1e3:.0f} ms for {format_bytes(nbytes)}"
+                    f" of {self.name}, of which {format_bytes(self._leased)} are in use;"
+                    " a larger pool would not make it wait",
+                    StagehandWarning,
+                    stacklevel=3,
+                )
+
+    def _acquire(self, nbytes: int, holder: str) -> Lease | None:
+        if self._closed:
+            raise ClosedError(
+                f"the arena of {self.name} is closed; {holder} came too late"
+            )
+        buffer, grant = self._take_kept(nbytes, holder)
+        if grant is None:
+            grant = self.account.grant(nbytes, holder)
+        while grant is None and self._kept:
+            self._free_one()
+            grant = self.account.grant(nbytes, holder)
+        if grant is None:
+            return None
+        if buffer is None:
+            try:
+                buffer = self._make(nbytes)
+            except BaseException:
+                grant.release()
+                raise
+        self._leased += buffer.numel()
+        return Lease(self, buffer, grant)
+
+    def _take_kept(
+        self, nbytes: int, holder: str
+    ) -> tuple[torch.Tensor | None, Grant | None]:
+        best = -1
+        for i, (buffer, _) in enumerate(self._kept):
+            size = buffer.numel()
+            if nbytes <= size <= nbytes * self._spare and (
+                best < 0 or size < self._kept[best][0].numel()
+            ):
+                best = i
+        if best < 0:
+            return None, None
+        buffer, kept = self._kept.pop(best)
+        kept.release()
+        grant = self.account.grant(buffer.numel(), holder)
+        return (None, None) if grant is None else (buffer, grant)
+
+    def _free_one(self) -> None:
+        _, grant = self._kept.pop(0)
+        grant.release()
+
+    def _take_back(self, buffer: torch.Tensor, grant: Grant) -> None:
+        with self._changed:
+            self._leased -= buffer.numel()
+            grant.release()
+            if not self._closed:
+                kept = self.account.grant(buffer.numel(), f"kept {self.name}")
+                if kept is not None:
+                    self._kept.append((buffer, kept))
+            self._changed.notify_all()
+
+    def _forget(self, grant: Grant) -> None:
+        with self._changed:
+            self._leased -= grant.nbytes
+            grant.release()
+            self._changed.notify_all()
+
+    def trim(self) -> None:
+        """Free all kept buffers."""
+        with self._changed:
+            while self._kept:
+                self._free_one()
+
+    def close(self) -> None:
+        """Free kept buffers and refuse new leases; wakes all waiters. Idempotent.
+
+        Leases that are out stay valid; their memory is freed as they come back.
+        """
+        with self._changed:
+            self._closed = True
+            while self._kept:
+                self._free_one()
+            self._changed.notify_all()

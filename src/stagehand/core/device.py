@@ -1,0 +1,368 @@
+"""The only file that names streams, events, pinning and memory counters.
+
+One class serves every accelerator that PyTorch knows through `torch.accelerator`; another
+serves machines without one, where "device memory" is host memory and copies are done when
+they are asked for. Both have the same methods, so that nothing above has two code paths.
+"""
+
+import contextlib
+import mmap
+import time
+import warnings
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import psutil
+import torch
+
+from stagehand.errors import ConfigError, StagehandWarning
+
+__all__ = [
+    "AcceleratorDevice",
+    "Device",
+    "Event",
+    "HostDevice",
+    "Stream",
+    "find_device",
+]
+
+_REGISTER_CHUNK = 1 << 30  # some drivers fail, and leak, above exactly 2 GiB
+_HUGE_PAGE = 2 << 20
+_MADV_HUGEPAGE = 14
+
+
+class Event(Protocol):
+    """A point in a stream's work. Recording it again moves it; waits keep what they saw."""
+
+    def record(self, stream: Any = None) -> None:
+        """Stand for all work that `stream` was given until now."""
+
+    def query(self) -> bool:
+        """Return whether that work is done, without waiting."""
+
+    def synchronize(self) -> None:
+        """Block the host until that work is done."""
+
+    def elapsed_time(self, end_event: Any) -> float:
+        """Return the milliseconds from this point to `end_event`'s."""
+
+
+class Stream(Protocol):
+    """An ordered queue of device work."""
+
+    def wait_event(self, event: Any) -> None:
+        """Let later work of this stream start only after `event`'s."""
+
+    def synchronize(self) -> None:
+        """Block the host until all work of this stream is done."""
+
+
+class Device(Protocol):
+    """What the library needs to know and do about the place where models compute."""
+
+    torch_device: torch.device
+    is_host: bool
+    """Device memory is host memory: copies are done at once, a reader may fill it."""
+
+    def empty(self, nbytes: int) -> torch.Tensor:
+        """Return `nbytes` uninitialized bytes of device memory, of the current stream."""
+
+    def pinned(self, nbytes: int) -> torch.Tensor:
+        """Return `nbytes` bytes of page-locked host memory, exactly that many."""
+
+    def new_stream(self, priority: int = 0) -> Stream:
+        """Return a stream of its own for a lane."""
+
+    def current_stream(self) -> Stream:
+        """Return the stream on which this thread's operators run."""
+
+    def new_event(self, *, timing: bool = False) -> Event:
+        """Return an unrecorded event."""
+
+    def on(self, stream: Stream) -> contextlib.AbstractContextManager[Any]:
+        """Let this thread's operators run on `stream` inside the `with`."""
+
+    def allocated_bytes(self) -> int | None:
+        """Return the bytes that this process's tensors hold on the device."""
+
+    def peak_allocated_bytes(self) -> int | None:
+        """Return the most bytes that `allocated_bytes` has been."""
+
+    def reserved_bytes(self) -> int | None:
+        """Return the bytes that PyTorch's allocator took from the device."""
+
+    def free_bytes(self) -> int:
+        """Return the bytes that can still be had, those cached by PyTorch included."""
+
+    def synchronize(self) -> None:
+        """Block the host until the device is idle."""
+
+
+class AcceleratorDevice:
+    """An accelerator behind `torch.accelerator`: CUDA, ROCm, XPU and their like.
+
+    Args:
+        device: With an index, or without: then the current one.
+    """
+
+    is_host = False
+
+    def __init__(self, device: torch.device) -> None:
+        index = device.index
+        if index is None:
+            index = torch.accelerator.current_device_index()
+        self.torch_device = torch.device(device.type, index)
+        self._index = index
+        self._warned = False
+        self._registers = device.type == "cuda"
+
+    def __repr__(self) -> str:
+        return f"AcceleratorDevice({str(self.torch_device)!r})"
+
+    def empty(self, nbytes: int) -> torch.Tensor:
+        """See `Device.empty`."""
+        with torch.inference_mode(False):
+            return torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)
+
+    def pinned(self, nbytes: int) -> torch.Tensor:
+        """See `Device.pinned`. Falls back to pageable memory with one warning."""
+        with torch.inference_mode(False):
+            try:
+                if self._registers and nbytes:
+                    return _registered_memory(nbytes)
+                return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+            except RuntimeError as error:
+                self._warn_unpinned(nbytes, error)
+                return torch.empty(nbytes, dtype=torch.uint8)
+
+    def _warn_unpinned(self, nbytes: int, error: RuntimeError) -> None:
+        if self._warned:
+            return
+        self._warned = True
+        warnings.warn(
+            f"{nbytes} bytes of host memory could not be page-locked for"
+            f" {self.torch_device} ({error}); copies from ordinary memory are several"
+            " times slower. Lower ram_budget, or raise the system's limit of locked memory",
+            StagehandWarning,
+            stacklevel=3,
+        )
+
+    def new_stream(self, priority: int = 0) -> Stream:
+        """See `Device.new_stream`. Lower priorities run first."""
+        if self.torch_device.type == "cuda":  # torch.Stream takes its priority in order
+            stream: Stream = torch.cuda.Stream(self.torch_device, priority=priority)
+            return stream
+        return torch.Stream(device=self.torch_device)
+
+    def current_stream(self) -> Stream:
+        """See `Device.current_stream`."""
+        return torch.accelerator.current_stream(self._index)
+
+    def new_event(self, *, timing: bool = False) -> Event:
+        """See `Device.new_event`."""
+        return torch.Event(device=self.torch_device, enable_timing=timing)
+
+    def on(self, stream: Stream) -> contextlib.AbstractContextManager[Any]:
+        """See `Device.on`."""
+        context: contextlib.AbstractContextManager[Any] = stream  # type: ignore[assignment]
+        return context
+
+    def allocated_bytes(self) -> int | None:
+        """See `Device.allocated_bytes`."""
+        return torch.accelerator.memory_allocated(self._index)
+
+    def peak_allocated_bytes(self) -> int | None:
+        """See `Device.peak_allocated_bytes`."""
+        return torch.accelerator.max_memory_allocated(self._index)
+
+    def reserved_bytes(self) -> int | None:
+        """See `Device.reserved_bytes`."""
+        return torch.accelerator.memory_reserved(self._index)
+
+    def free_bytes(self) -> int:
+        """See `Device.free_bytes`."""
+        free: int = torch.accelerator.get_memory_info(self._index)[0]
+        cached = torch.accelerator.memory_reserved(self._index)
+        return free + cached - torch.accelerator.memory_allocated(self._index)
+
+    def synchronize(self) -> None:
+        """See `Device.synchronize`."""
+        torch.accelerator.synchronize(self._index)
+
+
+class _RegisteredMemory(mmap.mmap):
+    """Anonymous memory, page-locked for CUDA in place, and unlocked before it goes.
+
+    PyTorch's own pinned allocator rounds each request up to a power of two, which can
+    nearly double the host memory that a model needs; this has the exact size.
+    """
+
+    _locked: list[int]
+
+    def lock(self, address: int, nbytes: int) -> None:
+        runtime = torch.cuda.cudart()
+        self._locked = []
+        for start in range(0, nbytes, _REGISTER_CHUNK):
+            size = min(_REGISTER_CHUNK, nbytes - start)
+            code = int(runtime.cudaHostRegister(address + start, size, 1))
+            if code:
+                self._unlock()
+                raise RuntimeError(f"cudaHostRegister gave error {code}")
+            self._locked.append(address + start)
+
+    def _unlock(self) -> None:
+        runtime = torch.cuda.cudart()
+        while self._locked:
+            runtime.cudaHostUnregister(self._locked.pop())
+
+    def __del__(self) -> None:
+        if getattr(self, "_locked", None):
+            torch.cuda.synchronize()  # a copy may still read what is about to be unlocked
+            self._unlock()
+
+
+def _registered_memory(nbytes: int) -> torch.Tensor:
+    size = -(-nbytes // _HUGE_PAGE) * _HUGE_PAGE if nbytes >= _HUGE_PAGE else nbytes
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    memory = _RegisteredMemory(-1, size, flags=flags)
+    if nbytes >= _HUGE_PAGE:
+        with contextlib.suppress(
+            OSError
+        ):  # a kernel without huge pages: slower to lock
+            memory.madvise(_MADV_HUGEPAGE)
+    whole = torch.frombuffer(memory, dtype=torch.uint8)
+    whole.zero_()  # touched by all of PyTorch's threads: locking present pages is faster
+    memory.lock(whole.data_ptr(), size)
+    return whole[:nbytes]
+
+
+class _HostEvent:
+    """A moment of the host's clock; all work before it is done by then."""
+
+    def __init__(self) -> None:
+        self._at = 0.0
+
+    def record(self, stream: Any = None) -> None:
+        self._at = time.perf_counter()
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        return None
+
+    def elapsed_time(self, end_event: "_HostEvent") -> float:
+        return (end_event._at - self._at) * 1e3
+
+
+class _HostStream:
+    """The host's one order of doing things."""
+
+    def wait_event(self, event: Any) -> None:
+        return None
+
+    def synchronize(self) -> None:
+        return None
+
+    def __enter__(self) -> "_HostStream":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        return None
+
+
+class HostDevice:
+    """The CPU in the place of an accelerator: same code, plain copies."""
+
+    is_host = True
+
+    def __init__(self) -> None:
+        self.torch_device = torch.device("cpu")
+        self._stream = _HostStream()
+
+    def __repr__(self) -> str:
+        return "HostDevice()"
+
+    def empty(self, nbytes: int) -> torch.Tensor:
+        """See `Device.empty`."""
+        with torch.inference_mode(False):
+            return torch.empty(nbytes, dtype=torch.uint8)
+
+    def pinned(self, nbytes: int) -> torch.Tensor:
+        """See `Device.pinned`. There is nobody to lock it for: ordinary memory."""
+        return self.empty(nbytes)
+
+    def new_stream(self, priority: int = 0) -> Stream:
+        """See `Device.new_stream`."""
+        return self._stream
+
+    def current_stream(self) -> Stream:
+        """See `Device.current_stream`."""
+        return self._stream
+
+    def new_event(self, *, timing: bool = False) -> Event:
+        """See `Device.new_event`."""
+        return _HostEvent()
+
+    def on(self, stream: Stream) -> contextlib.AbstractContextManager[Any]:
+        """See `Device.on`."""
+        return self._stream
+
+    def allocated_bytes(self) -> int | None:
+        """See `Device.allocated_bytes`. The host does not count."""
+        return None
+
+    def peak_allocated_bytes(self) -> int | None:
+        """See `Device.peak_allocated_bytes`. The host does not count."""
+        return None
+
+    def reserved_bytes(self) -> int | None:
+        """See `Device.reserved_bytes`. The host does not count."""
+        return None
+
+    def free_bytes(self) -> int:
+        """See `Device.free_bytes`."""
+        available: int = psutil.virtual_memory().available
+        return available
+
+    def synchronize(self) -> None:
+        """See `Device.synchronize`."""
+        return
+
+
+def find_device(device: torch.device | str | int | None) -> Device:
+    """Return the device that a user means.
+
+    Args:
+        device: `None` for the accelerator, or for the host where there is none; else
+            whatever `torch.device` takes.
+
+    Raises:
+        ConfigError: If the machine has no such device, or it cannot hold weights.
+    """
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if device is None:
+        return HostDevice() if accelerator is None else AcceleratorDevice(accelerator)
+    wanted = torch.device(device)
+    if wanted.type == "cpu":
+        return HostDevice()
+    if accelerator is None or accelerator.type != wanted.type:
+        found = "none" if accelerator is None else str(accelerator)
+        raise ConfigError(
+            f"device is {str(wanted)!r}, but this machine's accelerator is {found}; pass"
+            " device=None to take what is there, or device='cpu'"
+        )
+    count = torch.accelerator.device_count()
+    if wanted.index is not None and wanted.index >= count:
+        raise ConfigError(
+            f"device is {str(wanted)!r}, but this machine has {count} of that kind,"
+            " counted from 0"
+        )
+    return AcceleratorDevice(wanted)
+
+
+@contextlib.contextmanager
+def no_inference() -> Iterator[None]:
+    """Make ordinary tensors inside, even where the caller is in inference mode."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield

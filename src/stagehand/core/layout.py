@@ -1,0 +1,329 @@
+"""Where each tensor of a block lies in the block's flat byte image.
+
+A block crosses the link as one copy, so its tensors are packed into one image:
+`layout_of` decides where, `BlockLayout.views` gives the tensors back, on whatever
+memory holds an image, and `BlockLayout.pack` fills one. The plan is data; nothing here
+owns memory.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from stagehand.errors import StagehandInternalError
+
+__all__ = [
+    "ALIGNMENT",
+    "BlockLayout",
+    "Place",
+    "contiguous_stride",
+    "copy_values",
+    "layout_of",
+    "plain_tensors",
+    "same_bits",
+]
+
+ALIGNMENT = 256
+"""Bytes. What device allocators promise and what vectorized kernels rely on."""
+
+_WIDEST_ITEM = 16
+"""Bytes of the widest element (complex128): a multiple of every element's size."""
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """One tensor's place in an image."""
+
+    name: str
+    """The tensor's name, for errors."""
+    dtype: torch.dtype
+    """Its own element type: an image never converts."""
+    shape: tuple[int, ...]
+    """Its sizes."""
+    stride: tuple[int, ...]
+    """Its strides in the image, in elements."""
+    offset: int
+    """Bytes from the start of the image to the first element."""
+    nbytes: int
+    """Bytes from the first element to the end of the last."""
+
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether the elements lie in row-major order without gaps."""
+        return self.nbytes == 0 or all(
+            size == 1 or mine == rowmajor
+            for size, mine, rowmajor in zip(
+                self.shape, self.stride, contiguous_stride(self.shape), strict=True
+            )
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockLayout:
+    """The places of all tensors of a block in its image."""
+
+    entries: tuple[Place, ...]
+    """One for each tensor, in the order they were given."""
+    nbytes: int
+    """Size of the image, a multiple of the alignment."""
+
+    def views(self, image: torch.Tensor) -> list[torch.Tensor]:
+        """Return one tensor per entry that reads and writes the image's memory.
+
+        They are ordinary tensors even when this is called inside
+        `torch.inference_mode()`, require no gradient, and have a version counter of
+        their own: a write to one does not look like a write to its neighbours.
+
+        Args:
+            image: 1-D contiguous uint8, at least `nbytes` long, on any device. It must
+                start at a multiple of 16 bytes in its storage.
+
+        Raises:
+            StagehandInternalError: If `image` is something else.
+        """
+        self.check_image(image)
+        start = image.storage_offset()
+        with plain_tensors():
+            storage = image.untyped_storage()
+            return [
+                torch.empty(0, dtype=entry.dtype, device=image.device).set_(
+                    storage,
+                    (start + entry.offset) // entry.dtype.itemsize,
+                    entry.shape,
+                    entry.stride,
+                )
+                for entry in self.entries
+            ]
+
+    def pack(self, tensors: Sequence[torch.Tensor], image: torch.Tensor) -> None:
+        """Copy the values of one tensor per entry into the image.
+
+        Raises:
+            StagehandInternalError: If there are more or fewer tensors than entries, one
+                has another shape or dtype, or `image` cannot hold the layout.
+        """
+        if len(tensors) != len(self.entries):
+            raise StagehandInternalError(
+                f"{len(tensors)} tensors for a layout of {len(self.entries)} entries"
+            )
+        for entry, tensor in zip(self.entries, tensors, strict=True):
+            if tensor.shape != entry.shape or tensor.dtype != entry.dtype:
+                raise StagehandInternalError(
+                    f"tensor {entry.name!r} has {tensor.dtype} {list(tensor.shape)}: "
+                    f"the layout was made for {entry.dtype} {list(entry.shape)}"
+                )
+        for view, tensor in zip(self.views(image), tensors, strict=True):
+            copy_values(view, tensor)
+
+    def check_image(self, image: torch.Tensor) -> None:
+        """Do nothing if `image` can hold this layout.
+
+        Raises:
+            StagehandInternalError: Otherwise.
+        """
+        fits = (
+            image.dtype == torch.uint8
+            and image.dim() == 1
+            and image.is_contiguous()
+            and image.numel() >= self.nbytes
+            and image.storage_offset() % _WIDEST_ITEM == 0
+        )
+        if not fits:
+            raise StagehandInternalError(
+                f"an image is {image.dtype} {list(image.shape)} at byte "
+                f"{image.storage_offset()} of its storage: expected one dimension of "
+                f"at least {self.nbytes} contiguous uint8 at a multiple of "
+                f"{_WIDEST_ITEM}"
+            )
+
+
+def layout_of(
+    named: Sequence[tuple[str, torch.Tensor]], *, alignment: int = ALIGNMENT
+) -> BlockLayout:
+    """Return where the tensors lie in an image, each at an aligned offset.
+
+    Strides survive where a tensor fills its memory (any permutation of contiguous, such
+    as channels_last or a transpose). A tensor with gaps, an expanded one and one with a
+    conjugate or negative bit becomes contiguous. Tensors that overlap in memory (tied,
+    or slices of each other) overlap in the image just as they do now: an in-place
+    change of one stays visible in the other. Their common span is aligned as a whole.
+
+    Cost: `sum(round_up(bytes, alignment))` over the tensors, overlapping ones once.
+
+    Args:
+        named: Names and tensors, on any device, `meta` included.
+        alignment: Bytes; a multiple of 16.
+    """
+    placed: dict[int, Place] = {}
+    nbytes = 0
+    for span in _spans([tensor for _, tensor in named]):
+        for index in span.members:
+            placed[index] = _place(*named[index], span, nbytes)
+        nbytes += -(-span.nbytes // alignment) * alignment
+    return BlockLayout(
+        entries=tuple(placed[index] for index in range(len(named))), nbytes=nbytes
+    )
+
+
+def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the row-major strides of a shape, as torch counts them."""
+    strides = []
+    step = 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
+
+
+def copy_values(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy bit for bit between tensors of one dtype, whatever their strides.
+
+    An expanded target holds one element where it shows many; torch refuses to copy
+    into it, so its repeated dimensions are copied once.
+    """
+    for dim, (size, stride) in enumerate(
+        zip(target.shape, target.stride(), strict=True)
+    ):
+        if stride == 0 and size > 1:
+            target = target.narrow(dim, 0, 1)
+            source = source.narrow(dim, 0, 1)
+    # Memory that was allocated in inference mode may only be written in it.
+    with torch.inference_mode(target.is_inference()), torch.no_grad():
+        target.copy_(source)
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether two tensors of one dtype and shape hold the same bits.
+
+    Not `torch.equal`: by value a NaN differs from itself, and -0.0 equals 0.0.
+    """
+    return torch.equal(_as_integers(one), _as_integers(other))
+
+
+@contextmanager
+def plain_tensors() -> Iterator[None]:
+    """Make tensors that any later code may use, whichever mode the caller is in.
+
+    A tensor born in inference mode could never take part in autograd again.
+    """
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+def _as_integers(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.detach().resolve_conj().resolve_neg()
+    if tensor.dtype == torch.complex128:
+        tensor = torch.view_as_real(tensor)
+    return tensor.view(_INTEGERS[tensor.dtype.itemsize])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Span:
+    """Bytes that must lie together: one tensor, or several that overlap."""
+
+    members: list[int]
+    """Indices of the tensors."""
+    start: int
+    """First byte, counted in the tensors' storage."""
+    nbytes: int
+
+
+def _place(name: str, tensor: torch.Tensor, span: _Span, offset: int) -> Place:
+    shape = tuple(tensor.shape)
+    stride = tuple(tensor.stride())
+    nbytes = span.nbytes
+    if len(span.members) > 1:
+        start, end = _byte_range(tensor)
+        offset += start - span.start
+        nbytes = end - start
+    elif not _is_dense(tensor):
+        stride = contiguous_stride(shape)
+    return Place(
+        name=name,
+        dtype=tensor.dtype,
+        shape=shape,
+        stride=stride,
+        offset=offset,
+        nbytes=nbytes,
+    )
+
+
+def _spans(tensors: Sequence[torch.Tensor]) -> list[_Span]:
+    """Return the spans of the tensors, ordered by their first member."""
+    # The storages are kept alive here: their ids are the keys.
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    by_storage: dict[int, list[int]] = {}
+    spans: list[_Span] = []
+    for index, (tensor, storage) in enumerate(zip(tensors, storages, strict=True)):
+        if tensor.numel() == 0 or tensor.is_conj() or tensor.is_neg():
+            spans.append(_span([index], tensors))
+        else:
+            by_storage.setdefault(id(storage), []).append(index)
+    for indices in by_storage.values():
+        spans += [_span(members, tensors) for members in _overlapping(indices, tensors)]
+    return sorted(spans, key=lambda span: min(span.members))
+
+
+def _span(members: list[int], tensors: Sequence[torch.Tensor]) -> _Span:
+    ranges = [_byte_range(tensors[index]) for index in members]
+    start = min(start for start, _ in ranges)
+    if len(members) == 1:
+        tensor = tensors[members[0]]
+        nbytes = tensor.numel() * tensor.dtype.itemsize
+        return _Span(members=members, start=start, nbytes=nbytes)
+    if any(
+        (first - start) % tensors[index].dtype.itemsize
+        for index, (first, _) in zip(members, ranges, strict=True)
+    ):
+        # Slices of different element types: begin where all of them can be viewed.
+        start -= start % _WIDEST_ITEM
+    nbytes = max(end for _, end in ranges) - start
+    return _Span(members=members, start=start, nbytes=nbytes)
+
+
+def _overlapping(
+    indices: Sequence[int], tensors: Sequence[torch.Tensor]
+) -> list[list[int]]:
+    """Return the tensors of one storage in groups whose byte ranges overlap."""
+    groups: list[list[int]] = []
+    reach = 0
+    for index in sorted(indices, key=lambda index: _byte_range(tensors[index])):
+        start, end = _byte_range(tensors[index])
+        if groups and start < reach:
+            groups[-1].append(index)
+            reach = max(reach, end)
+        else:
+            groups.append([index])
+            reach = end
+    return groups
+
+
+def _byte_range(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return the first byte and the end of a tensor within its storage."""
+    itemsize = tensor.dtype.itemsize
+    start = int(tensor.storage_offset()) * itemsize
+    last = sum(
+        (size - 1) * stride
+        for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
+    return start, start + (last + 1) * itemsize
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the tensor fills its memory: a permutation of contiguous."""
+    if tensor.is_conj() or tensor.is_neg():
+        return False
+    step = 1
+    for stride, size in sorted(
+        (stride, size)
+        for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
+        if size != 1
+    ):
+        if stride != step:
+            return False
+        step *= size
+    return True

@@ -1,0 +1,136 @@
+"""Times of copies and uses on the device's own clock, read when they are over.
+
+Marks are timing events on the streams themselves; nothing here makes the host wait. Without
+a stopwatch nothing is recorded and nothing is paid.
+"""
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+from stagehand.core.device import Device, Event, Stream
+
+__all__ = ["CopyTime", "Stopwatch", "UseTime"]
+
+
+@dataclass(frozen=True, slots=True)
+class UseTime:
+    """One use of a block.
+
+    Attributes:
+        block: The block's index.
+        start_ms: When compute arrived, from the stopwatch's beginning.
+        stall_ms: How long it then waited for the block.
+        compute_ms: From there to the arrival at the next use, or the pass's end.
+    """
+
+    block: int
+    start_ms: float
+    stall_ms: float
+    compute_ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class CopyTime:
+    """One copy over the link.
+
+    Attributes:
+        block: The block's index.
+        lane: "H2D" or "D2H".
+        nbytes: Bytes.
+        start_ms: When it started, from the stopwatch's beginning.
+        duration_ms: How long it took.
+    """
+
+    block: int
+    lane: str
+    nbytes: int
+    start_ms: float
+    duration_ms: float
+
+
+class Stopwatch:
+    """Collects marks of one pass after the other.
+
+    Memory: two events for each use and copy that is not resolved yet; resolved ones are
+    used again.
+
+    Args:
+        device: Whose clock it is.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._spare: list[Event] = []
+        self._zero: Event | None = None
+        self._uses: list[tuple[int, Event, Event]] = []
+        self._copies: list[tuple[int, str, int, Event, Event]] = []
+
+    def mark(self, stream: Stream) -> Event:
+        """Return an event that stands for this moment of a stream."""
+        event = (
+            self._spare.pop() if self._spare else self._device.new_event(timing=True)
+        )
+        event.record(stream)
+        if self._zero is None:
+            self._zero = self._device.new_event(timing=True)
+            self._zero.record(stream)
+        return event
+
+    def used(self, block: int, arrived: Event, begun: Event) -> None:
+        """Note that compute arrived at a use, and the moment after its wait."""
+        self._uses.append((block, arrived, begun))
+
+    def end_pass(self, stream: Stream) -> None:
+        """Note the end of the last use."""
+        if self._uses and self._uses[-1][0] >= 0:
+            end = self.mark(stream)
+            self._uses.append((-1, end, end))
+
+    def copied(
+        self, block: int, lane: str, nbytes: int, start: Event, end: Event
+    ) -> None:
+        """Note a copy between two marks of its lane."""
+        self._copies.append((block, lane, nbytes, start, end))
+
+    def is_over(self) -> bool:
+        """Return whether everything noted so far has happened on the device."""
+        last = [self._uses[-1][2]] if self._uses else []
+        last += [self._copies[-1][4]] if self._copies else []
+        return all(event.query() for event in last)
+
+    def resolve(self) -> tuple[list[UseTime], list[CopyTime]]:
+        """Return the times of everything noted since the last call, and forget it.
+
+        Waits for the device if it is not over.
+        """
+        zero = self._zero
+        if zero is None:
+            return [], []
+        for event in (
+            *(u[2] for u in self._uses[-1:]),
+            *(c[4] for c in self._copies[-1:]),
+        ):
+            event.synchronize()
+        copies = [
+            CopyTime(
+                block, lane, size, zero.elapsed_time(start), start.elapsed_time(end)
+            )
+            for block, lane, size, start, end in self._copies
+        ]
+        uses = [
+            UseTime(
+                block,
+                zero.elapsed_time(arrived),
+                arrived.elapsed_time(begun),
+                begun.elapsed_time(following[1]),
+            )
+            for (block, arrived, begun), following in pairwise(self._uses)
+            if block >= 0
+        ]
+        for _, _, _, start, end in self._copies:
+            self._spare += (start, end)
+        for block, arrived, begun in self._uses:
+            self._spare += (arrived, begun) if block >= 0 else (arrived,)
+        self._uses.clear()
+        self._copies.clear()
+        return uses, copies

@@ -1,0 +1,274 @@
+"""Copies between pinned host memory and device slots, and the hazards between them.
+
+A slot carries two marks and only this file touches them:
+
+- `filled` (read after write): recorded on the H2D lane behind the copy that fills the slot.
+  Whoever reads the slot makes its stream wait for it first.
+- `drained` (write after read): recorded on the reading stream behind the last use. The next
+  copy into the slot waits for it on the lane.
+
+Both waits are between streams; the host never waits here. An event that is recorded again
+does not disturb waits that were made before, so each slot owns two events for life.
+"""
+
+import enum
+from collections import deque
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+import torch
+
+from stagehand.core.arena import Lease
+from stagehand.core.device import Device, Event, Stream
+from stagehand.core.stopwatch import Stopwatch
+from stagehand.core.telemetry import Counters
+
+__all__ = ["Denied", "Lane", "Priority", "Slot", "Ticket", "TransferEngine"]
+
+
+class Priority(IntEnum):
+    """How urgent a copy is. The first two are never denied."""
+
+    CRITICAL = 0
+    """Compute waits for it now."""
+    REQUIRED = 1
+    """It must happen: write-backs."""
+    SPECULATIVE = 2
+    """A prefetch: useful if there is room."""
+    BACKGROUND = 3
+    """Whenever the lane is idle."""
+
+
+class Denied(enum.Enum):
+    """Why a copy was not taken. A value, not an exception: the caller tries later."""
+
+    H2D_SLOTS_EXHAUSTED = "as many host-to-device copies as allowed are in flight"
+    D2H_SLOTS_EXHAUSTED = "as many device-to-host copies as allowed are in flight"
+
+
+class Slot:
+    """A piece of device memory that holds one block at a time.
+
+    Memory: `nbytes` bytes of device memory while `lease` is set; they are leased at the
+    first load.
+    """
+
+    __slots__ = (
+        "_drained",
+        "_filled",
+        "_reader",
+        "_seen_by",
+        "_used",
+        "alone",
+        "index",
+        "lease",
+        "nbytes",
+        "occupant",
+        "storage",
+    )
+
+    def __init__(self, index: int, nbytes: int) -> None:
+        self.index = index
+        self.nbytes = nbytes
+        self.lease: Lease | None = None
+        self.occupant: Any = None
+        """Whoever the bytes belong to: a `Block`, which this rank does not know."""
+        self.storage: Any = None
+        """The leased buffer's storage."""
+        self.alone = 0
+        """Reference count of the storage when only the library holds it."""
+        self._filled: Event | None = None
+        self._drained: Event | None = None
+        self._seen_by: Stream | None = None  # has waited for `filled`
+        self._reader: Stream | None = None  # recorded `drained` last
+        self._used = False  # `drained` stands for a use
+
+    def __repr__(self) -> str:
+        return f"Slot({self.index}, {self.nbytes} bytes, {self.occupant})"
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """Completion of a submitted copy."""
+
+    done: Event
+    nbytes: int
+
+    def wait_host(self) -> None:
+        """Block the calling thread until the copy is done."""
+        self.done.synchronize()
+
+
+class Lane:
+    """One direction of the link: an ordered stream with a capacity.
+
+    Args:
+        device: Whose link it is.
+        capacity: Copies in flight at most before speculation is denied, or None.
+        priority: The stream's priority; lower runs first.
+    """
+
+    def __init__(self, device: Device, capacity: int | None, priority: int) -> None:
+        self.stream = device.new_stream(priority)
+        self.capacity = capacity
+        self._in_flight: deque[Event] = deque()
+
+    @property
+    def in_flight(self) -> int:
+        """Copies that are submitted and not known to be done."""
+        while self._in_flight and self._in_flight[0].query():
+            self._in_flight.popleft()
+        return len(self._in_flight)
+
+    def is_full(self) -> bool:
+        """Return whether a speculative copy would have to be denied."""
+        return self.capacity is not None and self.in_flight >= self.capacity
+
+    def note(self, done: Event) -> None:
+        """Count a submitted copy. Without a capacity nobody asks: nothing is kept."""
+        if self.capacity is not None:
+            self._in_flight.append(done)
+
+
+class TransferEngine:
+    """The two lanes of one device.
+
+    Args:
+        device: Where the slots are.
+        counters: Where copies are counted as they are submitted.
+        h2d_capacity: See `Lane`.
+        d2h_capacity: See `Lane`.
+        priority: Of both lanes' streams.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        counters: Counters,
+        *,
+        h2d_capacity: int | None = None,
+        d2h_capacity: int | None = None,
+        priority: int = -1,
+    ) -> None:
+        self.stopwatch: Stopwatch | None = None
+        """Set while copies are to be timed."""
+        self._device = device
+        self._counters = counters
+        self.h2d = Lane(device, h2d_capacity, priority)
+        self.d2h = Lane(device, d2h_capacity, priority)
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        """Return device memory that belongs to the H2D lane's stream.
+
+        That stream writes it first, and waits for its readers before it is freed, so
+        the allocator may reuse it in that stream's order.
+        """
+        with self._device.on(self.h2d.stream):
+            return self._device.empty(nbytes)
+
+    def adopt(self, slot: Slot) -> None:
+        """Take over a slot whose memory was just leased."""
+        if slot._filled is None:
+            slot._filled = self._device.new_event()
+            slot._drained = self._device.new_event()
+
+    def load(
+        self, slot: Slot, target: torch.Tensor, source: torch.Tensor, priority: Priority
+    ) -> Ticket | Denied:
+        """Queue the copy that fills a slot.
+
+        Args:
+            slot: Its `drained` mark is waited for, on the lane.
+            target: The slot's first bytes.
+            source: As many bytes of pinned host memory; they must stay unchanged until
+                the ticket is done.
+            priority: Speculation can be denied.
+        """
+        if priority >= Priority.SPECULATIVE and self.h2d.is_full():
+            return Denied.H2D_SLOTS_EXHAUSTED
+        filled, drained = slot._filled, slot._drained
+        stream = self.h2d.stream
+        if slot._used:
+            stream.wait_event(drained)
+        self._copy(slot, "H2D", stream, target, source)
+        filled.record(stream)  # type: ignore[union-attr]
+        slot._seen_by = None
+        slot._used = False
+        slot._reader = None
+        nbytes = target.numel()
+        self._counters.h2d_bytes += nbytes
+        self._counters.h2d_copies += 1
+        self.h2d.note(filled)  # type: ignore[arg-type]
+        return Ticket(filled, nbytes)  # type: ignore[arg-type]
+
+    def _copy(
+        self,
+        slot: Slot,
+        lane: str,
+        stream: Stream,
+        target: torch.Tensor,
+        source: torch.Tensor,
+    ) -> None:
+        watch = self.stopwatch
+        if watch is None:
+            with self._device.on(stream):
+                target.copy_(source, non_blocking=True)
+            return
+        start = watch.mark(stream)
+        with self._device.on(stream):
+            target.copy_(source, non_blocking=True)
+        block = -1 if slot.occupant is None else slot.occupant.index
+        watch.copied(block, lane, target.numel(), start, watch.mark(stream))
+
+    def await_filled(self, slot: Slot, stream: Stream) -> None:
+        """Let `stream` read the slot only after it is filled."""
+        if slot._seen_by is None or slot._seen_by != stream:
+            stream.wait_event(slot._filled)
+            slot._seen_by = stream
+
+    def release(self, slot: Slot, stream: Stream) -> None:
+        """Mark that `stream` has used the slot until now."""
+        if slot._used and slot._reader != stream:
+            stream.wait_event(slot._drained)  # the mark must cover both readers
+        slot._drained.record(stream)  # type: ignore[union-attr]
+        slot._reader = stream
+        slot._used = True
+
+    def save(self, slot: Slot, source: torch.Tensor, target: torch.Tensor) -> Ticket:
+        """Queue the copy that brings a slot's bytes home; never denied.
+
+        The lane waits until the slot is filled and its readers, who may have written,
+        are done; whoever fills the slot next waits for the lane.
+        """
+        stream = self.d2h.stream
+        stream.wait_event(slot._filled)
+        if slot._used:
+            stream.wait_event(slot._drained)
+        self._copy(slot, "D2H", stream, target, source)
+        done = self._device.new_event()
+        done.record(stream)
+        slot._drained.record(stream)  # type: ignore[union-attr]
+        slot._reader = stream
+        slot._used = True
+        nbytes = source.numel()
+        self._counters.d2h_bytes += nbytes
+        self._counters.d2h_copies += 1
+        self.d2h.note(done)
+        return Ticket(done, nbytes)
+
+    def retire(self, slot: Slot) -> None:
+        """Order all that touches the slot before whatever its memory is used for next."""
+        if slot._used:
+            self.h2d.stream.wait_event(slot._drained)
+        slot._seen_by = slot._reader = None
+        slot._used = False
+
+    def disown(self, buffer: torch.Tensor) -> None:
+        """Keep memory that somebody else holds from reuse while the caller's stream reads.
+
+        The holder will free it without telling the H2D lane.
+        """
+        stream = self._device.current_stream()
+        if not self._device.is_host:
+            buffer.record_stream(stream)  # type: ignore[arg-type]

@@ -1,0 +1,124 @@
+"""Lets a model's streamed weights come from safetensors files."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from stagehand.assembly import Parts
+from stagehand.errors import MissingTensorError
+from stagehand.residency.blocks import Block
+from stagehand.stores.checkpoint import Checkpoint, Extent
+from stagehand.stores.files import FileSet
+from stagehand.stores.safetensors import SafetensorsStore
+
+__all__ = ["KeyMap", "back_by_files"]
+
+KeyMap = Callable[[str], str] | Mapping[str, str] | None
+
+
+def back_by_files(
+    parts: Parts, model: nn.Module, path: str | Path, key_map: KeyMap
+) -> tuple[FileSet, int]:
+    """Give every streamed block, and every tensor without values, a store in files.
+
+    All or nothing: every tensor is matched before anything changes. A parameter that
+    the model knows under several names may be in the files under any of them.
+
+    Returns:
+        The open files, and the number of streamed blocks that they back now.
+
+    Raises:
+        CheckpointError: If a tensor is missing or does not fit, or a file is unsound.
+    """
+    checkpoint = Checkpoint.open(path)
+    names = _names(model, checkpoint, key_map)
+    streamed = set(map(id, parts.streamed))
+    chosen = [
+        block
+        for block in parts.blocks
+        if block.tensors and (id(block) in streamed or _is_empty(block))
+    ]
+    wanted = {
+        names[id(tensor)]: (tensor.dtype, tuple(tensor.shape))
+        for block in chosen
+        for tensor in _needed(block, id(block) in streamed)
+    }
+    found = checkpoint.match(wanted, key_map)
+    files = FileSet(checkpoint.files)
+    try:
+        for block in chosen:
+            _back(parts, block, names, found, files)
+    except BaseException:
+        files.close()
+        raise
+    return files, len(streamed & set(map(id, chosen)))
+
+
+def _needed(block: Block, is_streamed: bool) -> list[torch.Tensor]:
+    return [tensor for tensor in block.tensors if is_streamed or tensor.is_meta]
+
+
+def _is_empty(block: Block) -> bool:
+    return any(tensor.is_meta for tensor in block.tensors)
+
+
+def _names(model: nn.Module, checkpoint: Checkpoint, key_map: KeyMap) -> dict[int, str]:
+    """The name under which to look for each tensor: of several, one that is there."""
+    names: dict[int, str] = {}
+    for listing in (
+        model.named_parameters(remove_duplicate=False),
+        model.named_buffers(remove_duplicate=False),
+    ):
+        for name, tensor in listing:
+            known = names.get(id(tensor))
+            if known is None or _key(known, key_map) not in checkpoint:
+                names[id(tensor)] = name
+    return names
+
+
+def _key(name: str, key_map: KeyMap) -> str:
+    if key_map is None:
+        return name
+    return key_map.get(name, name) if isinstance(key_map, Mapping) else key_map(name)
+
+
+def _back(
+    parts: Parts,
+    block: Block,
+    names: Mapping[int, str],
+    found: Mapping[str, Extent],
+    files: FileSet,
+) -> None:
+    if _is_empty(block):
+        _give_values(block, names, found, files)
+        parts.masters.adopt(block)
+    if all(names[id(tensor)] in found for tensor in block.tensors):
+        extents = [found[names[id(tensor)]] for tensor in block.tensors]
+        parts.masters.hand_over(block, SafetensorsStore(block.layout, extents, files))
+
+
+def _give_values(
+    block: Block,
+    names: Mapping[int, str],
+    found: Mapping[str, Extent],
+    files: FileSet,
+) -> None:
+    """Make `meta` tensors real, in place: the same objects, with memory of their own."""
+    for tensor in block.tensors:
+        if not tensor.is_meta:
+            continue
+        name = names[id(tensor)]
+        if name not in found:
+            raise MissingTensorError(
+                f"tensor {name!r} of {tensor.dtype} {list(tensor.shape)} has no values:"
+                " it is on the meta device and in no file; give it values first"
+            )
+        values = files.map_tensor(found[name])
+        real = (
+            nn.Parameter(values, requires_grad=tensor.requires_grad)
+            if isinstance(tensor, nn.Parameter)
+            else values
+        )
+        torch.utils.swap_tensors(tensor, real)

@@ -1,0 +1,434 @@
+"""Blocks: what moves together, and how they are found in a model."""
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from stagehand.core.layout import BlockLayout
+from stagehand.core.transfer import Slot
+from stagehand.errors import ConfigError
+from stagehand.residency.residency import Residency
+from stagehand.stores.base import Store
+from stagehand.units import MIB, format_bytes
+
+__all__ = ["Block", "Finding", "Group", "find_blocks", "find_layers", "tensor_bytes"]
+
+_COPY_EFFICIENT_BYTES = 32 * MIB  # a larger copy is no faster on any link we know
+_SMALL_BYTES = MIB  # smaller ones stay on the device as long as they are few
+_SHARE = 16  # small parameters and one coalesced block get 1/16 of the budget each
+
+
+class Block(Residency):
+    """Tensors that move together, where their truth is and where they are now.
+
+    `tensors` are the model's own parameters and buffers, in the order of the layout's
+    entries. While the block is away they point to the store's host tensors; while it is
+    bound, to `views` of the slot.
+    """
+
+    __slots__ = (
+        "addresses",
+        "bound",
+        "clean_versions",
+        "home",
+        "layout",
+        "seal",
+        "slot",
+        "store",
+        "target",
+        "tensors",
+        "tracked",
+        "versions",
+        "view_addresses",
+        "views",
+        "views_in",
+    )
+
+    def __init__(
+        self,
+        index: int,
+        name: str,
+        layout: BlockLayout,
+        tensors: Sequence[torch.Tensor],
+    ) -> None:
+        super().__init__(index, name)
+        self.layout = layout
+        self.tensors = tuple(tensors)
+        self.tracked = tuple(t for t in self.tensors if not t.is_inference())
+        self.store: Store | None = None
+        self.home: Slot | None = None
+        """The slot that the plan gives to the block."""
+        self.slot: Slot | None = None
+        """The slot that holds the block now."""
+        self.bound = False
+        """Whether the tensors point into the slot."""
+        self.addresses: list[int] = []
+        """Where the tensors were pointed to."""
+        self.views: list[torch.Tensor] = []
+        self.view_addresses: list[int] = []
+        self.views_in: Slot | None = None
+        self.target: torch.Tensor | None = None
+        """The bytes of `views_in` that the block fills."""
+        self.clean_versions: list[int] = []
+        """All tensors' versions when the store was told of changes last."""
+        self.versions: list[int] = []
+        """The tensors' versions when the slot's bytes were equal to the store's."""
+        self.seal: torch.Tensor | None = None
+        """A sample of the host bytes that the slot was filled from."""
+
+    def __repr__(self) -> str:
+        return f"Block({self.name!r}, {format_bytes(self.nbytes)}, {self.state.name})"
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the block's image, on the device as on the host."""
+        return self.layout.nbytes
+
+    @property
+    def needs_staging(self) -> bool:
+        """Whether the bytes must be brought into pinned memory before they can load."""
+        return self.store is not None and self.store.pinned is None
+
+    def point_to_host(self) -> None:
+        """Let the tensors point to the store's host tensors."""
+        if self.store is None:
+            return
+        for tensor, host in zip(self.tensors, self.store.hosts, strict=True):
+            tensor.data = host
+        self.addresses = [tensor.data_ptr() for tensor in self.tensors]
+        self.bound = False
+
+    def point_to_device(self) -> None:
+        """Let the tensors point into the slot."""
+        for tensor, view in zip(self.tensors, self.views, strict=True):
+            tensor.data = view
+        self.addresses = self.view_addresses
+        self.bound = True
+
+    def is_replaced(self) -> bool:
+        """Whether somebody pointed a tensor elsewhere, through `.data`."""
+        return [tensor.data_ptr() for tensor in self.tensors] != self.addresses
+
+    def read_versions(self) -> list[int]:
+        """Return the version counters of the tensors that have one."""
+        return [t._version for t in self.tracked]
+
+    def all_versions(self) -> list[int]:
+        """Return the version counters of all tensors, 0 for those without."""
+        return [0 if t.is_inference() else t._version for t in self.tensors]
+
+    def tell_edits(self) -> None:
+        """Tell the store which host tensors were changed, before it is read."""
+        now = self.all_versions()
+        if self.store is None or now == self.clean_versions:
+            return
+        for number, (new, old) in enumerate(zip(now, self.clean_versions, strict=True)):
+            if new != old:
+                self.store.edited(number)
+        self.clean_versions = now
+
+    def is_changed(self) -> bool:
+        """Whether a tensor was changed in place since `versions` was noted."""
+        return [t._version for t in self.tracked] != self.versions
+
+
+@dataclass(slots=True)
+class Group:
+    """What will become one block.
+
+    `sites` are the modules during whose forward the tensors must be there. Without
+    sites, the tensors stay on the device.
+    """
+
+    name: str
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    sites: list[nn.Module] = field(default_factory=list)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors."""
+        return sum(tensor_bytes(t) for t in self.tensors.values())
+
+
+@dataclass(slots=True)
+class Finding:
+    """How a model is divided.
+
+    `streamed` come and go, `rest` stays on the device, `gathered` tables stay on the
+    host and only the rows that are looked up cross the link.
+    """
+
+    streamed: list[Group]
+    rest: Group
+    gathered: list[tuple[nn.Module, Group]]
+
+
+def tensor_bytes(tensor: torch.Tensor) -> int:
+    """Return the bytes of a tensor's elements."""
+    return tensor.numel() * tensor.element_size()
+
+
+def can_stream(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is plain memory that can be replaced by a view of other memory."""
+    return (
+        type(tensor.data) is torch.Tensor
+        and tensor.layout is torch.strided
+        and not tensor.is_nested
+    )
+
+
+def find_blocks(model: nn.Module, pattern: str | None) -> Finding:
+    """Divide a model for block mode: one block for each module that matches.
+
+    Of nested matches the outermost counts. A parameter that belongs to several blocks,
+    or to a block and the rest, stays on the device.
+
+    Args:
+        model: Any module.
+        pattern: A regular expression that is searched in the modules' names; None takes
+            the classes that the model itself says must not be split
+            (`_no_split_modules`, `_repeated_blocks`).
+
+    Raises:
+        ConfigError: If nothing matches; it names what could.
+    """
+    matched = _match(model, pattern)
+    owners: dict[int, set[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        block = next((b for b in matched if name == b or name.startswith(b + ".")), "")
+        for tensor in module._parameters.values():
+            if tensor is not None:
+                owners.setdefault(id(tensor), set()).add(block)
+    finding = Finding([], Group("rest"), [])
+    for name, module in matched.items():
+        group = Group(name, sites=[module])
+        for key, tensor in module.named_parameters():
+            if len(owners[id(tensor)]) == 1 and can_stream(tensor):
+                group.tensors[key] = tensor
+        if group.tensors:
+            finding.streamed.append(group)
+    _collect_rest(model, finding)
+    return finding
+
+
+def _match(model: nn.Module, pattern: str | None) -> dict[str, nn.Module]:
+    found: dict[str, nn.Module] = {}
+    classes = _declared_classes(model) if pattern is None else set()
+    expression = None if pattern is None else re.compile(pattern)
+    for name, module in model.named_modules():
+        if not name or any(
+            name.startswith(other + ".") for other in _parents(name, found)
+        ):
+            continue
+        if expression is None:
+            if type(module).__name__ in classes:
+                found[name] = module
+        elif expression.search(name):
+            found[name] = module
+    if not found:
+        raise ConfigError(_no_match(model, pattern))
+    return found
+
+
+def _parents(name: str, found: dict[str, nn.Module]) -> Iterator[str]:
+    parts = name.split(".")
+    for end in range(1, len(parts)):
+        parent = ".".join(parts[:end])
+        if parent in found:
+            yield parent
+
+
+def _declared_classes(model: nn.Module) -> set[str]:
+    names: set[str] = set()
+    for module in model.modules():
+        for attribute in ("_no_split_modules", "_repeated_blocks"):
+            names.update(getattr(module, attribute, None) or ())
+    return names
+
+
+def _no_match(model: nn.Module, pattern: str | None) -> str:
+    lists = [
+        f"^{re.escape(name)}\\.\\d+$"
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList | nn.Sequential)
+        and name
+        and len(module) > 1
+    ]
+    what = (
+        f"block_pattern {pattern!r} matches no module of {type(model).__name__}"
+        if pattern is not None
+        else f"{type(model).__name__} does not say which of its modules are blocks"
+    )
+    hint = " or ".join(repr(p) for p in lists[:3])
+    return (
+        f"{what}; pass block_pattern={hint}"
+        if hint
+        else f"{what}; use stagehand.layer()"
+    )
+
+
+def find_layers(
+    model: nn.Module, *, budget_bytes: int, opaque: Sequence[type[nn.Module]] = ()
+) -> Finding:
+    """Divide a model for layer mode: each module that owns large parameters streams.
+
+    Modules that share memory become one block. Small parameters stay on the device as
+    long as they are together at most 1/16 of the budget; other small neighbours are
+    coalesced. If the weights exceed the budget, large embedding tables stay on the host.
+
+    Args:
+        model: Any module.
+        budget_bytes: What the weights may take on the device.
+        opaque: Module classes that read their children's parameters themselves: such a
+            module and all below it are one block.
+    """
+    cells = _cells(model, (nn.MultiheadAttention, *opaque))
+    total = sum(c.nbytes for c in cells) + sum(tensor_bytes(b) for b in model.buffers())
+    finding = Finding([], Group("rest"), [])
+    if total > budget_bytes:
+        _take_tables(cells, finding, budget_bytes)
+    stay = _small(cells, budget_bytes // _SHARE) | _enclosing(cells)
+    away = [cell for i, cell in enumerate(cells) if i not in stay and cell.tensors]
+    target = min(_COPY_EFFICIENT_BYTES, budget_bytes // _SHARE)
+    finding.streamed = list(_coalesce(away, target))
+    _collect_rest(model, finding)
+    return finding
+
+
+def _cells(model: nn.Module, opaque: tuple[type[nn.Module], ...]) -> list[Group]:
+    """One group for each module with own parameters; sharing ones merged."""
+    cells: list[Group] = []
+    owner: dict[int, Group] = {}
+    inside: dict[str, Group] = {}  # an opaque module's name -> its group
+    for name, module in model.named_modules():
+        cover = next((inside[p] for p in _parents(name, inside)), None)  # type: ignore[arg-type]
+        own = {k: p for k, p in module._parameters.items() if p is not None}
+        closed = isinstance(module, opaque) or hasattr(module, "parametrizations")
+        if cover is None and not own and not closed:
+            continue
+        group = cover or Group(name, sites=[module])
+        if cover is None:
+            cells.append(group)
+            if closed:
+                inside[name] = group
+        for key, tensor in own.items():
+            full = f"{name}.{key}" if name else key
+            other = owner.setdefault(_memory_key(tensor), group)
+            if other is not group:
+                group = _merge(cells, owner, inside, into=other, gone=group)
+            if can_stream(tensor) and all(
+                t is not tensor for t in group.tensors.values()
+            ):
+                group.tensors[full] = tensor
+    return [cell for cell in cells if cell.tensors]
+
+
+def _memory_key(tensor: torch.Tensor) -> int:
+    """The same for tensors that start at the same memory; those without any are apart."""
+    if not can_stream(tensor) or tensor.numel() == 0 or tensor.is_meta:
+        return id(tensor)
+    return tensor.data_ptr()
+
+
+def _merge(
+    cells: list[Group],
+    owner: dict[int, Group],
+    inside: dict[str, Group],
+    *,
+    into: Group,
+    gone: Group,
+) -> Group:
+    into.tensors.update(gone.tensors)
+    into.sites.extend(gone.sites)
+    cells[:] = [cell for cell in cells if cell is not gone]
+    for table in (owner, inside):
+        for key, group in list(table.items()):  # type: ignore[attr-defined]
+            if group is gone:
+                table[key] = into  # type: ignore[index]
+    return into
+
+
+def _take_tables(cells: list[Group], finding: Finding, budget_bytes: int) -> None:
+    """Let large embedding tables stay on the host; tied users still stream them."""
+    for cell in cells:
+        tables = [s for s in cell.sites if _is_table(s)]
+        if not tables or cell.nbytes <= budget_bytes // _SHARE:
+            continue
+        finding.gathered.extend((table, cell) for table in tables)
+        cell.sites = [s for s in cell.sites if s not in tables]
+    cells[:] = [cell for cell in cells if cell.sites]
+
+
+def _is_table(module: nn.Module) -> bool:
+    return (
+        isinstance(module, nn.Embedding)
+        and module.max_norm is None
+        and not module.sparse
+        and not hasattr(module, "parametrizations")
+    )
+
+
+def _small(cells: list[Group], limit: int) -> set[int]:
+    chosen: set[int] = set()
+    taken = 0
+    for i in sorted(range(len(cells)), key=lambda i: cells[i].nbytes):
+        taken += cells[i].nbytes
+        if taken > limit or cells[i].nbytes > _SMALL_BYTES:
+            break
+        chosen.add(i)
+    return chosen
+
+
+def _enclosing(cells: list[Group]) -> set[int]:
+    """Cells in use while others are: the one block in use must fit beside them."""
+    sites = {id(site): i for i, cell in enumerate(cells) for site in cell.sites}
+    return {
+        i
+        for i, cell in enumerate(cells)
+        for site in cell.sites
+        if not isinstance(site, nn.MultiheadAttention)
+        and any(sites.get(id(below), i) != i for below in site.modules())
+    }
+
+
+def _coalesce(cells: Iterable[Group], target: int) -> Iterator[Group]:
+    """Join small neighbours of one repeated part of the model up to a target size."""
+    current: Group | None = None
+    part = ""
+    for cell in cells:
+        own_part = _part(cell.name)
+        if current is not None and (
+            own_part != part
+            or current.nbytes + cell.nbytes > max(target, current.nbytes)
+        ):
+            yield current
+            current = None
+        if current is None:
+            current = Group(cell.name, dict(cell.tensors), list(cell.sites))
+        else:
+            current.tensors.update(cell.tensors)
+            current.sites.extend(cell.sites)
+        part = own_part
+    if current is not None:
+        yield current
+
+
+def _part(name: str) -> str:
+    """The name up to its last number: `layers.3` of `layers.3.mlp.up`."""
+    match = re.match(r"(.*\.\d+|\d+)(?:\.|$)", name)
+    return match[1] if match else ""
+
+
+def _collect_rest(model: nn.Module, finding: Finding) -> None:
+    """Put every tensor that is in no group into the rest, each once."""
+    taken = {
+        id(tensor)
+        for group in (*finding.streamed, *(group for _, group in finding.gathered))
+        for tensor in group.tensors.values()
+    }
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if id(tensor) not in taken:
+            finding.rest.tensors[name] = tensor

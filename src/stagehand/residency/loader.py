@@ -1,0 +1,362 @@
+"""The one load path: store -> pinned -> device, and back.
+
+Two loaders with the same methods. `LaneLoader` serves accelerators: bytes that do not lie
+in pinned memory are staged there by a worker thread, and the thread that runs the model
+issues the copy. `HostLoader` serves machines without one: "device" memory is host memory,
+so a worker thread reads straight into the slot.
+"""
+
+from concurrent.futures import Future
+from typing import Protocol
+
+import torch
+
+from stagehand.core.arena import Arena, Lease
+from stagehand.core.states import BlockState
+from stagehand.core.telemetry import Counters
+from stagehand.core.transfer import Denied, Priority, Slot, Ticket, TransferEngine
+from stagehand.core.workers import WorkerGroup
+from stagehand.errors import StagehandInternalError
+from stagehand.residency.blocks import Block
+from stagehand.stores.base import Store
+
+__all__ = ["HostLoader", "LaneLoader", "Loader", "sample"]
+
+_SAMPLES = 64
+
+
+class Loader(Protocol):
+    """What the scheduler needs: nothing above knows threads, lanes or kinds of stores."""
+
+    def request(self, block: Block) -> bool:
+        """Begin to stage a block; False if it cannot be now, or need not be."""
+
+    def set_slabs(self, count: int, nbytes: int) -> None:
+        """Say how much may be staged, where staging is done."""
+
+    def start(self, block: Block, slot: Slot, priority: Priority) -> bool:
+        """Begin to fill a slot; False if it cannot be now. Urgent loads always begin."""
+
+    def finish(self, block: Block) -> None:
+        """Make the host wait for what only the host can wait for: reader threads."""
+
+    def save(self, block: Block, *, only_if_different: bool = False) -> None:
+        """Bring the slot's bytes home to the store before returning."""
+
+    def forget(self, block: Block) -> None:
+        """Drop what was staged for a block."""
+
+    def close(self) -> None:
+        """Stop the threads and release what is staged. Idempotent."""
+
+
+def sample(block: Block) -> torch.Tensor:
+    """Return a few of the host bytes of a block, spread over all its tensors.
+
+    An edit through `param.data` moves no version counter; one that changes most elements,
+    as merging an adapter or swapping in averaged weights does, changes this.
+    """
+    store = _store(block)
+    if store.pinned is not None:
+        words = store.pinned[: block.nbytes].view(torch.int64)
+        return words[:: max(1, words.numel() // _SAMPLES)].clone()
+    pieces = []
+    for host in store.hosts:
+        if host.numel():
+            flat = host.reshape(-1)
+            some = flat[:: max(1, flat.numel() // 8)].contiguous()
+            pieces.append(some.view(torch.uint8))
+    return torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.uint8)
+
+
+def _store(block: Block) -> Store:
+    if block.store is None:
+        raise StagehandInternalError(f"block {block.name!r} has no store")
+    return block.store
+
+
+class _Slab:
+    """A piece of pinned memory that stages one block after the other."""
+
+    __slots__ = ("block", "job", "lease", "sent")
+
+    def __init__(self, lease: Lease) -> None:
+        self.lease = lease
+        self.block: Block | None = None
+        self.job: Future[int] | None = None
+        self.sent: Ticket | None = None
+        """The copy that still reads the slab."""
+
+
+def _went_well(job: "Future[int]") -> bool:
+    return job.done() and not job.cancelled() and job.exception() is None
+
+
+class LaneLoader:
+    """Loads over the H2D lane, through a ring of staging slabs where it must.
+
+    Args:
+        engine: The lanes.
+        arena: Pinned memory, for the slabs.
+        workers: Threads that fill slabs.
+        counters: Where disk bytes are counted.
+    """
+
+    def __init__(
+        self,
+        engine: TransferEngine,
+        arena: Arena,
+        workers: WorkerGroup,
+        counters: Counters,
+    ) -> None:
+        self._engine = engine
+        self._arena = arena
+        self._workers = workers
+        self._counters = counters
+        self._limit = 0
+        self._slab_bytes = 0
+        self._slabs: list[_Slab] = []
+        self._staged: dict[int, _Slab] = {}
+
+    def set_slabs(self, count: int, nbytes: int) -> None:
+        """Stage through at most `count` slabs of `nbytes` bytes each, from now on."""
+        if nbytes != self._slab_bytes:
+            self._empty_slabs()
+        self._limit = count
+        self._slab_bytes = nbytes
+
+    def request(self, block: Block) -> bool:
+        """See `Loader.request`."""
+        if _store(block).pinned is not None or block.index in self._staged:
+            return False
+        slab = self._free_slab()
+        if slab is None:
+            return False
+        self._stage(block, slab)
+        return True
+
+    def _free_slab(self) -> _Slab | None:
+        for slab in self._slabs:
+            if slab.block is None:
+                return slab
+        if len(self._slabs) >= self._limit:
+            return None
+        lease = self._arena.acquire_nowait(self._slab_bytes, "staging slab")
+        if lease is None:
+            return None
+        slab = _Slab(lease)
+        self._slabs.append(slab)
+        return slab
+
+    def _stage(self, block: Block, slab: _Slab) -> None:
+        block.tell_edits()
+        block.versions = block.read_versions()
+        block.to(BlockState.HOST_STAGED)
+        slab.block = block
+        self._staged[block.index] = slab
+        slab.job = self._workers.submit(self._fill, block, slab)
+
+    def _fill(self, block: Block, slab: _Slab) -> int:
+        sent, slab.sent = slab.sent, None
+        if sent is not None:
+            sent.wait_host()  # this thread may wait; the one that runs the model may not
+        nbytes: int = _store(block).read_into(slab.lease.buffer[: block.nbytes])
+        return nbytes
+
+    def start(self, block: Block, slot: Slot, priority: Priority) -> bool:
+        """See `Loader.start`."""
+        pinned = _store(block).pinned
+        target = block.target
+        if target is None:
+            raise StagehandInternalError(f"block {block.name!r} has no place in {slot}")
+        if pinned is None:
+            return self._start_staged(block, slot, target, priority)
+        ticket = self._engine.load(slot, target, pinned[: block.nbytes], priority)
+        if isinstance(ticket, Denied):
+            return False
+        block.versions = block.read_versions()
+        block.to(BlockState.HOST_STAGED)
+        block.to(BlockState.PREFETCHING)
+        return True
+
+    def _start_staged(
+        self, block: Block, slot: Slot, target: torch.Tensor, priority: Priority
+    ) -> bool:
+        urgent = priority <= Priority.REQUIRED
+        slab = self._staged.get(block.index)
+        if slab is None:
+            if not urgent:
+                self.request(block)
+                return False
+            slab = self._free_slab() or self._steal()
+            self._stage(block, slab)
+        job = slab.job
+        if job is None or not (urgent or _went_well(job)):
+            return False  # a failure is raised when the block is needed, not before
+        try:
+            read = job.result()
+        except BaseException:
+            self.forget(block)
+            raise
+        source = slab.lease.buffer[: block.nbytes]
+        ticket = self._engine.load(slot, target, source, priority)
+        if isinstance(ticket, Denied):
+            return False
+        self._counters.disk_bytes += read
+        slab.sent = ticket
+        self._free(slab)
+        block.to(BlockState.PREFETCHING)
+        return True
+
+    def _steal(self) -> _Slab:
+        """Take the slab of the block that was staged last: it is needed last."""
+        for slab in reversed(list(self._staged.values())):
+            if slab.block is not None:
+                self.forget(slab.block)
+                return slab
+        slab = _Slab(self._arena.acquire(self._slab_bytes, "staging slab"))
+        self._slabs.append(slab)
+        return slab
+
+    def _free(self, slab: _Slab) -> None:
+        if slab.block is not None:
+            del self._staged[slab.block.index]
+        slab.block = None
+        slab.job = None
+
+    def finish(self, block: Block) -> None:
+        """See `Loader.finish`. Streams wait for streams: nothing to do."""
+
+    def forget(self, block: Block) -> None:
+        """See `Loader.forget`."""
+        slab = self._staged.get(block.index)
+        if slab is None:
+            return
+        job = slab.job
+        if job is not None and not job.cancel():
+            job.exception()  # it runs: the slab is its own until it ends
+        self._free(slab)
+        block.to(BlockState.UNLOADED)
+
+    def save(self, block: Block, *, only_if_different: bool = False) -> None:
+        """See `Loader.save`."""
+        store, slot, source = _store(block), block.slot, block.target
+        if slot is None or source is None:
+            raise StagehandInternalError(
+                f"block {block.name!r} is nowhere to be saved from"
+            )
+        direct = store.pinned is not None and not only_if_different
+        image = store.pinned[: block.nbytes] if direct else _pageable(block)
+        self._engine.save(slot, source, image).wait_host()
+        if not direct:
+            _write_back(block, image, only_if_different=only_if_different)
+
+    def close(self) -> None:
+        """See `Loader.close`."""
+        self._empty_slabs()
+
+    def _empty_slabs(self) -> None:
+        for slab in list(self._staged.values()):
+            if slab.block is not None:
+                self.forget(slab.block)
+        for slab in self._slabs:
+            if slab.sent is not None:
+                slab.sent.wait_host()
+            slab.lease.release()
+        self._slabs.clear()
+
+
+def _pageable(block: Block) -> torch.Tensor:
+    with torch.inference_mode(False):
+        return torch.empty(block.nbytes, dtype=torch.uint8)
+
+
+def _write_back(block: Block, image: torch.Tensor, *, only_if_different: bool) -> None:
+    store = _store(block)
+    if only_if_different:
+        views = block.layout.views(image)
+        if all(_same_bytes(v, h) for v, h in zip(views, store.hosts, strict=True)):
+            return
+    store.write_back(image)
+
+
+def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if torch.equal(a, b):
+        return True
+    if not (a.dtype.is_floating_point or a.dtype.is_complex):
+        return False
+    flat = [t.detach().clone(memory_format=torch.contiguous_format) for t in (a, b)]
+    return torch.equal(
+        *(t.reshape(-1).view(torch.uint8) for t in flat)
+    )  # NaNs are equal
+
+
+class HostLoader:
+    """Fills slots in host memory: by a worker thread ahead of time, else at once.
+
+    Args:
+        workers: Threads that read ahead.
+        counters: Where bytes are counted.
+    """
+
+    def __init__(self, workers: WorkerGroup, counters: Counters) -> None:
+        self._workers = workers
+        self._counters = counters
+        self._jobs: dict[int, Future[int]] = {}
+
+    def set_slabs(self, count: int, nbytes: int) -> None:
+        """See `Loader.set_slabs`. There is no stage between store and slot."""
+
+    def request(self, block: Block) -> bool:
+        """See `Loader.request`. There is no stage between store and slot."""
+        return False
+
+    def start(self, block: Block, slot: Slot, priority: Priority) -> bool:
+        """See `Loader.start`."""
+        target = block.target
+        if target is None:
+            raise StagehandInternalError(f"block {block.name!r} has no place in {slot}")
+        block.tell_edits()
+        block.versions = block.read_versions()
+        store = _store(block)
+        if priority <= Priority.REQUIRED:
+            self._count(block, store.read_into(target))
+        else:
+            self._jobs[block.index] = self._workers.submit(store.read_into, target)
+        block.to(BlockState.HOST_STAGED)
+        block.to(BlockState.PREFETCHING)
+        return True
+
+    def _count(self, block: Block, read: int) -> None:
+        self._counters.disk_bytes += read
+        self._counters.h2d_bytes += block.nbytes
+        self._counters.h2d_copies += 1
+
+    def finish(self, block: Block) -> None:
+        """See `Loader.finish`. A failure of the reader is raised here."""
+        job = self._jobs.pop(block.index, None)
+        if job is not None:
+            self._count(block, job.result())
+
+    def forget(self, block: Block) -> None:
+        """See `Loader.forget`. Returns when no thread writes the slot any more."""
+        job = self._jobs.pop(block.index, None)
+        if job is not None and not job.cancel():
+            job.exception()
+
+    def save(self, block: Block, *, only_if_different: bool = False) -> None:
+        """See `Loader.save`."""
+        if block.target is None:
+            raise StagehandInternalError(
+                f"block {block.name!r} is nowhere to be saved from"
+            )
+        self._counters.d2h_bytes += block.nbytes
+        self._counters.d2h_copies += 1
+        _write_back(block, block.target, only_if_different=only_if_different)
+
+    def close(self) -> None:
+        """See `Loader.close`."""
+        for job in self._jobs.values():
+            if not job.cancel():
+                job.exception()
+        self._jobs.clear()

@@ -1,0 +1,166 @@
+"""Gives blocks their stores, and plain tensors back to the model."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+
+from stagehand.core.arena import Arena, Lease
+from stagehand.core.layout import BlockLayout, copy_values, plain_tensors
+from stagehand.errors import StagehandOOMError
+from stagehand.residency.blocks import Block
+from stagehand.stores.base import Store
+from stagehand.stores.module import ModuleStore
+from stagehand.units import format_at_least, format_bytes
+
+__all__ = ["Masters"]
+
+
+class Masters:
+    """The host side of all blocks of one runtime.
+
+    Memory: the pinned images replace the tensors that they are made from; while one is
+    made, both exist.
+
+    Args:
+        arena: Pinned memory for the images.
+    """
+
+    def __init__(self, arena: Arena) -> None:
+        self._arena = arena
+        self._images: dict[int, Lease] = {}
+        self._origin: dict[int, list[torch.device]] = {}
+
+    @property
+    def image_bytes(self) -> int:
+        """Bytes of all images."""
+        return sum(lease.nbytes for lease in self._images.values())
+
+    def adopt(self, block: Block) -> None:
+        """Make the tensors themselves the block's truth, on the host.
+
+        Blocks on the `meta` device have no truth yet and are left alone.
+        """
+        if any(tensor.is_meta for tensor in block.tensors):
+            return
+        self._origin[block.index] = [tensor.device for tensor in block.tensors]
+        hosts = [_on_host(tensor.data) for tensor in block.tensors]
+        block.store = ModuleStore(block.layout, hosts)
+        block.clean_versions = block.all_versions()
+        block.point_to_host()
+
+    def pin(self, block: Block) -> bool:
+        """Move the truth into a pinned image; False if there is no room for one."""
+        if block.store is None or block.store.pinned is not None or not block.nbytes:
+            return True
+        lease = self._arena.acquire_nowait(block.nbytes, f"image of {block.name}")
+        if lease is None:
+            return False
+        self._images[block.index] = lease
+        hosts = block.store.hosts
+        block.store = ModuleStore.pack(block.layout, hosts, lease.buffer)
+        block.point_to_host()
+        return True
+
+    def pin_all(self, blocks: Sequence[Block], lookahead: int) -> tuple[int, int]:
+        """Pin what is in memory as far as the arena allows; keep room to stage the rest.
+
+        Pinned and staged blocks alternate, so that the slow ones have time.
+
+        Args:
+            blocks: Streamed blocks, in order.
+            lookahead: Blocks that are loaded ahead at most.
+
+        Returns:
+            How many staging slabs there may be, and their size in bytes.
+
+        Raises:
+            StagehandOOMError: If not even one slab fits.
+        """
+        free = self._arena.account.free_bytes + self._arena.kept_bytes
+        wanted = [b for b in blocks if b.index in self._origin and b.needs_staging]
+        staged = [b for b in blocks if b.needs_staging and b not in wanted]
+        total = sum(b.nbytes for b in wanted)
+        slab = max((b.nbytes for b in staged), default=0)
+        if total > free or staged:
+            slab = max((b.nbytes for b in (*wanted, *staged)), default=0)
+        if not slab:
+            share = 1.0
+            count = 0
+        else:
+            if slab > free:
+                raise StagehandOOMError(
+                    f"the pinned memory of {format_bytes(free)} cannot stage the largest"
+                    f" block of {format_at_least(slab)}; raise ram_budget (or"
+                    f" pinned_pool_mb) to at least {format_at_least(slab)}",
+                    needed_bytes=slab,
+                    limit_bytes=free,
+                )
+            count = max(1, min(lookahead + 2, free // (2 * slab)))
+            share = min(1.0, (free - count * slab) / total) if total else 0.0
+        self._pin_share(wanted, share)
+        return count, slab
+
+    def _pin_share(self, blocks: Sequence[Block], share: float) -> None:
+        due = 0.0
+        for block in blocks:
+            due += share * block.nbytes
+            if due >= block.nbytes and self.pin(block):
+                due -= block.nbytes
+
+    def give_back(self, block: Block) -> None:
+        """Point the tensors at plain memory of their own, on the device they came from.
+
+        The block must be off the device. Tensors in file-backed memory stay there: it
+        is read when it is touched.
+        """
+        origin = self._origin.pop(block.index, None)
+        lease = self._images.pop(block.index, None)
+        if block.store is None:
+            return
+        hosts = block.store.hosts
+        if lease is not None:
+            hosts = _plain_copies(block, hosts)
+        for number, (tensor, host) in enumerate(zip(block.tensors, hosts, strict=True)):
+            tensor.data = host if origin is None else host.to(origin[number])
+        block.store = None
+        if lease is not None:
+            lease.release()
+
+    def hand_over(self, block: Block, store: Store) -> None:
+        """Let another store be a block's truth; the memory of the old one is given up.
+
+        The block must be off the device.
+        """
+        self._origin.pop(block.index, None)
+        block.store = store
+        block.clean_versions = block.all_versions()
+        block.point_to_host()
+        lease = self._images.pop(block.index, None)
+        if lease is not None:
+            lease.release()
+
+
+def _on_host(tensor: torch.Tensor) -> torch.Tensor:
+    with plain_tensors():
+        return tensor if tensor.is_cpu else tensor.cpu()
+
+
+def _overlap(layout: BlockLayout) -> bool:
+    ends = sorted((e.offset, e.offset + e.nbytes) for e in layout.entries if e.nbytes)
+    return any(end > start for (_, end), (start, _) in pairwise(ends))
+
+
+def _plain_copies(block: Block, hosts: list[torch.Tensor]) -> list[torch.Tensor]:
+    with plain_tensors():
+        if _overlap(block.layout):
+            image = torch.empty(block.nbytes, dtype=torch.uint8)
+            views = block.layout.views(image)
+        else:
+            views = [
+                torch.empty_strided(e.shape, e.stride, dtype=e.dtype)
+                for e in block.layout.entries
+            ]
+    for view, host in zip(views, hosts, strict=True):
+        copy_values(view, host)
+    return views

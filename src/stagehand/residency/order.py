@@ -1,0 +1,156 @@
+"""Which block is used next: learned from what happened, followed by a cursor, relearned.
+
+Uses come in *passes*; a pass begins when the model is entered from outside. What a pass
+used, in order, is its *route*. After a pass the route that followed it last time is
+expected; at first, the order in which the model defines its blocks. A use that is not the
+expected one moves the cursor to where it stands, or, when it stands nowhere or this happens
+twice in a row, leaves the order *lost* until an expected use or the next pass: nothing is
+predicted meanwhile, and everything is served on demand.
+"""
+
+from collections.abc import Sequence
+
+from stagehand.errors import StagehandInternalError
+
+__all__ = ["Order"]
+
+_ROUTES_KEPT = 8
+_CYCLE_ROUTES = 4
+
+Route = tuple[int, ...]
+
+
+class Order:
+    """The learned order of block uses.
+
+    Positions count uses from the beginning of the present pass and run on into the pass
+    that is expected after it.
+
+    Args:
+        guess: The expected order before anything is learned.
+    """
+
+    def __init__(self, guess: Sequence[int]) -> None:
+        self._follower: dict[
+            Route, Route
+        ] = {}  # which route came after which, newest last
+        self._route: Route = tuple(guess)
+        self._next: Route = self._route
+        self._before: Route | None = None
+        self._log: list[int] = []
+        self._misses = 0
+        self.cursor = -1
+        """Position of the latest use; -1 at the beginning of a pass."""
+        self.passes = 0
+        """Passes that are over."""
+        self.learned = 0
+        """Those that took another route than expected."""
+
+    def __repr__(self) -> str:
+        return f"Order({len(self._route)} uses, at {self.cursor}, lost={self.lost})"
+
+    @property
+    def lost(self) -> bool:
+        """Whether nothing can be predicted now."""
+        return self._misses > 1
+
+    @property
+    def length(self) -> int:
+        """Number of uses that the present pass is expected to have."""
+        return len(self._route)
+
+    @property
+    def horizon(self) -> int:
+        """How many positions after the present pass can be asked for."""
+        return len(self._next)
+
+    def at(self, position: int) -> int:
+        """Return the block that is expected at a position; at most `horizon` beyond."""
+        length = len(self._route)
+        return (
+            self._route[position]
+            if position < length
+            else self._next[position - length]
+        )
+
+    def use(self, block: int) -> bool:
+        """Note a use; return whether it was the expected one."""
+        self._log.append(block)
+        position = self.cursor + 1
+        route = self._route
+        if position < len(route) and route[position] == block:
+            self.cursor = position
+            self._misses = 0
+            return True
+        self._misses += 1
+        self._resync(block)
+        return False
+
+    def _resync(self, block: int) -> None:
+        try:
+            self.cursor = self._route.index(block, self.cursor + 1)
+            return
+        except ValueError:
+            pass
+        for route in reversed(self._follower):
+            if route[0] == block:
+                self._route = route
+                self._next = self._follower[route]
+                self.cursor = 0
+                return
+        if block in self._route:
+            self.cursor = self._route.index(block)
+        else:
+            self._misses += 1  # nowhere: lost at once
+
+    def turn(self) -> bool:
+        """Begin a pass; return whether positions after the last one's end stay valid.
+
+        If so, a position `p` of the last pass is `p - length` now, `length` being the one
+        before the call.
+        """
+        if not self._log:
+            return True
+        done: Route = tuple(self._log)
+        self._log.clear()
+        self.passes += 1
+        if done != self._route:
+            self.learned += 1
+        if self._before is not None:
+            self._follow(self._before, done)
+        expected = self._follower.get(done, done)
+        kept = done == self._route and expected == self._next
+        self._before = done
+        self._route = expected
+        self._next = self._follower.get(expected, expected)
+        self.cursor = -1
+        self._misses = 0
+        return kept
+
+    def _follow(self, before: Route, done: Route) -> None:
+        self._follower.pop(before, None)
+        self._follower[before] = done
+        if len(self._follower) > _ROUTES_KEPT:
+            del self._follower[next(iter(self._follower))]
+
+    def cycle(self) -> Route:
+        """Return the uses of the passes that are expected to repeat for ever."""
+        seen: list[Route] = []
+        route = self._route
+        while route not in seen:
+            if len(seen) == _CYCLE_ROUTES:
+                return self._route
+            seen.append(route)
+            route = self._follower.get(route, route)
+        return sum(seen[seen.index(route) :], ())
+
+    def check(self) -> None:
+        """Raise if an invariant is broken.
+
+        Raises:
+            StagehandInternalError: Naming it.
+        """
+        if not -1 <= self.cursor < max(len(self._route), 1):
+            raise StagehandInternalError(
+                f"the order's cursor is at {self.cursor} of {len(self._route)} uses"
+            )

@@ -1,0 +1,307 @@
+"""The pure planner: which blocks stay on the device, and which slot each block uses.
+
+Device weight memory is cut into slots of fixed sizes and every block has one home slot
+for ever. A resident block owns its slot; the others share the few slots of the ring.
+A candidate is a ring: the residents that fit beside it are spread along the order, the
+streamed blocks are dealt to its slots, and the `Timeline` predicts the step.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import Counter
+from dataclasses import dataclass
+from heapq import nsmallest
+from itertools import accumulate, combinations_with_replacement, pairwise, product
+from typing import TYPE_CHECKING
+
+from stagehand.errors import StagehandOOMError
+from stagehand.residency.spread import Walk, deal
+from stagehand.residency.timeline import Steady, Timeline, Workload
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+__all__ = ["Plan", "Workload", "plan", "smallest_budget"]
+
+# Rings worth a candidate: each slot size is at most this part of the one above it.
+_LEVEL_RATIO = 0.75
+_LEVELS = 5
+_MIXED = 4
+_DEPTHS = (1, 2, 3, 4, 6, 8, 12, 16)
+# Predicting is linear in the uses: so many are predicted for one plan, to keep it well
+# below a second, but never fewer candidates than the second number.
+_USES_PREDICTED = 50_000
+_FEWEST_CANDIDATES = 6
+# The best drafts of so many rings are polished, at so many uses predicted for each.
+_POLISHED = 3
+_USES_POLISHED = 8_000
+# Compute times vary, and a shallow ring on a busy link is the first to stall. Between
+# rings that are predicted alike, this part of the loads decides for the deeper one.
+_JITTER = 0.004
+_NOTHING = 1e-9
+_COMPUTE_LIMITED = 1.02
+_LINK_LIMITED = 0.95
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """Where every block lives and what that is predicted to cost.
+
+    The memory it costs on the device is `sum(slots)`.
+
+    Attributes:
+        slots: The bytes of each slot.
+        home: The slot of every block, also of blocks that never occur in the order.
+        resident: The blocks that own their slot alone and never leave it.
+        lookahead: How many streamed blocks to load ahead of the current use.
+        step_seconds: The predicted steady period.
+        bound_seconds: The least that any policy could take with the same budget.
+        streamed_bytes: The bytes that cross the link in one period.
+        limit: What a shorter step lacks: "compute", "link" (more budget helps, too),
+            "budget" (too little memory to keep either busy), or "unknown" as long as
+            compute times are not measured.
+    """
+
+    slots: tuple[int, ...]
+    home: tuple[int, ...]
+    resident: frozenset[int]
+    lookahead: int
+    step_seconds: float
+    bound_seconds: float
+    streamed_bytes: int
+    limit: str
+
+
+def smallest_budget(workload: Workload) -> int:
+    """The least device bytes that can work: one streamed block at a time."""
+    stay = workload.must_stay
+    kept = sum(workload.nbytes[block] for block in stay)
+    others = (size for block, size in enumerate(workload.nbytes) if block not in stay)
+    return kept + max(others, default=0)
+
+
+def plan(workload: Workload, *, budget_bytes: int, max_lookahead: int) -> Plan:
+    """Choose residents and slots for the shortest predicted step.
+
+    Args:
+        workload: What runs. Without compute times every use is taken to last equally
+            long, all together as long as the link needs for what must cross.
+        budget_bytes: The most that all slots together may hold.
+        max_lookahead: The most streamed blocks to load ahead of the current use.
+
+    Raises:
+        StagehandOOMError: If the budget is below `smallest_budget`.
+    """
+    needed = smallest_budget(workload)
+    if budget_bytes < needed:
+        raise StagehandOOMError(
+            f"the weight budget is {budget_bytes} bytes, but {needed} bytes must be on "
+            f"the device at once: raise the budget to at least {needed} bytes",
+            needed_bytes=needed,
+            limit_bytes=budget_bytes,
+        )
+    return _Planner(workload, budget_bytes, max_lookahead).plan()
+
+
+@dataclass(frozen=True, slots=True)
+class _Draft:
+    """A candidate: its ring of slots, who streams, and each one's slot in the ring."""
+
+    ring: tuple[int, ...]
+    streams: list[bool]
+    home: list[int]
+    steady: Steady
+
+
+class _Sizes:
+    """How many bytes are in blocks above any size."""
+
+    def __init__(self, sizes: Iterable[int]) -> None:
+        self.ascending = sorted(sizes)
+        self._below = list(accumulate(self.ascending, initial=0))
+        self.total = self._below[-1]
+
+    def above(self, size: int) -> int:
+        return self.total - self._below[bisect_right(self.ascending, size)]
+
+
+class _Planner:
+    """Works out one plan."""
+
+    def __init__(self, workload: Workload, budget_bytes: int, lookahead: int) -> None:
+        seconds: Sequence[float] = (
+            _guessed_seconds(workload, budget_bytes)
+            if workload.seconds is None
+            else workload.seconds
+        )
+        self._workload = workload
+        self._budget = budget_bytes
+        self._lookahead = lookahead
+        self._nbytes = nbytes = workload.nbytes
+        self._room = budget_bytes - sum(nbytes[b] for b in workload.must_stay)
+        self._timeline = Timeline(workload, seconds)
+        self._walk = Walk(workload, seconds)
+        self._sizes = _Sizes(nbytes[block] for block in self._walk.movable)
+        self._walk_sizes = _Sizes(nbytes[block] for block in self._walk.blocks)
+
+    def plan(self) -> Plan:
+        if self._sizes.total <= self._room:
+            return self._finished(self._draft((), [False] * len(self._nbytes)))
+        best: dict[tuple[int, ...], _Draft] = {}
+        for draft in self._drafts():
+            best[draft.ring] = min(best.get(draft.ring, draft), draft, key=self._score)
+        drafts = nsmallest(_POLISHED, best.values(), key=self._score)
+        return self._finished(min(map(self._polished, drafts), key=self._score))
+
+    def _drafts(self) -> Iterator[_Draft]:
+        allowed = _USES_PREDICTED // max(1, len(self._workload.order))
+        rings = sorted(self._rings(), key=self._estimate)
+        plain = list(product(rings, (False, True) if self._walk.varied else (False,)))
+        variants = [(*variant, 0) for variant in plain]
+        variants += [(ring, often_first, ring[-1]) for ring, often_first in plain]
+        for ring, often_first, held in variants[: max(_FEWEST_CANDIDATES, allowed)]:
+            streams = self._walk.streaming(
+                largest=ring[0],
+                room=self._room - sum(ring),
+                held=held,
+                often_first=often_first,
+            )
+            yield self._draft(ring, streams)
+
+    def _draft(self, ring: tuple[int, ...], streams: list[bool]) -> _Draft:
+        home = deal(self._workload, self._timeline.starts, ring=ring, streams=streams)
+        return _Draft(ring, streams, home, self._timeline.steady(home, streams))
+
+    def _score(self, draft: _Draft) -> float:
+        steady = draft.steady
+        loads = steady.streamed_bytes / self._workload.link_bytes_per_second
+        return steady.step_seconds + _JITTER * loads / max(1, len(draft.ring))
+
+    # Which rings to try
+
+    def _rings(self) -> Iterator[tuple[int, ...]]:
+        """A few slots of any sizes, largest first, and more of the smallest."""
+        levels = _levels(self._sizes.ascending)
+        for depth in _DEPTHS:
+            if depth > max(1, self._lookahead + 1):
+                break
+            for sizes in combinations_with_replacement(levels, min(_MIXED, depth)):
+                ring = sizes + sizes[-1:] * (depth - len(sizes))
+                # Blocks that are too large for the ring have to fit beside it.
+                if sum(ring) + self._sizes.above(ring[0]) <= self._room:
+                    yield ring
+
+    def _estimate(self, ring: tuple[int, ...]) -> float:
+        """A step as if residents were spread without remainder."""
+        sizes = self._walk_sizes
+        crossing = max(0, sizes.total - self._room + sum(ring)) / max(1, sizes.total)
+        loads = crossing * self._timeline.link_seconds
+        compute = self._timeline.compute_seconds
+        # A block that fits few slots waits for its like to compute, all the more the
+        # fewer they are: of the smaller of both, about 1 / slots**3 is not hidden.
+        waits, above = 0.0, 0
+        for slots in range(len(ring), 0, -1):
+            fitting = sizes.total - sizes.above(ring[slots - 1])
+            waits += (fitting - above) / slots**3
+            above = fitting
+        serial = waits / max(1, sizes.total) * min(compute, loads)
+        return max(compute, loads) + serial
+
+    # Small improvements
+
+    def _polished(self, draft: _Draft) -> _Draft:
+        """Let neighbours along the order swap, one resident, one not, while it pays."""
+        allowed = _USES_POLISHED // max(1, len(self._workload.order))
+        blocks = self._walk.blocks
+        improved = True
+        while improved:
+            improved = False
+            slack = self._slack(draft)
+            for pair in pairwise([*blocks[-1:], *blocks]):
+                streams = self._swapped(draft, pair, slack)
+                if streams is None:
+                    continue
+                if not allowed:
+                    return draft
+                allowed -= 1
+                other = self._draft(draft.ring, streams)
+                if self._score(other) < (1 - _NOTHING) * self._score(draft):
+                    draft, slack, improved = other, self._slack(other), True
+        return draft
+
+    def _slack(self, draft: _Draft) -> int:
+        """The bytes of the budget that neither the ring nor a resident takes."""
+        movable = self._walk.movable
+        kept = sum(self._nbytes[block] for block in movable if not draft.streams[block])
+        return self._room - sum(draft.ring) - kept
+
+    def _swapped(
+        self, draft: _Draft, pair: tuple[int, int], slack: int
+    ) -> list[bool] | None:
+        """Who streams once the two have changed places; None if they cannot."""
+        comes, goes = pair if draft.streams[pair[0]] else pair[::-1]
+        if draft.streams[goes] or not draft.streams[comes]:
+            return None
+        nbytes = self._nbytes
+        if nbytes[goes] > draft.ring[0] or nbytes[comes] - nbytes[goes] > slack:
+            return None
+        streams = list(draft.streams)
+        streams[comes], streams[goes] = False, True
+        return streams
+
+    # The result
+
+    def _finished(self, draft: _Draft) -> Plan:
+        """Give every block its slot; who is alone in a slot of the ring stays there."""
+        # Streamed blocks that are not in the order go to the largest slot.
+        home = [
+            max(0, slot) if streams else -1
+            for slot, streams in zip(draft.home, draft.streams, strict=True)
+        ]
+        sharing = Counter(home)
+        shared = [slot for slot in range(len(draft.ring)) if sharing[slot] > 1]
+        slots = [draft.ring[slot] for slot in shared]
+        resident = []
+        for block, slot in enumerate(home):
+            if slot in shared:
+                home[block] = shared.index(slot)
+            else:
+                resident.append(block)
+                home[block] = len(slots)
+                slots.append(self._nbytes[block])
+        return Plan(
+            slots=tuple(slots),
+            home=tuple(home),
+            resident=frozenset(resident),
+            lookahead=min(self._lookahead, len(shared)),
+            step_seconds=draft.steady.step_seconds,
+            bound_seconds=self._timeline.bound_seconds(self._budget),
+            streamed_bytes=draft.steady.streamed_bytes,
+            limit=self._limit(draft.steady),
+        )
+
+    def _limit(self, steady: Steady) -> str:
+        step = steady.step_seconds
+        if self._workload.seconds is None:
+            return "unknown"
+        if step <= _COMPUTE_LIMITED * self._timeline.compute_seconds:
+            return "compute"
+        busy = steady.streamed_bytes / self._workload.link_bytes_per_second
+        return "link" if busy >= _LINK_LIMITED * step else "budget"
+
+
+def _levels(sizes: Sequence[int]) -> list[int]:
+    """The slot sizes to try, largest first: of sizes that are close, the largest."""
+    levels: list[int] = []
+    for size in sorted(set(sizes), reverse=True):
+        if size and (not levels or size <= _LEVEL_RATIO * levels[-1]):
+            levels.append(size)
+    return levels[:_LEVELS]
+
+
+def _guessed_seconds(workload: Workload, budget_bytes: int) -> list[float]:
+    """Compute times that make compute and link matter alike: all uses as long."""
+    uses = len(workload.order)
+    unknown = Timeline(workload, [0.0] * uses)
+    return [unknown.bound_seconds(budget_bytes) / max(1, uses)] * uses

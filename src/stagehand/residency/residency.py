@@ -1,0 +1,43 @@
+"""A block's state and what keeps it where it is. No torch, no copies: only the books."""
+
+from stagehand.core.states import BlockState, check_transition
+
+__all__ = ["Residency"]
+
+
+class Residency:
+    """The state of one block.
+
+    Invariants: `uses` counts the modules that run with the block now; `awaited` counts
+    the coming uses that the look-ahead has already passed; a block with either is never
+    evicted. `stays` means that the plan keeps the block for good.
+    """
+
+    __slots__ = ("awaited", "index", "name", "state", "stays", "uses")
+
+    def __init__(self, index: int, name: str) -> None:
+        self.index = index
+        self.name = name
+        self.state = BlockState.UNLOADED
+        self.uses = 0
+        self.awaited = 0
+        self.stays = False
+
+    def to(self, state: BlockState) -> None:
+        """Go to another state.
+
+        Raises:
+            InvalidStateTransitionError: If it cannot follow the present one.
+        """
+        check_transition(self.name, self.state, state)
+        self.state = state
+
+    @property
+    def on_device(self) -> bool:
+        """Whether a slot holds the block's bytes or is being filled with them."""
+        return BlockState.PREFETCHING <= self.state <= BlockState.GPU_READY
+
+    @property
+    def evictable(self) -> bool:
+        """Whether nothing speaks against giving up the block's slot."""
+        return not (self.uses or self.awaited)

@@ -1,0 +1,543 @@
+"""Executes a plan: at each use wait for the block, then keep the link busy.
+
+`before(block)` makes the block's tensors usable on the current stream and runs ahead: it
+queues the loads of the coming uses, in order, as long as their slots are free of anything
+that is needed sooner. `after(block)` marks the slot as read until now. Each use costs O(1):
+the look-ahead moves forward only, and what it has passed is counted on the block itself.
+
+Not thread-safe: callers hold the runtime's lock.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from stagehand.core.arena import Arena
+from stagehand.core.device import Device, Event, Stream
+from stagehand.core.states import BlockState
+from stagehand.core.stopwatch import Stopwatch
+from stagehand.core.telemetry import Counters
+from stagehand.core.transfer import Priority, Slot, TransferEngine
+from stagehand.errors import (
+    OrphanedParameterError,
+    StagehandInternalError,
+    StagehandOOMError,
+)
+from stagehand.residency.blocks import Block
+from stagehand.residency.loader import Loader, sample
+from stagehand.residency.order import Order
+from stagehand.residency.plan import Plan
+from stagehand.torch_private import storage_use_count
+from stagehand.units import format_bytes
+
+__all__ = ["Scheduler"]
+
+
+class Scheduler:
+    """Brings blocks to the device in the order in which they are used.
+
+    Args:
+        device: Where the model computes.
+        engine: The lanes.
+        loader: Fills slots.
+        arena: Device memory, for the slots.
+        blocks: All blocks, by index.
+        order: The expected uses of the streamed ones.
+        counters: Where evictions and the like are counted.
+    """
+
+    def __init__(
+        self,
+        *,
+        device: Device,
+        engine: TransferEngine,
+        loader: Loader,
+        arena: Arena,
+        blocks: Sequence[Block],
+        order: Order,
+        counters: Counters,
+    ) -> None:
+        self.order = order
+        self.stopwatch: Stopwatch | None = None
+        """Set while uses and copies are to be timed."""
+        self._device = device
+        self._engine = engine
+        self._loader = loader
+        self._arena = arena
+        self.blocks = list(blocks)
+        self._counters = counters
+        self._slots: list[Slot] = []
+        self._lookahead = 0
+        self._front = -1  # the last position that the look-ahead has passed
+        self._staged_front = -1  # the last position for which staging was requested
+        self._ahead: deque[Block] = deque()  # streamed blocks between cursor and front
+        self._latest: Block | None = None
+        self._fetched: Block | None = None
+        self.slots_by_memory: dict[int, Slot] = {}
+        """Slots that have memory, by its address."""
+
+    def __repr__(self) -> str:
+        return f"Scheduler({len(self._slots)} slots, {len(self._ahead)} blocks ahead)"
+
+    # Uses ------------------------------------------------------------------------------
+
+    def before(self, block: Block) -> None:
+        """Make a block's tensors usable on the current stream until `after(block)`.
+
+        Raises:
+            StagehandOOMError: If blocks in use leave no slot for it.
+            CheckpointError: If its file cannot be read.
+        """
+        if block.uses:
+            block.uses += 1
+            return
+        stream = self._device.current_stream()
+        if block is self._latest and block.bound:
+            self._engine.await_filled(block.slot, stream)  # type: ignore[arg-type]
+        else:
+            self._use(block, stream)
+        block.uses = 1
+
+    def after(self, block: Block) -> None:
+        """End a use that `before` began."""
+        if block.uses != 1:
+            block.uses -= 1
+            return
+        block.uses = 0
+        slot = block.slot
+        if slot is not None:
+            self._engine.release(slot, self._device.current_stream())
+
+    def fetch(self, block: Block) -> None:
+        """Make a block usable for backward, until another is fetched or a pass begins."""
+        if self._fetched is not block:
+            self.release_fetched()
+            self.before(block)
+            self._fetched = block
+
+    def release_fetched(self) -> None:
+        """End the use that `fetch` began."""
+        block, self._fetched = self._fetched, None
+        if block is not None:
+            self.after(block)
+
+    def _use(self, block: Block, stream: Stream) -> None:
+        if self.order.use(block.index):
+            if self._ahead and self._ahead[0] is block:
+                self._ahead.popleft()
+                block.awaited -= 1
+            if self._front < self.order.cursor:
+                self._front = self.order.cursor
+        else:
+            self._forget_ahead()
+        watch = self.stopwatch
+        arrived = None if watch is None else watch.mark(stream)
+        if block.bound:
+            self._engine.await_filled(block.slot, stream)  # type: ignore[arg-type]
+        else:
+            self._bring(block, stream)
+        self._latest = block
+        self._count_use(block, arrived, stream)
+        block.uses = 1
+        if not self.order.lost:
+            self._run_ahead()
+
+    def _count_use(self, block: Block, arrived: Event | None, stream: Stream) -> None:
+        if block.stays:
+            self._counters.resident_uses += 1
+        watch = self.stopwatch
+        if watch is not None and arrived is not None:
+            watch.used(block.index, arrived, watch.mark(stream))
+
+    def _bring(self, block: Block, stream: Stream) -> None:
+        if block.slot is None:
+            self._load(block, self._clear_slot(block), Priority.CRITICAL)
+        slot = block.slot
+        if slot is None:
+            raise StagehandInternalError(f"block {block.name!r} was not loaded")
+        self._finish(block, slot)
+        if self._is_stale(block):
+            self._reload(block, slot)
+        self._engine.await_filled(slot, stream)
+        if block.state is BlockState.PREFETCHING:
+            block.to(BlockState.GPU_READY)
+        block.point_to_device()
+
+    def _finish(self, block: Block, slot: Slot) -> None:
+        try:
+            self._loader.finish(block)
+        except BaseException:
+            self._vacate(block, slot)
+            raise
+
+    def _is_stale(self, block: Block) -> bool:
+        """Whether the host's tensors were changed since the slot was filled from them."""
+        if block.is_replaced():
+            self._take_in(block)
+        if block.is_changed():
+            return True
+        seal, block.seal = block.seal, None
+        return seal is not None and not bool((seal == sample(block)).all())
+
+    def _reload(self, block: Block, slot: Slot) -> None:
+        self._vacate(block, slot)
+        self._load(block, slot, Priority.CRITICAL)
+        self._finish(block, slot)
+
+    # Loading and evicting ----------------------------------------------------------------
+
+    def _load(self, block: Block, slot: Slot, priority: Priority) -> bool:
+        """Begin to fill an empty slot with a block; False if it cannot be now."""
+        self._settle_in(block, slot)
+        if not self._loader.start(block, slot, priority):
+            return False
+        slot.occupant = block
+        block.slot = slot
+        return True
+
+    def _settle_in(self, block: Block, slot: Slot) -> None:
+        """Give the slot memory and the block its views of it, where it has none yet."""
+        if slot.lease is None:
+            lease = self._arena.acquire_nowait(slot.nbytes, block.name)
+            if lease is None:
+                raise StagehandOOMError(
+                    f"block {block.name!r} needs {format_bytes(slot.nbytes)} of device"
+                    f" memory, but of {format_bytes(self._arena.account.limit_bytes)}"
+                    f" only {format_bytes(self._arena.account.free_bytes)} are free",
+                    needed_bytes=slot.nbytes,
+                    limit_bytes=self._arena.account.limit_bytes,
+                )
+            slot.lease = lease
+            slot.storage = lease.buffer.untyped_storage()
+            slot.alone = storage_use_count(slot.storage)
+            self.slots_by_memory[slot.storage.data_ptr()] = slot
+            self._engine.adopt(slot)
+        if block.views_in is slot:
+            return
+        self._drop_views(block)
+        before = storage_use_count(slot.storage)
+        block.views = block.layout.views(slot.lease.buffer)
+        block.target = slot.lease.buffer[: block.nbytes]
+        block.view_addresses = [view.data_ptr() for view in block.views]
+        block.views_in = slot
+        slot.alone += storage_use_count(slot.storage) - before
+
+    def _drop_views(self, block: Block) -> None:
+        slot = block.views_in
+        if slot is None:
+            return
+        before = storage_use_count(slot.storage) if slot.lease is not None else 0
+        block.views = []
+        block.target = None
+        block.views_in = None
+        if slot.lease is not None:
+            slot.alone -= before - storage_use_count(slot.storage)
+
+    def _clear_slot(self, block: Block) -> Slot:
+        """Return an empty slot for a block that is needed now."""
+        slot = block.home
+        if slot is None:
+            raise StagehandInternalError(
+                f"block {block.name!r} has no home in the plan"
+            )
+        other = slot.occupant
+        if other is not None and other.uses:
+            slot = self._another_slot(block)
+            other = slot.occupant
+        if other is not None:
+            if other.awaited:
+                self._forget_ahead()
+            self.evict(other)
+        return slot
+
+    def _another_slot(self, block: Block) -> Slot:
+        free = [
+            slot
+            for slot in self._slots
+            if slot.nbytes >= block.nbytes
+            and (
+                slot.occupant is None or not (slot.occupant.uses or slot.occupant.stays)
+            )
+        ]
+        if not free:
+            used = [
+                s.occupant.name for s in self._slots if s.occupant and s.occupant.uses
+            ]
+            raise StagehandOOMError(
+                f"block {block.name!r} ({format_bytes(block.nbytes)}) is needed while"
+                f" {', '.join(map(repr, used[:5]))} are in use and no slot is left; raise"
+                f" the budget of {format_bytes(self._arena.account.limit_bytes)} by"
+                f" {format_bytes(block.nbytes)}",
+                needed_bytes=self._arena.account.limit_bytes + block.nbytes,
+                limit_bytes=self._arena.account.limit_bytes,
+            )
+        return min(free, key=lambda s: (s.occupant is not None, s.nbytes))
+
+    def evict(self, block: Block, *, verify: bool = False) -> None:
+        """Give up a block's slot, bringing its bytes home first if they changed.
+
+        Args:
+            block: On the device and not in use.
+            verify: Compare the bytes too: while a tensor points into a slot outside of
+                any pass, an edit through `.data` changes it behind its version counter.
+        """
+        slot = block.slot
+        if slot is None:
+            raise StagehandInternalError(f"block {block.name!r} is not on the device")
+        if block.is_replaced():
+            self._take_in(block)
+        if not block.bound:
+            self._loader.forget(block)
+        elif block.is_changed():
+            block.to(BlockState.EVICTING)
+            self._loader.save(block)
+        elif verify:
+            block.to(BlockState.EVICTING)
+            self._loader.save(block, only_if_different=True)
+        self._vacate(block, slot)
+        self._counters.evictions += 1
+        if storage_use_count(slot.storage) > slot.alone:
+            self._abandon(slot)
+
+    def _vacate(self, block: Block, slot: Slot) -> None:
+        """Let a block forget its slot; nothing is copied."""
+        if block.bound:
+            block.point_to_host()
+        if block.state is BlockState.PREFETCHING:
+            block.to(BlockState.GPU_READY)  # the next copy into the slot waits its turn
+        if block.state is BlockState.GPU_READY:
+            block.to(BlockState.GPU_FREEING)
+        block.to(BlockState.UNLOADED)
+        block.seal = None
+        block.slot = None
+        slot.occupant = None
+        if self._latest is block:
+            self._latest = None
+
+    def _take_in(self, block: Block) -> None:
+        """Copy in what somebody assigned to a tensor's `.data`, and point back.
+
+        While the block is away the truth gets the values, while it is here its slot.
+        """
+        if block.store is None:
+            return
+        places = block.views if block.bound else block.store.hosts
+        for tensor, place, address in zip(
+            block.tensors, places, block.addresses, strict=True
+        ):
+            given = tensor.data
+            if given.data_ptr() == address:
+                continue
+            if given.shape != place.shape or given.dtype != place.dtype:
+                raise OrphanedParameterError(
+                    f"a tensor of block {block.name!r} was replaced by one of"
+                    f" {given.dtype} {list(given.shape)}, expected {place.dtype}"
+                    f" {list(place.shape)}; call runtime.shutdown() before changing a"
+                    " parameter's shape or element type, then stagehand.layer() again"
+                )
+            tensor.data = place
+            with torch.no_grad():
+                tensor.copy_(given)
+
+    def _abandon(self, slot: Slot) -> None:
+        """Leave a slot's memory to whoever else holds it; the slot gets new memory."""
+        lease = slot.lease
+        if lease is None:
+            return
+        self._counters.abandoned_slots += 1
+        self._engine.retire(slot)
+        self._engine.disown(lease.buffer)
+        self._forget_memory(slot)
+        lease.abandon()
+
+    def _forget_memory(self, slot: Slot) -> None:
+        slot.lease = None
+        del self.slots_by_memory[slot.storage.data_ptr()]
+        for block in self.blocks:
+            if block.views_in is slot:
+                self._drop_views(block)
+        slot.storage = None
+
+    def free_slot(self, slot: Slot) -> None:
+        """Give an empty slot's memory back to the arena, or to whoever still holds it."""
+        lease = slot.lease
+        if lease is None:
+            return
+        held = storage_use_count(slot.storage) > slot.alone
+        self._engine.retire(slot)
+        if held:
+            self._counters.abandoned_slots += 1
+            self._engine.disown(lease.buffer)
+        self._forget_memory(slot)
+        if held:
+            lease.abandon()
+        else:
+            lease.release()
+
+    # Looking ahead -----------------------------------------------------------------------
+
+    def _run_ahead(self) -> None:
+        order, blocks, ahead = self.order, self.blocks, self._ahead
+        end = order.length + order.horizon
+        last = min(end, order.cursor + order.length + 1)
+        position = self._front + 1
+        while len(ahead) < self._lookahead and position < last:
+            block = blocks[order.at(position)]
+            if block.slot is None and not self._load_ahead(block):
+                break
+            if not block.stays:
+                block.awaited += 1
+                ahead.append(block)
+            self._front = position
+            position += 1
+        self._stage_ahead(position, last)
+
+    def _load_ahead(self, block: Block) -> bool:
+        slot = block.home
+        if slot is None:
+            return False
+        other = slot.occupant
+        if other is not None:
+            if not other.evictable:
+                return False
+            self.evict(other)
+        return self._load(block, slot, Priority.SPECULATIVE)
+
+    def _stage_ahead(self, position: int, last: int) -> None:
+        """Let the disk run further ahead than the link, as far as there are slabs."""
+        position = max(position, self._staged_front + 1)
+        while position < last:
+            block = self.blocks[self.order.at(position)]
+            if block.slot is None and block.needs_staging:
+                if not self._loader.request(block):
+                    return
+            self._staged_front = position
+            position += 1
+
+    def _forget_ahead(self) -> None:
+        """The order was wrong: nothing that was loaded ahead is awaited any more."""
+        while self._ahead:
+            self._ahead.popleft().awaited -= 1
+        self._front = self.order.cursor
+        self._staged_front = self.order.cursor
+
+    # Passes ------------------------------------------------------------------------------
+
+    def begin_pass(self) -> None:
+        """The model is entered from outside."""
+        self.release_fetched()
+        length = self.order.length
+        if self.order.turn() and not self.order.lost:
+            self._front = max(self._front - length, -1)
+            self._staged_front = max(self._staged_front - length, -1)
+        else:
+            self._forget_ahead()
+        for slot in self._slots:
+            block = slot.occupant
+            if block is not None and block.bound and block.is_replaced():
+                self._take_in(block)
+
+    def end_pass(self) -> None:
+        """The model is left: streamed tensors point to the host again.
+
+        So whoever edits one edits the truth; what is still on the device is compared
+        with a sample before it is used again.
+        """
+        if self.stopwatch is not None:
+            self.stopwatch.end_pass(self._device.current_stream())
+        for slot in self._slots:
+            block = slot.occupant
+            if block is None or block.stays or block.uses:
+                continue
+            if block.bound:
+                if block.is_changed() or block.is_replaced():
+                    self.evict(block)
+                    continue
+                block.point_to_host()
+            if block.seal is None:
+                block.seal = sample(block)
+
+    def reset_uses(self) -> None:
+        """Forget uses whose end was never told: an interrupt skipped the hooks."""
+        for slot in self._slots:
+            block = slot.occupant
+            if block is not None and block.uses:
+                block.uses = 0
+                self._engine.release(slot, self._device.current_stream())
+
+    # Plans -------------------------------------------------------------------------------
+
+    def follow(self, plan: Plan) -> None:
+        """Lay out the slots anew; blocks that keep their place stay where they are.
+
+        Nothing may be in use.
+        """
+        self._forget_ahead()
+        old = {slot.occupant.index: slot for slot in self._slots if slot.occupant}
+        spare = [slot for slot in self._slots if slot.occupant is None]
+        slots: list[Slot | None] = [None] * len(plan.slots)
+        for index, slot in old.items():
+            home = plan.home[index]
+            if slots[home] is None and slot.nbytes == plan.slots[home]:
+                slots[home] = slot
+        for index, slot in old.items():
+            if slots[plan.home[index]] is not slot:
+                self._move_out(self.blocks[index], slot)
+                spare.append(slot)
+        self._fill(slots, plan.slots, spare)
+        for slot in spare:
+            self.free_slot(slot)
+        self._slots = [slot for slot in slots if slot is not None]
+        for number, slot in enumerate(self._slots):
+            slot.index = number
+        for block in self.blocks:
+            block.home = self._slots[plan.home[block.index]]
+            block.stays = block.index in plan.resident
+        self._lookahead = plan.lookahead
+
+    def _move_out(self, block: Block, slot: Slot) -> None:
+        self.evict(block, verify=block.stays)
+
+    def _fill(
+        self, slots: list[Slot | None], sizes: Sequence[int], spare: list[Slot]
+    ) -> None:
+        for number, size in enumerate(sizes):
+            if slots[number] is not None:
+                continue
+            fitting = next((s for s in spare if s.nbytes == size), None)
+            if fitting is not None:
+                spare.remove(fitting)
+            slots[number] = fitting or Slot(number, size)
+
+    def staying(self) -> list[Block]:
+        """Return the blocks that the plan keeps on the device for good."""
+        return [block for block in self.blocks if block.stays]
+
+    def settle(self, blocks: Iterable[Block]) -> None:
+        """Bring the given blocks to the device and leave them bound there."""
+        stream = self._device.current_stream()
+        for block in blocks:
+            if not block.bound:
+                self._bring(block, stream)
+
+    def drop(self) -> None:
+        """Free all memory; what the slots hold is lost."""
+        for slot in self._slots:
+            block = slot.occupant
+            if block is not None:
+                block.slot = None
+                block.bound = False
+                slot.occupant = None
+            self.free_slot(slot)
+        self._slots = []
+
+    def park(self) -> None:
+        """Bring everything home: all tensors point to the host, all memory is free."""
+        self._forget_ahead()
+        for slot in self._slots:
+            if slot.occupant is not None:
+                self.evict(slot.occupant, verify=slot.occupant.stays)
+            self.free_slot(slot)
+        for block in self.blocks:
+            self._loader.forget(block)

@@ -1,0 +1,150 @@
+"""Decides when to plan again: another route, another budget, first measurements."""
+
+from collections.abc import Iterable, Sequence
+
+from stagehand.core.stopwatch import CopyTime, UseTime
+from stagehand.residency.blocks import Block
+from stagehand.residency.plan import Plan, Workload, plan, smallest_budget
+from stagehand.residency.scheduler import Scheduler
+
+__all__ = ["Steering"]
+
+_LINK_GUESS = 25e9  # bytes a second, until a copy has been timed
+_TIMED_BYTES = 1 << 20  # shorter copies tell of overhead, not of the link
+
+
+class Steering:
+    """Keeps the scheduler's plan fit for what the model does.
+
+    A plan is made for the uses that are expected to repeat. It is made again when a
+    pass took another route (twice alike, so that an odd pass does not cost a plan),
+    when the budget changes, and once when the route's compute times are known.
+
+    Args:
+        scheduler: Follows the plans.
+        blocks: All blocks, by index.
+        must_stay: Blocks that have to be on the device all the time.
+        budget_bytes: What all slots may hold together.
+        max_lookahead: Streamed blocks to load ahead at most.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        blocks: Sequence[Block],
+        *,
+        must_stay: Iterable[int],
+        budget_bytes: int,
+        max_lookahead: int,
+    ) -> None:
+        self.max_lookahead = max_lookahead
+        self._scheduler = scheduler
+        self._blocks = blocks
+        self._must_stay = frozenset(must_stay)
+        self._budget_bytes = budget_bytes
+        self._link = _LINK_GUESS
+        self._seconds: tuple[float, ...] | None = None
+        self._planned: tuple[int, ...] = ()
+        self._seen: tuple[int, ...] = ()
+        self._due = True
+        self.plan = self._make()
+
+    def __repr__(self) -> str:
+        return f"Steering({len(self._planned)} uses, {self.plan.limit})"
+
+    @property
+    def wants_times(self) -> bool:
+        """Whether the next pass should be timed."""
+        return self._seconds is None and bool(self._scheduler.order.passes)
+
+    @property
+    def link_bytes_per_second(self) -> float:
+        """The measured rate of the link, or a guess before the first timed copy."""
+        return self._link
+
+    @property
+    def must_stay(self) -> frozenset[int]:
+        """Blocks that have to be on the device all the time."""
+        return self._must_stay
+
+    def workload(self) -> Workload:
+        """Return what is planned for."""
+        return Workload(
+            order=self._scheduler.order.cycle(),
+            nbytes=tuple(block.nbytes for block in self._blocks),
+            seconds=self._seconds,
+            link_bytes_per_second=self._link,
+            must_stay=self._must_stay,
+        )
+
+    def smallest_budget(self) -> int:
+        """Return the least device bytes that can work."""
+        return smallest_budget(self.workload())
+
+    def set_budget(self, budget_bytes: int) -> None:
+        """Change the budget; it takes effect at the next pass.
+
+        Raises:
+            StagehandOOMError: If it cannot work; the old one stays.
+        """
+        old, self._budget_bytes = self._budget_bytes, budget_bytes
+        try:
+            self._make()
+        except BaseException:
+            self._budget_bytes = old
+            raise
+        self._due = True
+
+    def keep(self, blocks: Iterable[int]) -> None:
+        """Let more blocks stay on the device, from the next pass on.
+
+        Raises:
+            StagehandOOMError: If the budget is too small for that; nothing changes.
+        """
+        old, self._must_stay = self._must_stay, self._must_stay | frozenset(blocks)
+        try:
+            self._make()
+        except BaseException:
+            self._must_stay = old
+            raise
+        self._due = True
+
+    def note(self, uses: Sequence[UseTime], copies: Sequence[CopyTime]) -> None:
+        """Take in the times of finished passes."""
+        large = [c for c in copies if c.lane == "H2D" and c.nbytes >= _TIMED_BYTES]
+        seconds = sum(copy.duration_ms for copy in large) / 1e3
+        if seconds > 0:
+            self._link = sum(copy.nbytes for copy in large) / seconds
+        order = self._planned
+        if self._seconds is not None or not order or len(uses) < len(order):
+            return
+        latest = uses[-len(order) :]
+        if tuple(use.block for use in latest) == order:
+            self._seconds = tuple(use.compute_ms / 1e3 for use in latest)
+            self._due = True
+
+    def steer(self) -> bool:
+        """Plan again if it is due; return whether it was.
+
+        Call between passes, when nothing is in use.
+        """
+        cycle = self._scheduler.order.cycle()
+        settled = cycle == self._seen
+        self._seen = cycle
+        if cycle != self._planned and (settled or self._scheduler.order.passes <= 1):
+            self._seconds = None
+            self._due = True
+        if not self._due:
+            return False
+        self.plan = self._make()
+        self._planned = cycle
+        self._due = False
+        self._scheduler.follow(self.plan)
+        return True
+
+    def _make(self) -> Plan:
+        return plan(
+            self.workload(),
+            budget_bytes=self._budget_bytes,
+            max_lookahead=self.max_lookahead,
+        )

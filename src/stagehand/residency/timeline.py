@@ -1,0 +1,243 @@
+"""How long a period of block uses takes when homes and residents are given.
+
+Note "Loads are static". Every block has one home slot and loads are queued in the
+order of their uses, so which uses load does not depend on time: a use loads if and
+only if the use before it in its slot was another block's. Its load starts when the
+link is free and that other block's compute is over. The host is taken to run ahead
+of the device, so how far ahead a load is queued changes no time. What is left is a
+recurrence over the loads of a period, a few additions each.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+from stagehand.errors import StagehandInternalError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+__all__ = ["Steady", "Timeline", "Workload"]
+
+_MAX_PERIODS = 10
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Workload:
+    """What runs, over and over, and what it costs.
+
+    Attributes:
+        order: The block of each use in one period, which repeats for ever. A block
+            may occur several times (forward and backward, shared modules) or never.
+        nbytes: The bytes of every block, also of those that `order` lacks.
+        seconds: The compute seconds of each use, or None when they are not known.
+        link_bytes_per_second: What one host-to-device copy after another achieves.
+        must_stay: The blocks that have to be on the device all the time.
+    """
+
+    order: tuple[int, ...]
+    nbytes: tuple[int, ...]
+    seconds: tuple[float, ...] | None
+    link_bytes_per_second: float
+    must_stay: frozenset[int] = frozenset()
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot describe a model."""
+        count = len(self.nbytes)
+        for name, blocks in (("order", self.order), ("must_stay", self.must_stay)):
+            if blocks and not 0 <= min(blocks) <= max(blocks) < count:
+                raise StagehandInternalError(
+                    f"workload {name} names blocks {min(blocks)} to {max(blocks)}, "
+                    f"but the blocks are 0 to {count - 1}: number them by `nbytes`"
+                )
+        if min(self.nbytes, default=0) < 0:
+            raise StagehandInternalError(
+                f"workload block has {min(self.nbytes)} bytes: expected 0 or more"
+            )
+        if not 0 < self.link_bytes_per_second < math.inf:
+            raise StagehandInternalError(
+                f"workload link rate is {self.link_bytes_per_second} bytes/s: "
+                "expected a positive number"
+            )
+        if self.seconds is None:
+            return
+        if len(self.seconds) != len(self.order):
+            raise StagehandInternalError(
+                f"workload has {len(self.seconds)} compute times for "
+                f"{len(self.order)} uses: expected one for each use"
+            )
+        if not all(0 <= second < math.inf for second in self.seconds):
+            raise StagehandInternalError(
+                "workload has a compute time that is negative or not finite: "
+                "expected seconds"
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Steady:
+    """What a period costs once the first ones are over.
+
+    Attributes:
+        step_seconds: The time from one period's end to the next one's.
+        streamed_bytes: The bytes that cross the link in that time.
+    """
+
+    step_seconds: float
+    streamed_bytes: int
+
+
+@dataclass(slots=True)
+class _Loads:
+    """The loads of one period, in queue order, all times within the period.
+
+    `needed`: when its use would start without any stall. `free`: when the slot's
+    occupant would be done, negative if that was in the period before. `lag`: how many
+    loads ago the stalls that delayed that occupant were complete.
+    """
+
+    needed: list[float]
+    free: list[float]
+    lag: list[int]
+    seconds: list[float]
+    nbytes: int
+
+
+class Timeline:
+    """Predicts the steady step of a workload for any choice of homes.
+
+    Not a simulator of single steps, of the first step or of a host that falls behind.
+
+    Args:
+        workload: What runs. Its compute times are not read.
+        seconds: The compute seconds of each use.
+    """
+
+    def __init__(self, workload: Workload, seconds: Sequence[float]) -> None:
+        self._order = workload.order
+        self._nbytes = workload.nbytes
+        self._rate = workload.link_bytes_per_second
+        # When each use starts in a period without stall, and when the last one ends.
+        self.starts = list(accumulate(seconds, initial=0.0))
+        # The loads of one period when every use needs one.
+        self.link_seconds = sum(self._nbytes[b] for b in workload.order) / self._rate
+        self._phases = _phases(workload.order)
+
+    @property
+    def compute_seconds(self) -> float:
+        """The compute of one period, with no stall."""
+        return self.starts[-1]
+
+    def bound_seconds(self, kept_bytes: int) -> float:
+        """The least time a period can take, whatever the policy.
+
+        Within a phase, a stretch of uses without repetition, all bytes but the
+        `kept_bytes` that can be there when it starts must cross the link.
+        """
+        phased = sum(
+            max(
+                self.starts[stop] - self.starts[start],
+                self._crossing_seconds(self._order[start:stop], kept_bytes),
+            )
+            for start, stop in self._phases
+        )
+        whole = self._crossing_seconds(set(self._order), kept_bytes)
+        return max(phased, whole)
+
+    def _crossing_seconds(self, blocks: Iterable[int], kept_bytes: int) -> float:
+        used = sum(self._nbytes[block] for block in blocks)
+        return max(0, used - kept_bytes) / self._rate
+
+    def steady(self, home: Sequence[int], streams: Sequence[bool]) -> Steady:
+        """Predict the steady period.
+
+        Args:
+            home: The slot of every block that streams and occurs in the order.
+            streams: Whether the block shares its slot, for every block.
+        """
+        loads = self._loads(home, streams)
+        busy = loads.nbytes / self._rate
+        compute = self.compute_seconds
+        if not loads.needed:
+            return Steady(step_seconds=compute, streamed_bytes=0)
+        # A period without stall can still drain a lead that it does not rebuild: in
+        # the long run none is shorter than its loads.
+        floor = max(busy, compute)
+        count = len(loads.needed)
+        delays = [0.0] * (2 * count + 1)
+        link, before, last = 0.0, -1.0, -2.0
+        for _ in range(_MAX_PERIODS):
+            delay = delays[-1]
+            link = _run_period(loads, delays, link) - compute
+            before, last = last, delays[-1] - delay
+            if math.isclose(before, last, rel_tol=1e-6, abs_tol=1e-9 * floor):
+                break
+        step = max(floor, compute + (before + last) / 2)
+        return Steady(step_seconds=step, streamed_bytes=loads.nbytes)
+
+    def _loads(self, home: Sequence[int], streams: Sequence[bool]) -> _Loads:
+        order, nbytes, rate, starts = self._order, self._nbytes, self._rate, self.starts
+        last = self._last_uses(home, streams)
+        loads = _Loads([], [], [], [], 0)
+        uses = len(order)
+        # slot -> (block, its last use, loads issued up to that use)
+        occupants = {slot: (order[use], use - uses, 0) for slot, use in last.items()}
+        borrowed: list[tuple[int, int]] = []
+        for use, block in enumerate(order):
+            if not streams[block]:
+                continue
+            slot = home[block]
+            occupant, freed, issued = occupants[slot]
+            if occupant != block:
+                count = len(loads.lag)
+                if freed < 0:
+                    borrowed.append((count, slot))
+                loads.needed.append(starts[use])
+                loads.free.append(starts[freed + 1] if freed >= 0 else freed)
+                loads.lag.append(count - issued + 1)
+                loads.seconds.append(nbytes[block] / rate)
+                loads.nbytes += nbytes[block]
+            occupants[slot] = (block, use, len(loads.lag))
+        for index, slot in borrowed:
+            _, freed, issued = occupants[slot]
+            loads.free[index] = starts[freed + 1] - starts[-1]
+            loads.lag[index] = index + len(loads.lag) - issued + 1
+        return loads
+
+    def _last_uses(
+        self, home: Sequence[int], streams: Sequence[bool]
+    ) -> dict[int, int]:
+        """The last use in a period of each slot that is shared."""
+        last: dict[int, int] = {}
+        for use, block in enumerate(self._order):
+            if streams[block]:
+                last[home[block]] = use
+        return last
+
+
+def _run_period(loads: _Loads, delays: list[float], link: float) -> float:
+    """Append the stall so far after each load; returns when the link is free."""
+    delay = delays[-1]
+    needed, free, lag, seconds = loads.needed, loads.free, loads.lag, loads.seconds
+    for index, ago in enumerate(lag):
+        start = free[index] + delays[-ago]
+        link = (start if start > link else link) + seconds[index]
+        late = link - needed[index]
+        if late > delay:
+            delay = late
+        delays.append(delay)
+    return link
+
+
+def _phases(order: Sequence[int]) -> list[tuple[int, int]]:
+    """Cut the order before each block that its phase has already used."""
+    cuts = [0]
+    seen: set[int] = set()
+    for use, block in enumerate(order):
+        if block in seen:
+            cuts.append(use)
+            seen.clear()
+        seen.add(block)
+    return list(zip(cuts, [*cuts[1:], len(order)], strict=True))

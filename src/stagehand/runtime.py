@@ -1,0 +1,669 @@
+"""The runtime of one model, and the two ways of making one. Wires parts, decides nothing."""
+
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from pathlib import Path
+from types import MethodType
+from typing import Any, TypeVar
+
+import psutil
+import torch
+from torch import nn
+
+from stagehand.assembly import Parts, Settings, assemble
+from stagehand.config import StagehandConfig
+from stagehand.core.arena import Arena
+from stagehand.core.clock import Phase
+from stagehand.core.device import Device, find_device
+from stagehand.core.telemetry import Telemetry
+from stagehand.errors import ClosedError, ConfigError
+from stagehand.files import KeyMap, back_by_files
+from stagehand.graph import SavedTensors
+from stagehand.measure import Measure
+from stagehand.report import Report, advise
+from stagehand.residency.blocks import (
+    Block,
+    Finding,
+    find_blocks,
+    find_layers,
+    tensor_bytes,
+)
+from stagehand.stores.files import FileSet
+from stagehand.units import MIB, parse_bytes
+from stagehand.weights import Edges, PassListener, RowGather, SiteHooks, StrayUses
+
+__all__ = ["Runtime", "StagehandRuntime", "layer"]
+
+_Model = TypeVar("_Model", bound=nn.Module)
+_HANDLE = "_stagehand_layer_runtime"
+_DEFAULT_SHARE = 0.8  # of the free device memory
+
+
+class Runtime(PassListener):
+    """Streams one model's weights until `shutdown()`.
+
+    Make one with `stagehand.layer()` or `StagehandRuntime`. While it is active the model
+    keeps one attribute more, `model._stagehand_layer_runtime`, and its `to()` and the
+    like are answered by the runtime.
+
+    Args:
+        model: Is changed in place.
+        finding: How it is divided.
+        settings: Budgets and the like.
+    """
+
+    def __init__(self, model: nn.Module, finding: Finding, settings: Settings) -> None:
+        self._model_ref = weakref.ref(model)
+        self._settings = settings
+        self._device = settings.device
+        telemetry = Telemetry(
+            path=settings.telemetry_file,
+            interval_steps=settings.log_interval,
+            checks_nonfinite=settings.checks_nonfinite,
+        )
+        self._measure = Measure(
+            settings.device, telemetry, timed=settings.timed, traced=settings.traced
+        )
+        self._counters = telemetry.counters
+        self._gathered_bytes = sum(
+            {id(g): g.nbytes for _, g in finding.gathered}.values()
+        )
+        self._parts, sites = assemble(finding, settings, self._counters)
+        self._files: FileSet | None = None
+        self._manual = False
+        self._ready = False
+        self._closed = False
+        self._strays: list[Block] = []
+        self._known: set[int] = set()
+        self._last_report: Report | None = None
+        parts = self._parts
+        for block in parts.blocks:
+            parts.masters.adopt(block)
+        self._saved = SavedTensors(
+            parts.scheduler.slots_by_memory, parts.scheduler.fetch
+        )
+        self._edges = Edges(self, settings.device.torch_device)
+        self._hooks = SiteHooks(
+            model,
+            self._edges,
+            before=parts.scheduler.before,
+            after=parts.scheduler.after,
+            settle=self.park,
+        )
+        for site, block in sites:
+            self._hooks.add_site(site, block)
+        rows = RowGather(settings.device.torch_device, self._counters)
+        for table, _ in finding.gathered:
+            self._hooks.add_gather(table, rows)
+        looked_up = {id(t) for _, g in finding.gathered for t in g.tensors.values()}
+        self._owners = {
+            id(tensor): block
+            for _, block in sites
+            for tensor in block.tensors
+            if id(tensor) not in looked_up
+        }
+        self._finalizer = weakref.finalize(model, parts.close)
+        model.__dict__[_HANDLE] = self
+        model.__dict__["_apply"] = _Apply(self)
+        try:
+            self._place_rest()
+        except BaseException:
+            self.shutdown()
+            raise
+
+    def __repr__(self) -> str:
+        if self._closed:
+            return "Runtime(shut down)"
+        weights, parts = self._parts.weights, self._parts
+        return (
+            f"Runtime({len(parts.blocks)} blocks, {weights.held_bytes} of"
+            f" {weights.limit_bytes} bytes on {self._device.torch_device})"
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        """A copy of the model has no runtime."""
+        return
+
+    def __reduce__(self) -> Any:
+        """Nor has a pickled model."""
+        return type(None), ()
+
+    # Passes ------------------------------------------------------------------------------
+
+    def begin_pass(self, module: nn.Module) -> AbstractContextManager[Any] | None:
+        """See `PassListener.begin_pass`."""
+        parts, measure = self._parts, self._measure
+        if module is self._model_ref() and not self._manual:
+            self._next_step(None)
+        measure.begin_pass()
+        if not self._ready:
+            self._prepare()
+        if self._files is not None:
+            self._files.check()
+        if measure.stopwatch.is_over():
+            parts.steering.note(*measure.collect())
+        self._make_room()
+        parts.scheduler.begin_pass()
+        if parts.steering.steer():
+            measure.know(parts.scheduler.blocks)
+        watch = measure.timed or parts.steering.wants_times
+        parts.scheduler.stopwatch = measure.stopwatch if watch else None
+        parts.engine.stopwatch = parts.scheduler.stopwatch
+        return self._pass_context(module)
+
+    def _pass_context(self, module: nn.Module) -> ExitStack:
+        stack = ExitStack()
+        if self._settings.inference_mode:
+            stack.enter_context(torch.no_grad())
+        elif torch.is_grad_enabled():
+            stack.enter_context(self._saved.hooks())
+        if id(module) not in self._known:
+            self._known.add(id(module))
+            stack.enter_context(StrayUses(self._owners, self._bring_stray))
+        return stack
+
+    def end_pass(self) -> None:
+        """See `PassListener.end_pass`."""
+        strays, self._strays = self._strays, []
+        for block in strays:
+            self._parts.scheduler.after(block)
+        self._parts.scheduler.end_pass()
+        self._measure.end_pass()
+        if strays:
+            self._parts.steering.keep(block.index for block in strays)
+
+    def abort_pass(self) -> None:
+        """See `PassListener.abort_pass`."""
+        self._strays = []
+        self._parts.scheduler.reset_uses()
+
+    def _bring_stray(self, block: Block) -> None:
+        """A module reads a weight that is not its own: the block stays from now on."""
+        self._parts.scheduler.before(block)
+        self._strays.append(block)
+
+    def _prepare(self) -> None:
+        """Pin what is streamed, as far as the pool allows, and place what stays."""
+        parts = self._parts
+        if not self._device.is_host:
+            staged = parts.masters.pin_all(parts.streamed, self._settings.lookahead)
+            parts.loader.set_slabs(*staged)
+        self._place_rest()
+        self._ready = True
+
+    def _place_rest(self) -> None:
+        """Bring what always stays to the device; what has no values yet comes later."""
+        parts = self._parts
+        parts.scheduler.settle(
+            b for b in parts.scheduler.staying() if b.store is not None
+        )
+        parts.place_odd()
+
+    def _make_room(self) -> None:
+        marks = self._settings.watermarks
+        allocated = self._device.allocated_bytes()
+        if marks is None or allocated is None:
+            return
+        weights = self._parts.weights
+        target = marks.target(weights.limit_bytes, weights.held_bytes, allocated)
+        target = max(
+            min(target, self._settings.budget_bytes),
+            self._parts.steering.smallest_budget(),
+        )
+        if target != weights.limit_bytes:
+            self._limit_to(target)
+
+    # Steps -------------------------------------------------------------------------------
+
+    def begin_step(self, step: int | None = None) -> None:
+        """Begin a step by hand; from then on the runtime does not begin any by itself.
+
+        Args:
+            step: Its number; the next one by default.
+        """
+        self._check_open()
+        self._manual = True
+        self._next_step(step)
+
+    def end_step(self) -> None:
+        """End the open step and record it. Without one, nothing happens."""
+        self._check_open()
+        self._close_step()
+
+    def _next_step(self, step: int | None) -> None:
+        self._close_step()
+        self._measure.begin_step(step)
+
+    def _close_step(self) -> None:
+        if self._measure.timed:
+            self._parts.steering.note(*self._measure.collect())
+        self._measure.end_step(self._parts.weights, self._parts.pinned_arena)
+
+    @contextmanager
+    def managed_forward(self) -> Iterator[None]:
+        """Mark a forward phase; begins a step if none is open."""
+        self._enter_phase(Phase.FORWARD)
+        yield
+
+    @contextmanager
+    def managed_backward(self) -> Iterator[None]:
+        """Mark a backward phase; begins a step if none is open."""
+        self._enter_phase(Phase.BACKWARD)
+        yield
+
+    def _enter_phase(self, phase: Phase) -> None:
+        self._check_open()
+        if not self._measure.in_step:
+            self.begin_step()
+        self._manual = True
+        self._measure.clock.enter(phase)
+
+    # Blocks ------------------------------------------------------------------------------
+
+    def before_block(self, block_id: str) -> None:
+        """Make a block usable for code that does not call its module; pair with `after`.
+
+        Args:
+            block_id: The block's name, as in `block_ids`.
+
+        Raises:
+            ConfigError: If there is no such block.
+        """
+        self._edges.lock.acquire()
+        try:
+            if not self._ready:
+                self._prepare()
+            self._parts.scheduler.before(self._block(block_id))
+        except BaseException:
+            self._edges.lock.release()
+            raise
+
+    def after_block(self, block_id: str) -> None:
+        """End what `before_block` began, in the same thread."""
+        self._parts.scheduler.after(self._block(block_id))
+        self._edges.lock.release()
+
+    @property
+    def block_ids(self) -> tuple[str, ...]:
+        """The names of all streamed blocks, in the order of the model's definition."""
+        return tuple(block.name for block in self._parts.streamed)
+
+    def _block(self, block_id: str) -> Block:
+        self._check_open()
+        for block in self._parts.streamed:
+            if block.name == block_id:
+                return block
+        raise ConfigError(
+            f"there is no block {block_id!r}; the first of {len(self.block_ids)} are"
+            f" {', '.join(map(repr, self.block_ids[:3]))}"
+        )
+
+    # Stores ------------------------------------------------------------------------------
+
+    def convert_registry_to_file_backed_sharded(
+        self, directory: str | Path, *, key_map: KeyMap = None
+    ) -> int:
+        """Let streamed weights come from safetensors files instead of host memory.
+
+        The host memory that they took is given up; what is on the `meta` device gets
+        its values here. Names must be the model's own.
+
+        Args:
+            directory: A folder of `*.safetensors`, with or without index, or one file.
+            key_map: From the model's names to the files', as a mapping or a function.
+
+        Returns:
+            How many blocks are backed by files now.
+
+        Raises:
+            CheckpointError: If a tensor is missing or has another shape or element type,
+                or a file is not sound; nothing has changed then.
+        """
+        model = self._check_open()
+        self.park()
+        files, count = back_by_files(self._parts, model, directory, key_map)
+        if self._files is not None:
+            self._files.close()
+        self._files = files
+        self._place_rest()
+        return count
+
+    # Memory ------------------------------------------------------------------------------
+
+    def set_budget(self, vram_budget: int | str) -> None:
+        """Change the device bytes for weights, from the next pass on.
+
+        Args:
+            vram_budget: As in `stagehand.layer`.
+
+        Raises:
+            StagehandOOMError: If it cannot work; it names the smallest that can.
+        """
+        self._check_open()
+        nbytes = parse_bytes(
+            vram_budget, name="vram_budget", of=self._device.free_bytes()
+        )
+        with self._edges.lock:
+            self._limit_to(nbytes)
+
+    def _limit_to(self, nbytes: int) -> None:
+        self._parts.steering.set_budget(nbytes - self._parts.odd_bytes)
+        self._parts.weights.set_limit(nbytes)
+
+    def park(self) -> None:
+        """Bring every tensor home to the host and free all device memory.
+
+        The next pass brings them back.
+        """
+        self._check_open()
+        if self._edges.inside():
+            raise ConfigError("the model cannot be moved or copied while it runs")
+        with self._edges.lock:
+            self._parts.scheduler.park()
+            self._parts.take_home_odd()
+            self._ready = False
+
+    # Telling -----------------------------------------------------------------------------
+
+    @property
+    def telemetry(self) -> Telemetry:
+        """The records of the latest steps and their statistics."""
+        return self._measure.telemetry
+
+    def report(self) -> Report:
+        """Return budget, plan, bytes moved, what limits, and what would help."""
+        if self._closed and self._last_report is not None:
+            return self._last_report
+        parts, measure, plan = self._parts, self._measure, self._parts.steering.plan
+        totals = measure.telemetry.totals()
+        limit = plan.limit
+        if totals["disk_bytes"] and limit != "compute":
+            limit = "disk"
+        return Report(
+            budget_bytes=parts.weights.limit_bytes,
+            peak_device_bytes=parts.weights.peak_bytes,
+            weight_bytes=sum(b.nbytes for b in parts.blocks) + parts.odd_bytes,
+            resident_bytes=sum(b.nbytes for b in parts.scheduler.staying()),
+            gathered_bytes=self._gathered_bytes,
+            pinned_bytes=parts.pinned_arena.leased_bytes,
+            blocks=len(parts.scheduler.blocks),
+            slots=len(plan.slots),
+            lookahead=plan.lookahead,
+            streamed_bytes=int(totals["h2d_bytes"] or 0),
+            saved_bytes=int(totals["d2h_bytes"] or 0),
+            disk_bytes=int(totals["disk_bytes"] or 0),
+            passes=measure.passes,
+            seconds_per_pass=measure.seconds_per_pass,
+            stall_ms=measure.telemetry.mean_stall_ms() if measure.timed else None,
+            hit_rate=measure.telemetry.hit_rate(),
+            link_bytes_per_second=parts.steering.link_bytes_per_second,
+            abandoned_slots=int(totals["abandoned_slots"] or 0),
+            limit=limit,
+            advice=advise(limit),
+        )
+
+    def export_trace(self, path: str | Path) -> None:
+        """Write copies, compute and stalls as a Chrome/Perfetto trace.
+
+        Raises:
+            ConfigError: If the runtime was not made with `trace=True`.
+        """
+        if not self._closed:
+            self._parts.steering.note(*self._measure.collect())
+        if not self._measure.write_trace(path):
+            raise ConfigError(
+                "there is no trace: pass trace=True when making the runtime"
+            )
+
+    # The end -----------------------------------------------------------------------------
+
+    def shutdown(self) -> None:
+        """Give back the plain model: no hooks, all tensors where they came from.
+
+        Idempotent.
+        """
+        self._end(keep_pool=False)
+
+    def shutdown_keep_pool(self) -> Arena:
+        """Like `shutdown`, but keep the pinned memory for `layer(..., pool=)`."""
+        self._end(keep_pool=True)
+        return self._parts.pinned_arena
+
+    def _end(self, *, keep_pool: bool) -> None:
+        if self._closed:
+            return
+        model, parts = self._check_open(), self._parts
+        self.park()
+        self._close_step()
+        self._last_report = self.report()
+        self._hooks.remove()
+        for name in (_HANDLE, "_apply"):
+            model.__dict__.pop(name, None)
+        for block in parts.blocks:
+            parts.masters.give_back(block)
+        self._closed = True
+        self._finalizer.detach()
+        parts.keep_pool = keep_pool
+        parts.close()
+        if self._files is not None:
+            self._files.close()
+        self._measure.telemetry.close()
+
+    def _check_open(self) -> nn.Module:
+        model = self._model_ref()
+        if self._closed or model is None:
+            raise ClosedError(
+                "the runtime was shut down or its model is gone; make a new one with"
+                " stagehand.layer()"
+            )
+        return model
+
+
+class StagehandRuntime(Runtime):
+    """Block mode: the repeated blocks of a model stream, one by one.
+
+    What is in no block is placed on the device at once and counts against the budget,
+    which is the high watermark.
+
+    Args:
+        model: Is changed in place and used as before.
+        config: Budgets and the like.
+        block_pattern: A regular expression that is searched in module names; the
+            outermost matches are the blocks. None takes the classes that the model
+            itself names (`_no_split_modules`, `_repeated_blocks`).
+        dtype: Cast the model to it first; None leaves every tensor as it is.
+        inference_mode: Passes run without gradients.
+        device: Where to compute: the accelerator by default, the host without one.
+        pool: Pinned memory from another runtime's `shutdown_keep_pool()`.
+        trace: Keep spans for `export_trace`.
+
+    Raises:
+        ConfigError: If nothing matches, or the model is streamed already.
+        StagehandOOMError: If the budget or a slab is too small; it names what works.
+
+    Example:
+        >>> runtime = StagehandRuntime(model, block_pattern=r"^layers\\.\\d+$")
+        >>> with runtime.managed_forward():
+        ...     output = model(batch)
+        >>> runtime.end_step()
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: StagehandConfig | None = None,
+        block_pattern: str | None = None,
+        *,
+        dtype: torch.dtype | None = None,
+        inference_mode: bool = False,
+        device: torch.device | str | int | None = None,
+        pool: Arena | None = None,
+        trace: bool = False,
+    ) -> None:
+        config = config or StagehandConfig()
+        place = find_device(device)
+        _check_model(model, dtype)
+        settings = Settings(
+            device=place,
+            budget_bytes=config.vram_high_watermark_mb * MIB,
+            pinned_bytes=config.pinned_pool_mb * MIB,
+            slab_bytes=config.pinned_slab_mb * MIB,
+            lookahead=config.prefetch_window_blocks,
+            inflight=config.max_inflight,
+            stream_priority=config.copy_stream_priority,
+            watermarks=config.watermarks(),
+            inference_mode=inference_mode,
+            checks_nonfinite=config.nan_inf_check,
+            timed=config.telemetry_enabled,
+            traced=trace,
+            log_interval=config.telemetry_interval_steps,
+            telemetry_file=config.telemetry_file,
+            pool=pool,
+        )
+        super().__init__(model, find_blocks(model, block_pattern), settings)
+
+
+def layer(
+    model: _Model,
+    *,
+    vram_budget: int | str | None = None,
+    ram_budget: int | str | None = None,
+    prefetch_k: int = 3,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | int | None = None,
+    inference_mode: bool = False,
+    telemetry: bool | str | Path = False,
+    trace: bool = False,
+    pool: Arena | None = None,
+    opaque: Sequence[type[nn.Module]] = (),
+) -> _Model:
+    """Stream a model's weights, layer by layer; use the model as before.
+
+    Each module that owns large parameters streams; small neighbours are coalesced, the
+    small rest stays on the device. If the weights exceed the budget, large embedding
+    tables stay on the host and only the rows that are looked up cross.
+
+    Args:
+        model: Is changed in place and returned. Its weights may be anywhere.
+        vram_budget: Device bytes for all weights, the small resident ones included:
+            an int, "8GB", "7.5GiB", or "80%" of what is free. 80 % by default.
+        ram_budget: Page-locked host bytes at most; what does not fit is staged through
+            it. By default as much as the weights need, up to 80 % of the free memory.
+        prefetch_k: Blocks to load ahead at most.
+        dtype: Cast the model to it first; None leaves every tensor as it is.
+        device: Where to compute: the accelerator by default, the host without one.
+        inference_mode: Passes run without gradients.
+        telemetry: True times uses and copies; a path also writes a line a step.
+        trace: Keep spans for `export_trace`.
+        pool: Pinned memory from another runtime's `shutdown_keep_pool()`.
+        opaque: Module classes that read their children's parameters themselves.
+
+    Raises:
+        ConfigError: If an argument cannot work, or the model is streamed already.
+        StagehandOOMError: If the budget is too small; it names the smallest that works.
+
+    Example:
+        >>> model = stagehand.layer(model, vram_budget="8GB")
+        >>> output = model(batch)
+        >>> model._stagehand_layer_runtime.shutdown()
+    """
+    if prefetch_k < 0:
+        raise ConfigError(f"prefetch_k is {prefetch_k}: expected 0 or more")
+    place = find_device(device)
+    _check_model(model, dtype)
+    budget, pinned = _budgets(model, place, vram_budget, ram_budget)
+    settings = Settings(
+        device=place,
+        budget_bytes=budget,
+        pinned_bytes=pinned,
+        lookahead=prefetch_k,
+        inference_mode=inference_mode,
+        timed=bool(telemetry),
+        traced=trace,
+        telemetry_file=None if isinstance(telemetry, bool) else telemetry,
+        pool=pool,
+    )
+    finding = find_layers(model, budget_bytes=budget, opaque=opaque)
+    Runtime(model, finding, settings)
+    return model
+
+
+def _budgets(
+    model: nn.Module,
+    place: Device,
+    vram_budget: int | str | None,
+    ram_budget: int | str | None,
+) -> tuple[int, int]:
+    free = place.free_bytes()
+    budget = int(_DEFAULT_SHARE * free)
+    if vram_budget is not None:
+        budget = parse_bytes(vram_budget, name="vram_budget", of=free)
+    memory = psutil.virtual_memory()
+    own = sum(tensor_bytes(p) for p in model.parameters() if p.is_cpu)
+    pinned = int(_DEFAULT_SHARE * (memory.available + own))
+    if ram_budget is not None:
+        pinned = parse_bytes(ram_budget, name="ram_budget", of=memory.total)
+        if place.is_host:  # there is one memory: the smaller budget counts
+            budget = min(budget, pinned)
+    return budget, pinned
+
+
+def _check_model(model: nn.Module, dtype: torch.dtype | None) -> None:
+    for name, module in model.named_modules():
+        if _HANDLE in module.__dict__:
+            where = f"its module {name!r}" if name else "it"
+            raise ConfigError(
+                f"{type(model).__name__} cannot be streamed: {where} is streamed already;"
+                f" call {_HANDLE}.shutdown() first"
+            )
+    for name, tensor in model.named_parameters():
+        if isinstance(tensor, nn.parameter.UninitializedParameter):
+            raise ConfigError(
+                f"parameter {name!r} has no shape yet; run the model once before"
+                " streaming it"
+            )
+    if dtype is not None:
+        nn.Module.to(model, dtype)
+
+
+class _Apply:
+    """Answers `model.to()`, `half()` and the like while the model is streamed.
+
+    Moving to the device changes nothing, for there the model computes; moving to the
+    CPU brings everything home until the next pass; casting is refused.
+    """
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+
+    def __call__(self, fn: Any, recurse: bool = True) -> nn.Module:
+        runtime = self._runtime
+        model = runtime._check_open()
+        place = runtime._device.torch_device
+        for dtype in {p.dtype for p in model.parameters()}:
+            probe = torch.empty(0, dtype=dtype)
+            result = fn(probe)
+            if result.dtype != dtype:
+                raise ConfigError(
+                    f"{type(model).__name__} is streamed and cannot be cast from {dtype}"
+                    f" to {result.dtype}; call {_HANDLE}.shutdown(), cast, and stream it"
+                    " again, or pass dtype= when streaming"
+                )
+            if result.device != place and result.device.type != "cpu":
+                raise ConfigError(
+                    f"{type(model).__name__} is streamed to {place} and cannot be moved"
+                    f" to {result.device}; call {_HANDLE}.shutdown() first"
+                )
+            if result.device.type == "cpu":
+                runtime.park()
+        return model
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Give the copy the ordinary method."""
+        copied = memo[id(self._runtime._check_open())]
+        return MethodType(type(copied)._apply, copied)
+
+    def __reduce__(self) -> Any:
+        """Give the pickled model the ordinary method, once it is there."""
+        return getattr, (self._runtime._check_open(), "_apply")

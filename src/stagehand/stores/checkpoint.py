@@ -1,0 +1,308 @@
+"""Which tensor lies where in a safetensors checkpoint of one or several files.
+
+Everything is read and checked before the first byte of a tensor is: a file that does
+not hold what its header says, or a model that needs what no file has, is refused here.
+"""
+
+import difflib
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from stagehand.errors import (
+    CheckpointError,
+    IndexMismatchError,
+    MissingTensorError,
+    ReadError,
+    TensorMismatchError,
+)
+from stagehand.stores.headers import FileStamp, Header, Span, load_json, read_header
+
+__all__ = ["Checkpoint", "Extent"]
+
+_INDEX_NAMES = (
+    "model.safetensors.index.json",
+    "diffusion_pytorch_model.safetensors.index.json",
+)
+_INDEX_SUFFIX = ".safetensors.index.json"
+_LISTED = 5
+_COMPARED = 5000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Extent:
+    """One tensor's bytes in a file."""
+
+    path: Path
+    """The file."""
+    offset: int
+    """First byte, counted from the start of the file."""
+    nbytes: int
+    """Length in bytes."""
+    dtype: torch.dtype
+    """Element type."""
+    shape: tuple[int, ...]
+    """Sizes; the elements lie in row-major order."""
+
+
+class Checkpoint(Mapping[str, Extent]):
+    """The tensors of one safetensors file, or of a directory of them, by name.
+
+    Holds no tensor and keeps no file open. A tensor whose element type torch lacks is
+    listed, and raises only when it is asked for.
+
+    Example:
+        checkpoint = Checkpoint.open("path/to/model")
+        extents = checkpoint.match({"norm.weight": (torch.float32, (384,))})
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        places: Mapping[str, tuple[Header, Span]],
+        files: Mapping[Path, FileStamp],
+    ) -> None:
+        self._root = root
+        self._places = places
+        self._files = files
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str]) -> "Checkpoint":
+        """Read and check every header of a checkpoint.
+
+        Args:
+            path: A safetensors file, an index file, or a directory. In a directory an
+                index is followed if there is one (`model.safetensors.index.json`,
+                `diffusion_pytorch_model.safetensors.index.json`, or the only
+                `*.safetensors.index.json`); else all `*.safetensors` are taken.
+
+        Raises:
+            ReadError: If a file cannot be read.
+            HeaderError: If a header is not what the format says.
+            OffsetError: If byte ranges overlap, or leave bytes that belong to none.
+            SizeMismatchError: If a byte range does not fit its shape and dtype.
+            TruncatedShardError: If a file is shorter than its header says.
+            IndexMismatchError: If the index names a file or a tensor that is not there,
+                or two files hold one name.
+            CheckpointError: If the directory holds no safetensors file.
+        """
+        root = Path(path).expanduser().absolute()
+        index = _find_index(root)
+        listed = _read_index(index) if index else {}
+        if index:
+            paths = sorted(set(listed.values()))
+        elif root.is_dir():
+            paths = sorted(root.glob("*.safetensors"))
+            if not paths:
+                raise CheckpointError(
+                    f"{root} holds no checkpoint: expected a *.safetensors file or a "
+                    f"*{_INDEX_SUFFIX}"
+                )
+        else:
+            paths = [root]
+        headers = [read_header(shard) for shard in paths]
+        files = {header.path: header.stamp for header in headers}
+        return cls(root, _merge(root, headers, listed), files)
+
+    @property
+    def files(self) -> Mapping[Path, FileStamp]:
+        """The files, and what they were when their headers were read."""
+        return self._files
+
+    def __getitem__(self, name: str) -> Extent:
+        """Return where a tensor lies.
+
+        Raises:
+            KeyError: If no file has it.
+            TensorMismatchError: If torch has no such element type.
+        """
+        header, span = self._places[name]
+        if span.dtype is None:
+            raise TensorMismatchError(
+                f"tensor {name!r} in {header.path} is {_found(span)}: expected an "
+                f"element type that torch {torch.__version__} has; convert it"
+            )
+        return Extent(
+            path=header.path,
+            offset=header.data_offset + span.start,
+            nbytes=span.end - span.start,
+            dtype=span.dtype,
+            shape=span.shape,
+        )
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._places
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __repr__(self) -> str:
+        return f"Checkpoint({str(self._root)!r}, {len(self)} tensors, {self._where()})"
+
+    def match(
+        self,
+        names: Mapping[str, tuple[torch.dtype, Sequence[int]]],
+        key_map: Callable[[str], str] | Mapping[str, str] | None = None,
+    ) -> dict[str, Extent]:
+        """Return the extent of every parameter, under the parameter's name.
+
+        Names must be equal: nothing is guessed, no prefix tried, no dtype converted.
+        Tensors that no parameter asks for are left alone.
+
+        Args:
+            names: Dtype and shape of each parameter.
+            key_map: The checkpoint's name of a parameter, as a function or a mapping;
+                a name that the mapping lacks stays as it is.
+
+        Raises:
+            MissingTensorError: If the checkpoint lacks a name.
+            TensorMismatchError: If a tensor has another dtype or shape.
+        """
+        if key_map is None:
+            keys = {name: name for name in names}
+        elif isinstance(key_map, Mapping):
+            keys = {name: key_map.get(name, name) for name in names}
+        else:
+            keys = {name: key_map(name) for name in names}
+        missing = [name for name, key in keys.items() if key not in self]
+        if missing:
+            listing = "; ".join(
+                self._describe_missing(name, keys[name], *names[name])
+                for name in missing[:_LISTED]
+            )
+            more = "; ..." if len(missing) > _LISTED else ""
+            raise MissingTensorError(
+                f"{len(missing)} of {len(names)} parameters have no tensor in "
+                f"{self._root} ({self._where()}): {listing}{more}; give key_map if the "
+                f"checkpoint has them under other names"
+            )
+        return {
+            name: self._matching(name, keys[name], dtype, tuple(shape))
+            for name, (dtype, shape) in names.items()
+        }
+
+    def _matching(
+        self, name: str, key: str, dtype: torch.dtype, shape: tuple[int, ...]
+    ) -> Extent:
+        header, span = self._places[key]
+        if (span.dtype, span.shape) != (dtype, shape):
+            raise TensorMismatchError(
+                f"tensor {key!r} in {header.path} does not fit parameter {name!r}: "
+                f"expected {dtype} {list(shape)}, found {_found(span)}; build the "
+                f"model with the checkpoint's dtype and sizes"
+            )
+        return self[key]
+
+    def _describe_missing(
+        self, name: str, key: str, dtype: torch.dtype, shape: Sequence[int]
+    ) -> str:
+        wanted = f"{name!r}" if key == name else f"{name!r} (as {key!r})"
+        near = difflib.get_close_matches(key, self._candidates(key), n=2)
+        hint = f", nearest {' and '.join(map(repr, near))}" if near else ""
+        return f"{wanted} expected {dtype} {list(shape)}, found none{hint}"
+
+    def _candidates(self, key: str) -> list[str]:
+        """Return the names to look for near ones in: of many, those of equal numbers.
+
+        Comparing texts costs about 50 us each, and models of experts have 100,000.
+        """
+        if len(self) <= _COMPARED:
+            return list(self)
+        numbers = _numbers(key)
+        return [name for name in self if _numbers(name) == numbers][:_COMPARED]
+
+    def _where(self) -> str:
+        return _listing([path.name for path in self._files])
+
+
+def _found(span: Span) -> str:
+    return f"{span.dtype or span.code} {list(span.shape)}"
+
+
+def _numbers(name: str) -> list[str]:
+    return [part for part in name.split(".") if part.isdigit()]
+
+
+def _listing(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
+    return ", ".join(names[:_LISTED]) + more
+
+
+def _find_index(root: Path) -> Path | None:
+    if not root.is_dir():
+        return root if root.name.endswith(_INDEX_SUFFIX) else None
+    for name in _INDEX_NAMES:
+        if (root / name).is_file():
+            return root / name
+    found = sorted(root.glob(f"*{_INDEX_SUFFIX}"))
+    if len(found) > 1:
+        raise IndexMismatchError(
+            f"{root} holds {len(found)} indexes, expected one: give the path of one of "
+            f"{_listing([path.name for path in found])}"
+        )
+    return found[0] if found else None
+
+
+def _read_index(path: Path) -> dict[str, Path]:
+    """Return which file holds which tensor."""
+    try:
+        document = load_json(path.read_bytes())
+    except OSError as error:
+        raise ReadError(f"index {path} cannot be read: {error}") from error
+    except ValueError as error:
+        raise IndexMismatchError(f"index {path} is not valid: {error}") from error
+    listed = document.get("weight_map") if isinstance(document, dict) else None
+    if not isinstance(listed, dict) or not all(
+        isinstance(shard, str) for shard in listed.values()
+    ):
+        raise IndexMismatchError(
+            f"index {path} is not valid: expected a 'weight_map' of tensor names to "
+            f"file names"
+        )
+    files = {name: path.parent / shard for name, shard in listed.items()}
+    paths = sorted(set(files.values()))
+    absent = [shard.name for shard in paths if not shard.is_file()]
+    if absent:
+        raise IndexMismatchError(
+            f"index {path} names {len(paths)} files, of which {len(absent)} are not "
+            f"there: {_listing(absent)}"
+        )
+    return files
+
+
+def _merge(
+    root: Path, headers: Sequence[Header], listed: Mapping[str, Path]
+) -> dict[str, tuple[Header, Span]]:
+    """Return every tensor's place: where the index says, else where it is found."""
+    places: dict[str, tuple[Header, Span]] = {}
+    twice: list[str] = []
+    for header in headers:
+        for span in header.spans:
+            if listed.get(span.name, header.path) != header.path:
+                continue
+            if span.name in places:
+                first = places[span.name][0].path.name
+                twice.append(f"{span.name!r} in {first} and {header.path.name}")
+            places[span.name] = (header, span)
+    if twice:
+        raise IndexMismatchError(
+            f"{root} holds {len(twice)} tensors more than once: {_listing(twice)}; "
+            f"give the path of one file, or add an index that says which counts"
+        )
+    absent = [
+        f"{name!r} in {path.name}"
+        for name, path in listed.items()
+        if name not in places
+    ]
+    if absent:
+        raise IndexMismatchError(
+            f"the index of {root} lists {len(listed)} tensors, of which {len(absent)} "
+            f"are not in their files: {_listing(absent)}"
+        )
+    return places

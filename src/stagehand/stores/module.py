@@ -1,0 +1,93 @@
+"""A block whose truth is in host memory: the module's own tensors, or one image."""
+
+from collections.abc import Sequence
+
+import torch
+
+from stagehand.core.layout import BlockLayout, copy_values
+from stagehand.errors import StagehandInternalError
+
+__all__ = ["ModuleStore"]
+
+
+class ModuleStore:
+    """Keeps a block in host RAM.
+
+    With an image (pinned, laid out as the device wants it) a load is one copy, or none
+    where the caller copies straight from `pinned`. Without one the tensors stay where
+    the module had them and every load packs them: no second copy of the model, at the
+    cost of one pass over the bytes per load.
+    """
+
+    def __init__(
+        self,
+        layout: BlockLayout,
+        hosts: Sequence[torch.Tensor],
+        image: torch.Tensor | None = None,
+    ) -> None:
+        """Keep what is given; copy nothing.
+
+        Args:
+            layout: The block's layout.
+            hosts: One host tensor per entry. With `image`, its views.
+            image: 1-D uint8 host memory that holds the truth, or None.
+
+        Raises:
+            StagehandInternalError: If there are more or fewer hosts than entries, or
+                `image` cannot hold the layout.
+        """
+        if len(hosts) != len(layout.entries):
+            raise StagehandInternalError(
+                f"{len(hosts)} host tensors for {len(layout.entries)} layout entries"
+            )
+        if image is not None:
+            layout.check_image(image)
+        self._layout = layout
+        self._hosts = list(hosts)
+        self._image = image
+
+    @classmethod
+    def pack(
+        cls, layout: BlockLayout, tensors: Sequence[torch.Tensor], image: torch.Tensor
+    ) -> "ModuleStore":
+        """Copy the tensors into `image` and return a store whose truth is there."""
+        layout.pack(tensors, image)
+        return cls(layout, layout.views(image), image)
+
+    @property
+    def hosts(self) -> list[torch.Tensor]:
+        """One host tensor per layout entry, where a parameter points while away."""
+        return self._hosts
+
+    @property
+    def pinned(self) -> torch.Tensor | None:
+        """The image, if there is one."""
+        return self._image
+
+    def read_into(self, image: torch.Tensor) -> int:
+        """Fill `image` from host memory; return 0, for nothing comes from disk."""
+        if self._image is None:
+            self._layout.pack(self._hosts, image)
+        else:
+            copy_values(self._bytes(image), self._bytes(self._image))
+        return 0
+
+    def write_back(self, image: torch.Tensor) -> None:
+        """Copy the values of `image` into the host tensors, in place."""
+        if self._image is not None:
+            copy_values(self._bytes(self._image), self._bytes(image))
+            return
+        views = self._layout.views(image)
+        for host, view in zip(self._hosts, views, strict=True):
+            copy_values(host, view)
+
+    def edited(self, index: int) -> None:
+        """Do nothing: a host tensor is the truth itself."""
+
+    def can_drop(self) -> bool:
+        """Return True: host memory holds every byte."""
+        return True
+
+    def _bytes(self, image: torch.Tensor) -> torch.Tensor:
+        self._layout.check_image(image)
+        return image[: self._layout.nbytes]

@@ -1,0 +1,243 @@
+"""A block whose truth is in safetensors files, read straight into the image.
+
+Note: the overlay. A host tensor of this store is a view of a private, copy-on-write
+mapping of its file. Nobody pays for what nobody touches, a read pages the file in, and
+a write (an optimizer on the host, a merge, `write_back`) stays in this process's memory
+and never reaches the file. The pages that were written are the overlay: once an entry
+is marked as edited its truth is the host tensor, and the file is not read for it again.
+"""
+
+import ctypes
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from stagehand.core.layout import (
+    BlockLayout,
+    Place,
+    copy_values,
+    plain_tensors,
+    same_bits,
+)
+from stagehand.errors import (
+    StagehandInternalError,
+    StagehandWarning,
+    TensorMismatchError,
+)
+from stagehand.stores.checkpoint import Extent
+from stagehand.stores.files import FileSet
+
+__all__ = ["SafetensorsStore"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Run:
+    """Bytes that follow each other both in a file and in the image: one read."""
+
+    path: Path
+    source: int
+    target: int
+    nbytes: int
+
+    def reaches(self, other: "_Run") -> bool:
+        """Whether `other` goes on where this one ends, in the file and the image."""
+        return (self.path, self.source + self.nbytes, self.target + self.nbytes) == (
+            other.path,
+            other.source,
+            other.target,
+        )
+
+
+class SafetensorsStore:
+    """Keeps a block in safetensors files.
+
+    A load reads the files straight into the image, without a copy between. Host memory
+    is used only for entries that were changed, for tensors that their file has at an
+    odd address, and for the page cache, which the system takes back at will.
+    """
+
+    def __init__(
+        self, layout: BlockLayout, extents: Sequence[Extent], files: FileSet
+    ) -> None:
+        """Open and map the files; read only tensors that cannot be viewed in place.
+
+        Args:
+            layout: The block's layout.
+            extents: Where each entry lies, of the entry's dtype and shape.
+            files: The open files that the extents are in.
+
+        Raises:
+            CheckpointError: If a file changed or cannot be read.
+            StagehandInternalError: If extents and layout do not fit.
+        """
+        _check_fit(layout, extents)
+        self._layout = layout
+        self._extents = list(extents)
+        self._files = files
+        self._edited: set[int] = set()
+        self._hosts = _host_tensors(layout, self._extents, files)
+        self._runs = self._find_runs()
+
+    @property
+    def hosts(self) -> list[torch.Tensor]:
+        """One host tensor per layout entry: a view of its file, private to us."""
+        return self._hosts
+
+    @property
+    def pinned(self) -> None:
+        """None: the truth is in files."""
+        return None
+
+    def read_into(self, image: torch.Tensor) -> int:
+        """Fill `image` from the files and the overlay; return bytes read from files.
+
+        Raises:
+            ReadError: If the system cannot read.
+            TruncatedShardError: If a file became shorter.
+            ShardChangedError: If a file changed under the overlay.
+            ClosedError: If the files are closed and not all is in the overlay.
+        """
+        views = self._layout.views(image)
+        memory = _writable(image)
+        read = 0
+        for run in self._runs:
+            target = memory[run.target : run.target + run.nbytes]
+            self._files.read(run.path, run.source, target)
+            read += run.nbytes
+        for index, entry in enumerate(self._layout.entries):
+            if index not in self._edited and not entry.is_contiguous:
+                tensor = _read_tensor(self._files, self._extents[index])
+                copy_values(views[index], tensor)
+                read += entry.nbytes
+        # Last: an entry that another thread marks as edited meanwhile comes from both,
+        # never from nowhere, and a tensor of two entries is new if either was edited.
+        for index in sorted(self._edited):
+            self._files.check_file(self._extents[index].path)
+            copy_values(views[index], self._hosts[index])
+        return read
+
+    def write_back(self, image: torch.Tensor) -> None:
+        """Copy what changed in `image` into the host tensors: the overlay.
+
+        Entries that are bit for bit what the host has stay backed by their file, so
+        one trained tensor does not pull its frozen neighbours into memory.
+
+        Raises:
+            ShardChangedError: If a file changed: its private pages may be gone.
+        """
+        for path in {extent.path for extent in self._extents}:
+            self._files.check_file(path)
+        views = self._layout.views(image)
+        for index, (host, view) in enumerate(zip(self._hosts, views, strict=True)):
+            if not same_bits(view, host):
+                copy_values(host, view)
+                self._edited.add(index)
+        self._runs = self._find_runs()
+
+    def edited(self, index: int) -> None:
+        """Say that a host tensor was changed, so that the file no longer counts."""
+        self._edited.add(index)
+        self._runs = self._find_runs()
+
+    def can_drop(self) -> bool:
+        """Return True: the files and the overlay hold every byte."""
+        return True
+
+    def _find_runs(self) -> tuple[_Run, ...]:
+        """Return the reads that fill all contiguous entries that are not edited."""
+        runs: list[_Run] = []
+        seen: set[_Run] = set()
+        for index, (entry, extent) in enumerate(
+            zip(self._layout.entries, self._extents, strict=True)
+        ):
+            if index in self._edited or entry.nbytes == 0 or not entry.is_contiguous:
+                continue
+            run = _Run(
+                path=extent.path,
+                source=extent.offset,
+                target=entry.offset,
+                nbytes=extent.nbytes,
+            )
+            if runs and runs[-1].reaches(run):
+                runs[-1] = replace(runs[-1], nbytes=runs[-1].nbytes + run.nbytes)
+            elif run not in seen:
+                runs.append(run)
+            seen.add(run)
+        return tuple(runs)
+
+
+def _check_fit(layout: BlockLayout, extents: Sequence[Extent]) -> None:
+    if len(extents) != len(layout.entries):
+        raise StagehandInternalError(
+            f"{len(extents)} extents for {len(layout.entries)} layout entries"
+        )
+    reach = 0
+    before: tuple[Place, Extent] | None = None
+    for entry, extent in sorted(
+        zip(layout.entries, extents, strict=True), key=lambda pair: pair[0].offset
+    ):
+        if (entry.dtype, entry.shape) != (extent.dtype, extent.shape):
+            raise StagehandInternalError(
+                f"entry {entry.name!r} is {entry.dtype} {list(entry.shape)}, its "
+                f"extent {extent.dtype} {list(extent.shape)}"
+            )
+        if entry.nbytes == 0:
+            continue
+        if before and entry.offset < reach and not _are_one(*before, entry, extent):
+            raise TensorMismatchError(
+                f"parameters {before[0].name!r} and {entry.name!r} share memory: "
+                f"expected one tensor for both, found two, in {before[1].path} at byte "
+                f"{before[1].offset} and in {extent.path} at byte {extent.offset}; map "
+                f"both to one with key_map, or keep their block in host memory"
+            )
+        reach = max(reach, entry.offset + entry.nbytes)
+        before = entry, extent
+
+
+def _are_one(entry: Place, extent: Extent, other: Place, its_extent: Extent) -> bool:
+    return (entry.offset, entry.stride, extent) == (
+        other.offset,
+        other.stride,
+        its_extent,
+    )
+
+
+def _host_tensors(
+    layout: BlockLayout, extents: Sequence[Extent], files: FileSet
+) -> list[torch.Tensor]:
+    """Return host memory for each entry; the same for entries that are one tensor."""
+    hosts: dict[tuple[int, Extent], torch.Tensor] = {}
+    places = [entry.offset for entry in layout.entries]
+    for place, extent in zip(places, extents, strict=True):
+        if (place, extent) in hosts:
+            continue
+        if extent.offset % extent.dtype.itemsize == 0:
+            hosts[place, extent] = files.map_tensor(extent)
+            continue
+        warnings.warn(
+            f"{extent.path} has tensors at addresses that are no multiple of their "
+            f"element size: they are copied to host memory; save the file again with "
+            f"the safetensors library to spare it",
+            StagehandWarning,
+            stacklevel=3,
+        )
+        hosts[place, extent] = _read_tensor(files, extent)
+    return [hosts[key] for key in zip(places, extents, strict=True)]
+
+
+def _read_tensor(files: FileSet, extent: Extent) -> torch.Tensor:
+    with plain_tensors():
+        buffer = torch.empty(extent.nbytes, dtype=torch.uint8)
+        files.read(extent.path, extent.offset, _writable(buffer))
+        return buffer.view(extent.dtype).view(extent.shape)
+
+
+def _writable(buffer: torch.Tensor) -> memoryview:
+    """Return the memory of a 1-D uint8 host tensor, which must outlive the view."""
+    if buffer.device.type != "cpu":
+        raise StagehandInternalError(f"a file cannot be read into {buffer.device}")
+    memory = (ctypes.c_ubyte * buffer.numel()).from_address(buffer.data_ptr())
+    return memoryview(memory).cast("B")

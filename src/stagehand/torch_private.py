@@ -1,0 +1,41 @@
+"""Every private PyTorch name that the library uses, each tested at import.
+
+| name | used for | without it |
+|---|---|---|
+| `torch._C._storage_Use_Count` | does anyone else hold a slot's memory? | refused at import |
+| `torch._C._current_graph_task_id` | is this thread inside a backward pass? | refused at import |
+
+Tried with torch 2.9 to 2.13.
+"""
+
+from collections.abc import Callable
+
+import torch
+
+from stagehand.errors import StagehandError
+
+__all__ = ["in_backward", "storage_use_count"]
+
+
+def _required(name: str) -> Callable[..., int]:
+    found: Callable[..., int] | None = getattr(torch._C, name, None)
+    if found is None:
+        raise StagehandError(
+            f"torch {torch.__version__} has no torch._C.{name}, which weight streaming"
+            " needs to keep memory safe; use torch 2.9 to 2.13"
+        )
+    return found
+
+
+_use_count = _required("_storage_Use_Count")
+_graph_task_id = _required("_current_graph_task_id")
+
+
+def storage_use_count(storage: torch.UntypedStorage) -> int:
+    """Return how many tensors and handles hold a storage, the argument included."""
+    return _use_count(storage._cdata)
+
+
+def in_backward() -> bool:
+    """Return whether this thread runs inside autograd's backward pass."""
+    return _graph_task_id() != -1

@@ -1,0 +1,424 @@
+"""The model's side: hooks that tell the scheduler what is used, and the model's edge.
+
+Two kinds of places are hooked, with PyTorch's own forward hooks:
+
+- *sites*, the modules whose forward reads a streamed block;
+- *edges*, the places where a model is entered from outside: the model itself, its direct
+  children, and any site that is called while none of these runs. The outermost one holds
+  the runtime's lock, moves inputs to the device and begins and ends the pass.
+
+An exception inside a forward runs the hooks (`always_call`); an interrupt does not. So
+each edge notes its frame, and what a dead frame left open is closed at the next entry.
+"""
+
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
+
+from stagehand.core.telemetry import Counters
+from stagehand.residency.blocks import Block
+
+__all__ = [
+    "Edges",
+    "PassListener",
+    "RowGather",
+    "SiteHooks",
+    "StrayUses",
+    "move_inputs",
+]
+
+
+class PassListener:
+    """What happens at the edge of a pass; the runtime fills it in."""
+
+    def begin_pass(self, module: nn.Module) -> AbstractContextManager[Any] | None:
+        """The model is entered; return a context for the whole pass, or None."""
+
+    def end_pass(self) -> None:
+        """The model is left, normally or by an exception."""
+
+    def abort_pass(self) -> None:
+        """A pass was left without a word; close what it left open."""
+
+
+class _Frame:
+    """One entry through an edge that has not been left."""
+
+    __slots__ = ("context", "frame", "module")
+
+    def __init__(self, module: nn.Module, frame: FrameType) -> None:
+        self.module = module
+        self.frame = frame
+        self.context: AbstractContextManager[Any] | None = None
+
+
+class Edges:
+    """The lock and the stack of entries of one model.
+
+    Args:
+        listener: Told of passes.
+        device: Where inputs are moved.
+    """
+
+    def __init__(self, listener: PassListener, device: torch.device) -> None:
+        self.lock = threading.RLock()
+        self._listener = listener
+        self._device = device
+        self._stack: list[_Frame] = []
+        self._thread: int | None = None
+
+    def inside(self) -> bool:
+        """Return whether this thread runs inside the model."""
+        return self._thread == threading.get_ident()
+
+    def enter(
+        self, module: nn.Module, args: Any, kwargs: Any, frame: FrameType
+    ) -> tuple[Any, Any] | None:
+        """Begin a pass, or nest in the present one; return the moved inputs if outermost.
+
+        Args:
+            module: The edge.
+            args: Its positional arguments.
+            kwargs: Its keyword arguments.
+            frame: The caller's frame, which lives as long as the module runs.
+        """
+        self.lock.acquire()
+        try:
+            self._close_dead(frame)
+            entry = _Frame(module, frame)
+            self._stack.append(entry)
+            if len(self._stack) > 1:
+                return None
+            self._thread = threading.get_ident()
+            entry.context = self._listener.begin_pass(module)
+            if entry.context is not None:
+                entry.context.__enter__()
+            return move_inputs((args, kwargs), self._device)
+        except BaseException:
+            self.leave(module)  # the module's own end hook finds nothing to end
+            raise
+
+    def leave(self, module: nn.Module) -> None:
+        """End the latest entry, if it is this module's."""
+        if not self.inside() or self._stack[-1].module is not module:
+            return
+        entry = self._stack.pop()
+        try:
+            if not self._stack:
+                self._thread = None
+                try:
+                    if entry.context is not None:
+                        entry.context.__exit__(None, None, None)
+                finally:
+                    self._listener.end_pass()
+        finally:
+            self.lock.release()
+
+    def _close_dead(self, frame: FrameType) -> None:
+        """Close entries whose frame is gone: an interrupt skipped their hooks."""
+        if not self._stack or _is_running(self._stack[-1].frame, frame):
+            return
+        while self._stack and not _is_running(self._stack[-1].frame, frame):
+            entry = self._stack.pop()
+            if entry.context is not None:
+                entry.context.__exit__(None, None, None)
+            self.lock.release()
+        self._listener.abort_pass()
+        if not self._stack:
+            self._thread = None
+            self._listener.end_pass()
+
+
+def _is_running(frame: FrameType, inside: FrameType | None) -> bool:
+    while inside is not None:
+        if inside is frame:
+            return True
+        inside = inside.f_back
+    return False
+
+
+def move_inputs(tree: Any, device: torch.device) -> Any:
+    """Return the tree with its tensors on the device; containers only where needed."""
+    if isinstance(tree, torch.Tensor):
+        return tree if tree.device == device else tree.to(device)
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return type(tree)(*(move_inputs(item, device) for item in tree))
+    if type(tree) in (tuple, list):
+        return type(tree)(move_inputs(item, device) for item in tree)
+    if isinstance(tree, dict):
+        moved = {key: move_inputs(value, device) for key, value in tree.items()}
+        if all(moved[key] is value for key, value in tree.items()):
+            return tree
+        return moved if type(tree) is dict else type(tree)(moved)
+    return tree
+
+
+def _nothing(*_: Any) -> None:
+    """Stand where a hook was in a copy of the model: the copy is a plain model."""
+
+
+class _Hook:
+    """A hook that does not follow its module into copies and pickles."""
+
+    __slots__ = ()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
+        return _nothing
+
+    def __reduce__(self) -> Any:
+        return _get_nothing, ()
+
+
+def _get_nothing() -> Callable[..., None]:
+    return _nothing
+
+
+class _EdgeBegin(_Hook):
+    __slots__ = ("_edges", "_settle")
+
+    def __init__(self, edges: Edges, settle: Callable[[], None]) -> None:
+        self._edges = edges
+        self._settle = settle
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        return self._edges.enter(module, args, kwargs, sys._getframe(1))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
+        self._settle()  # a module's hooks are copied before its children's parameters
+        return _nothing
+
+    def __reduce__(self) -> Any:
+        self._settle()
+        return _get_nothing, ()
+
+
+class _EdgeEnd(_Hook):
+    __slots__ = ("_edges",)
+
+    def __init__(self, edges: Edges) -> None:
+        self._edges = edges
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._edges.leave(module)
+
+
+class _SiteBegin(_Hook):
+    __slots__ = ("_before", "_block", "_edges")
+
+    def __init__(
+        self, block: Block, before: Callable[[Block], None], edges: Edges
+    ) -> None:
+        self._block = block
+        self._before = before
+        self._edges = edges
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        moved = None
+        if self._edges._thread != threading.get_ident():
+            moved = self._edges.enter(module, args, kwargs, sys._getframe(1))
+        self._before(self._block)
+        return moved
+
+
+class _SiteEnd(_Hook):
+    __slots__ = ("_after", "_block", "_edges")
+
+    def __init__(
+        self, block: Block, after: Callable[[Block], None], edges: Edges
+    ) -> None:
+        self._block = block
+        self._after = after
+        self._edges = edges
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self._block.uses:
+            self._after(self._block)
+        stack = self._edges._stack
+        if len(stack) == 1 and stack[0].module is module:
+            self._edges.leave(module)
+
+
+class _RowsBegin(_Hook):
+    __slots__ = ("_mode",)
+
+    def __init__(self, mode: "RowGather") -> None:
+        self._mode = mode
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        self._mode.__enter__()
+
+
+class _RowsEnd(_Hook):
+    __slots__ = ("_mode",)
+
+    def __init__(self, mode: "RowGather") -> None:
+        self._mode = mode
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._mode.__exit__(None, None, None)
+
+
+class RowGather(TorchFunctionMode):
+    """Looks rows up on the host, so that they cross the link and not their table.
+
+    Active inside the forward of embeddings whose table stays on the host. Waits for the
+    indices: they decide which rows cross.
+
+    Args:
+        device: Where the rows go.
+        counters: Where lookups are counted.
+    """
+
+    def __init__(self, device: torch.device, counters: Counters) -> None:
+        super().__init__()
+        self._device = device
+        self._counters = counters
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Replace a lookup in a table on the host; pass everything else on."""
+        kwargs = kwargs or {}
+        if func is nn.functional.embedding:
+            return self._lookup(*args, **kwargs)
+        return func(*args, **kwargs)
+
+    def _lookup(
+        self, input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        if weight.device == input.device == self._device:
+            return nn.functional.embedding(input, weight, *args, **kwargs)
+        self._counters.gathers += 1
+        rows = nn.functional.embedding(input.to(weight.device), weight, *args, **kwargs)
+        self._counters.h2d_bytes += rows.numel() * rows.element_size()
+        return rows.to(self._device)
+
+
+class StrayUses(TorchFunctionMode):
+    """Finds weights that are read outside of their own module's forward.
+
+    Active in first passes only, because it sees every call. Some modules read their
+    children's parameters themselves; no hook of the child tells of that.
+
+    Args:
+        owners: The streamed block of each parameter, by the parameter's id.
+        bring: Called with a block that is read while it is not in use.
+    """
+
+    def __init__(
+        self, owners: Mapping[int, Block], bring: Callable[[Block], None]
+    ) -> None:
+        super().__init__()
+        self._owners = owners
+        self._bring = bring
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Bring what the call reads, then pass it on."""
+        kwargs = kwargs or {}
+        if getattr(func, "__name__", "") not in _HARMLESS:
+            for value in (*args, *kwargs.values()):
+                self._look_at(value)
+        return func(*args, **kwargs)
+
+    def _look_at(self, value: Any) -> None:
+        if isinstance(value, torch.Tensor):
+            block = self._owners.get(id(value))
+            if block is not None and not block.uses:
+                self._bring(block)
+        elif isinstance(value, list | tuple):
+            for item in value:
+                if isinstance(item, torch.Tensor):
+                    self._look_at(item)
+
+
+_HARMLESS = frozenset(
+    {
+        "__get__",
+        "__len__",
+        "dim",
+        "element_size",
+        "is_complex",
+        "is_contiguous",
+        "is_floating_point",
+        "nelement",
+        "numel",
+        "requires_grad_",
+        "size",
+        "stride",
+    }
+)
+
+
+class SiteHooks:
+    """All hooks of one runtime on its model, installed and removed together.
+
+    Args:
+        model: The module that users call.
+        edges: Its edge.
+        before: Called with a block when a site begins.
+        after: Called with a block when a site ends.
+        settle: Brings every tensor home before the model is copied.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        edges: Edges,
+        *,
+        before: Callable[[Block], None],
+        after: Callable[[Block], None],
+        settle: Callable[[], None],
+    ) -> None:
+        self._edges = edges
+        self._before = before
+        self._after = after
+        self._handles: list[RemovableHandle] = []
+        for edge in (model, *model.children()):
+            if type(edge).forward is not nn.ModuleList.forward:
+                self._hook_edge(edge, settle)
+
+    def _hook_edge(self, module: nn.Module, settle: Callable[[], None]) -> None:
+        begin = module.register_forward_pre_hook(
+            _EdgeBegin(self._edges, settle), prepend=True, with_kwargs=True
+        )
+        end = module.register_forward_hook(_EdgeEnd(self._edges), always_call=True)
+        self._handles += (begin, end)
+
+    def add_site(self, module: nn.Module, block: Block) -> None:
+        """Tell the scheduler when a module uses a block."""
+        begin = module.register_forward_pre_hook(
+            _SiteBegin(block, self._before, self._edges), prepend=True, with_kwargs=True
+        )
+        end = module.register_forward_hook(
+            _SiteEnd(block, self._after, self._edges), always_call=True
+        )
+        self._handles += (begin, end)
+
+    def add_gather(self, module: nn.Module, mode: RowGather) -> None:
+        """Let a module look its rows up on the host."""
+        begin = module.register_forward_pre_hook(_RowsBegin(mode))
+        end = module.register_forward_hook(_RowsEnd(mode), always_call=True)
+        self._handles += (begin, end)
+
+    def remove(self) -> None:
+        """Take all hooks off. Idempotent."""
+        while self._handles:
+            self._handles.pop().remove()

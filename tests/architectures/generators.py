@@ -1,0 +1,31 @@
+"""Language models that write a few tokens with a key-value cache."""
+
+import dataclasses
+from typing import Any
+
+from architectures.language import GPT2, LLAMA, MIXTRAL, QWEN3, prompt
+from architectures.text import T5, sentences
+
+NEW_TOKENS = 8
+
+
+def generate(model: Any, inputs: dict[str, Any]) -> Any:
+    """Write eight tokens greedily; the output has them, their logits and the cache."""
+    return model.generate(
+        **inputs,
+        do_sample=False,
+        use_cache=True,
+        min_new_tokens=NEW_TOKENS,
+        max_new_tokens=NEW_TOKENS,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+
+
+GENERATORS = (
+    *(
+        dataclasses.replace(model, call=generate, inputs=prompt)
+        for model in (LLAMA, QWEN3, GPT2, MIXTRAL)
+    ),
+    dataclasses.replace(T5, call=generate, inputs=sentences),
+)

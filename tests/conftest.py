@@ -1,0 +1,131 @@
+"""Settings for all tests, and the fixture of those that run on the simulated device.
+
+The simulated device is loaded before anything is collected, so that whether torch has
+an accelerator does not depend on which tests run, or in which order. It cannot live
+beside a real one: GPUs are hidden, except from `pytest -m gpu`, which runs only the
+tests that need one and leaves the simulated device out.
+"""
+
+import gc
+import os
+import threading
+from collections.abc import Generator, Iterator
+from types import ModuleType
+
+import hypothesis
+import pytest
+import torch
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+# One order of summation on every machine.
+torch.set_num_threads(1)
+
+hypothesis.settings.register_profile(
+    "stagehand",
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+)
+hypothesis.settings.load_profile("stagehand")
+
+_PASSED = pytest.StashKey[bool]()
+
+
+def _on_gpu(config: pytest.Config) -> bool:
+    return bool(config.getoption("markexpr") == "gpu")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if _on_gpu(config):
+        return
+    os.environ["CUDA_VISIBLE_DEVICES"] = os.environ["HIP_VISIBLE_DEVICES"] = ""
+    try:
+        from simulated import sim_device  # noqa: F401
+    except RuntimeError as error:
+        raise pytest.UsageError(str(error)) from error
+
+
+def pytest_collection_modifyitems(
+    config: pytest.Config, items: list[pytest.Item]
+) -> None:
+    if _on_gpu(config) and torch.cuda.is_available():
+        return
+    missing = "no CUDA device" if _on_gpu(config) else "needs `pytest -m gpu`"
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason=missing))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Remember whether the test passed, and show its races if it failed."""
+    report = yield
+    if report.when == "call":
+        item.stash[_PASSED] = report.passed
+        if report.failed and "sim" in getattr(item, "fixturenames", ()):
+            from simulated import sim_device
+
+            report.sections.append(("races", "\n".join(sim_device.races())))
+    return report
+
+
+def _threads() -> set[threading.Thread]:
+    return {t for t in threading.enumerate() if t.name.startswith("stagehand")}
+
+
+@pytest.fixture(autouse=True)
+def no_thread_left() -> Iterator[None]:
+    """Fail a test that leaves a thread of the library running."""
+    before = _threads()
+    yield
+    if _threads() - before:
+        gc.collect()  # what was dropped without being closed has its chance to close
+    if left := _threads() - before:
+        pytest.fail(f"threads left running: {sorted(t.name for t in left)}")
+
+
+def _held(sim: ModuleType) -> dict[str, int]:
+    from stagehand.core.arena import live_leases
+
+    return {
+        "device bytes": sim.allocated_bytes(),
+        "pinned bytes": sim.pinned_bytes(),
+        "leases": live_leases(),
+    }
+
+
+def _left(sim: ModuleType, before: dict[str, int]) -> list[str]:
+    after = _held(sim)
+    return [
+        f"{after[what] - before[what]} {what} left"
+        for what in before
+        if after[what] > before[what]
+    ]
+
+
+@pytest.fixture
+def sim(request: pytest.FixtureRequest) -> Iterator[ModuleType]:
+    """The module `simulated.sim_device`, reset.
+
+    Fails a test that leaves behind a race, device or pinned bytes, or a lease. A test
+    that provokes races takes them off the record with `sim.expect_races()`. A test that
+    failed by itself is not examined: its traceback keeps its tensors alive.
+    """
+    if _on_gpu(request.config):
+        pytest.fail("the simulated device is not loaded under `-m gpu`")
+    from simulated import sim_device
+
+    sim_device.reset()
+    before = _held(sim_device)
+    yield sim_device
+    if not request.node.stash.get(_PASSED, False):
+        return
+    torch.accelerator.synchronize()  # queued copies keep their host memory
+    if _left(sim_device, before):
+        gc.collect()  # takes a third of a second once the large libraries are loaded
+    if found := _left(sim_device, before) + sim_device.races():
+        pytest.fail("\n".join(found))

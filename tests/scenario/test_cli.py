@@ -1,0 +1,315 @@
+"""The command line: the main job, and what it says when it cannot be done."""
+
+import json
+import re
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from typer.testing import CliRunner
+
+from stagehand.cli import main, outcome
+from stagehand.cli.command import app
+from stagehand.cli.tasks import Generation, bitwise_equal
+from stagehand.units import format_bytes
+
+SPECIAL = ["[UNK]", "[PAD]"]
+WORDS = [*SPECIAL, "the", "cat", "sleeps", "a", "dog", "runs", "far", "from", "home"]
+
+
+@pytest.fixture
+def invoke(sim, monkeypatch):
+    """Run the command line in this process, on a wide terminal."""
+    monkeypatch.setenv("COLUMNS", "200")
+    runner = CliRunner()
+    return lambda *arguments: runner.invoke(app, ["run", *map(str, arguments)])
+
+
+def save_model(model, path):
+    """Write a model and a tokenizer of a few words as a model directory."""
+    model.save_pretrained(path)
+    words = Tokenizer(
+        WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="[UNK]")
+    )
+    words.pre_tokenizer = Whitespace()
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=words, unk_token="[UNK]", pad_token="[PAD]"
+    ).save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def causal(tmp_path_factory):
+    """A causal language model of about 0.8 MB, with untied weights."""
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=len(WORDS),
+        hidden_size=64,
+        intermediate_size=160,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    model = transformers.LlamaForCausalLM(config)
+    with torch.no_grad():
+        model.lm_head.weight[: len(SPECIAL)] = 0  # never the likeliest
+    return save_model(model, tmp_path_factory.mktemp("causal"))
+
+
+def small_bert_config():
+    return transformers.BertConfig(
+        vocab_size=len(WORDS),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=8,
+    )
+
+
+@pytest.fixture
+def encoder(tmp_path):
+    """A small text encoder, in a directory that a test may damage."""
+    return save_model(transformers.BertModel(small_bert_config()), tmp_path / "bert")
+
+
+def assert_refused(result, *words):
+    assert result.exit_code == 2, result.output
+    assert isinstance(result.exception, SystemExit)
+    for word in words:
+        assert word in result.output
+
+
+@pytest.mark.parametrize("device", ["auto", "cpu"])
+def test_demo_within_a_seventh_of_its_weights_is_bitwise_resident(invoke, device):
+    result = invoke("demo", "--vram-budget", "12MB", "--verify", "--device", device)
+    assert result.exit_code == 0, result.output
+    assert "every bit equal" in result.output
+    assert "12.00 MB" in result.output
+    assert "90.26 MB" in result.output
+    share = re.search(r"\(([\d.]+)% of the budget\)", result.output)
+    assert 0 < float(share[1]) <= 100
+
+
+def test_demo_finds_each_paraphrase_nearest(invoke):
+    result = invoke("demo", "--vram-budget", "12MB")
+    rows = re.findall(r"│ (\d) │.*│ (\d) +│", result.output)
+    pairs = {(int(row), int(nearest)) for row, nearest in rows}
+    assert pairs == {(1, 4), (4, 1), (2, 5), (5, 2), (3, 6), (6, 3)}
+
+
+def test_causal_model_continues_each_prompt_bitwise_resident(invoke, causal):
+    prompts = ("--prompt", "the cat", "--prompt", "a dog runs")
+    result = invoke(
+        causal, *prompts, "--max-new-tokens", 5, "--vram-budget", "400KB", "--verify"
+    )
+    assert result.exit_code == 0, result.output
+    assert "every bit equal" in result.output
+    lines = [line.split() for line in result.output.splitlines()]
+    assert [len(line) for line in lines if line[:2] == ["the", "cat"]] == [2 + 5]
+    assert [len(line) for line in lines if line[:3] == ["a", "dog", "runs"]] == [3 + 5]
+
+
+def test_file_backed_run_writes_telemetry_and_trace(invoke, causal, tmp_path):
+    telemetry, trace = tmp_path / "steps.jsonl", tmp_path / "trace.json"
+    result = invoke(
+        *(causal, "--text", "the cat", "--max-new-tokens", 4, "--file-backed"),
+        *("--vram-budget", "400KB", "--ram-budget", "4MB", "--verify"),
+        *("--telemetry", telemetry, "--trace", trace),
+    )
+    assert result.exit_code == 0, result.output
+    assert "every bit equal" in result.output
+    records = [json.loads(line) for line in telemetry.read_text().splitlines()]
+    assert records
+    assert "traceEvents" in json.loads(trace.read_text())
+
+
+def test_dtype_is_that_of_both_runs(invoke, causal):
+    result = invoke(
+        *(causal, "--text", "the cat", "--max-new-tokens", 2, "--dtype", "bfloat16"),
+        *("--vram-budget", "300KB", "--verify"),
+    )
+    assert result.exit_code == 0, result.output
+    weights = transformers.AutoModelForCausalLM.from_pretrained(causal).num_parameters()
+    assert format_bytes(2 * weights) in result.output
+
+
+def test_one_changed_bit_is_a_failed_verification(invoke, encoder, monkeypatch):
+    opened = []
+
+    def open_changed(found, *, dtype):
+        model = outcome_open(found, dtype=dtype)
+        opened.append(model)
+        if len(opened) == 2:  # the resident one
+            weight = model.encoder.layer[1].output.dense.weight.data
+            weight[0, 0] = -weight[0, 0]
+        return model
+
+    outcome_open = outcome.open_model
+    monkeypatch.setattr(outcome, "open_model", open_changed)
+    result = invoke(encoder, "--text", "the cat", "--verify", "--vram-budget", "60KB")
+    assert result.exit_code == 1, result.output
+    assert "DIFFERENT" in result.output
+    assert len(opened) == 2
+
+
+def test_too_small_a_budget_names_the_smallest_that_works(invoke):
+    result = invoke("demo", "--vram-budget", "1KB")
+    assert_refused(result, "1.00 KB", "MB")
+    assert "Traceback" not in result.output
+
+
+def test_verify_without_room_for_the_whole_model_says_so(invoke, sim, causal):
+    sim.configure(capacity_bytes=600_000)
+    options = ("--text", "the cat", "--max-new-tokens", 2, "--vram-budget", "300KB")
+    result = invoke(causal, *options, "--verify")
+    assert_refused(result, "--verify needs all", "--device cpu", "600.00 KB are free")
+
+
+def test_device_without_room_for_the_activations_says_what_to_lower(
+    invoke, causal, monkeypatch
+):
+    def run_out(*arguments, **options):
+        raise torch.OutOfMemoryError("8 bytes asked")
+
+    monkeypatch.setattr(Generation, "run", run_out)
+    result = invoke(causal, "--text", "the cat", "--vram-budget", "400KB")
+    assert_refused(result, "8 bytes asked", "lower --vram-budget")
+
+
+def test_directory_that_is_not_there_is_named(invoke):
+    assert_refused(invoke("no/such", "--vram-budget", "1MB"), "'no/such'", "'demo'")
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("config.json", "has no config.json"),
+        ("model.safetensors", "has no *.safetensors file"),
+    ],
+)
+def test_directory_without_a_model_file_says_which(invoke, encoder, name, problem):
+    (encoder / name).unlink()
+    assert_refused(invoke(encoder, "--text", "the cat"), str(encoder), problem)
+
+
+def test_unusable_configuration_is_refused(invoke, encoder):
+    (encoder / "config.json").write_text('{"model_type": "no-such-model"}')
+    assert_refused(invoke(encoder, "--text", "the cat"), "no-such-model")
+
+
+def test_missing_tokenizer_is_refused(invoke, encoder):
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (encoder / name).unlink()
+    assert_refused(invoke(encoder, "--text", "the cat"), str(encoder), "tokenizer")
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        transformers.ViTConfig(
+            hidden_size=16,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            intermediate_size=16,
+        ),
+        transformers.BartConfig(
+            vocab_size=len(WORDS),
+            d_model=16,
+            encoder_layers=1,
+            decoder_layers=1,
+            encoder_ffn_dim=16,
+            decoder_ffn_dim=16,
+            encoder_attention_heads=2,
+            decoder_attention_heads=2,
+        ),
+    ],
+    ids=lambda config: config.model_type,
+)
+def test_model_of_another_kind_is_refused_with_what_is_supported(
+    invoke, tmp_path, config
+):
+    model = transformers.AutoModel.from_config(config)
+    model.save_pretrained(tmp_path)
+    result = invoke(tmp_path, "--text", "the cat")
+    assert_refused(result, type(model).__name__, "ForCausalLM", "text encoders")
+
+
+def test_checkpoint_without_a_needed_tensor_is_refused(invoke, encoder):
+    tensors = load_file(encoder / "model.safetensors")
+    lost = "encoder.layer.0.output.dense.weight"
+    del tensors[lost]
+    save_file(tensors, encoder / "model.safetensors", {"format": "pt"})
+    assert_refused(invoke(encoder, "--text", "the cat"), lost, "lack 1 tensor")
+
+
+def test_encoder_whose_head_is_missing_is_run_without_it(invoke, tmp_path):
+    path = save_model(transformers.BertForMaskedLM(small_bert_config()), tmp_path)
+    result = invoke(path, "--text", "the cat", "--verify", "--vram-budget", "60KB")
+    assert result.exit_code == 0, result.output
+
+
+@pytest.mark.parametrize(
+    ("settings", "exit_code"),
+    [
+        ({"pooling_mode_mean_tokens": True, "pooling_mode_cls_token": False}, 0),
+        ({"pooling_mode_mean_tokens": False, "pooling_mode_cls_token": True}, 2),
+        ({"pooling_mode": "mean"}, 0),
+        ({"pooling_mode": "lasttoken"}, 2),
+    ],
+)
+def test_encoder_is_refused_if_it_asks_for_other_than_mean_pooling(
+    invoke, encoder, settings, exit_code
+):
+    (encoder / "1_Pooling").mkdir()
+    (encoder / "1_Pooling" / "config.json").write_text(json.dumps(settings))
+    result = invoke(encoder, "--text", "the cat", "--vram-budget", "60KB")
+    assert result.exit_code == exit_code, result.output
+    assert ("only mean pooling" in result.output) == (exit_code == 2)
+
+
+def test_model_without_a_text_says_which_option_gives_one(invoke, causal):
+    assert_refused(invoke(causal), "--text", "--prompt")
+
+
+def test_text_longer_than_the_models_positions_is_refused(invoke, encoder, causal):
+    nine = "the cat sleeps " * 3
+    assert_refused(
+        invoke(encoder, "--text", nine, "--vram-budget", "60KB"), "9 tokens", "1 to 8"
+    )
+    too_many = ("--prompt", nine, "--max-new-tokens", 56, "--vram-budget", "400KB")
+    assert_refused(invoke(causal, *too_many), "9 tokens", "1 to 8", "56 are for new")
+
+
+def test_device_that_pytorch_does_not_know_is_a_usage_error(invoke):
+    assert_refused(invoke("demo", "--device", "abacus"), "abacus")
+
+
+def test_unparsable_budget_is_refused(invoke, encoder):
+    result = invoke(encoder, "--text", "the cat", "--vram-budget", "12")
+    assert_refused(result, "vram_budget", "'12'")
+
+
+def test_missing_packages_are_named_with_the_command_that_installs_them(
+    monkeypatch, capsys
+):
+    monkeypatch.setattr(main.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit) as caught:
+        main.main()
+    assert caught.value.code == 2
+    assert "'stagehand-torch[cli]'" in capsys.readouterr().err
+
+
+def test_comparison_sees_bits_not_values():
+    zero, nan = torch.tensor([0.0]), torch.tensor([torch.nan])
+    assert bitwise_equal((zero, nan), (zero.clone(), nan.clone()))
+    assert not bitwise_equal((zero,), (-zero,))
+    assert not bitwise_equal((zero,), (zero.int(),))
+    assert not bitwise_equal((zero,), (zero, zero))

@@ -1,0 +1,1 @@
+"""The simulated accelerator and the tests of it."""

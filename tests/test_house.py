@@ -1,0 +1,377 @@
+"""The house rules that a parser can check: who may import whom, and who may name what.
+
+The tables below are the plan of `docs/architecture.md`. Where the code teaches better,
+the plan changes first, then this file, then the code.
+"""
+
+import ast
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent / "src" / "stagehand"
+
+# Rank, then parts, then the part's files. A file may import lower ranks, and the files
+# of its own part that stand before it; parts of one rank do not import each other. A
+# folder is a part, and so is a single file, but for the files of rank 0, which are one.
+PLAN: dict[int, dict[str, tuple[str, ...]]] = {
+    0: {"": ("errors", "units", "torch_private")},
+    1: {
+        "core": (
+            *("states", "device", "stopwatch", "clock", "telemetry", "limits"),
+            *("ledger", "arena", "workers", "layout", "transfer"),
+        )
+    },
+    2: {"stores": ("base", "module", "headers", "checkpoint", "files", "safetensors")},
+    3: {
+        "residency": (
+            *("residency", "blocks", "order", "timeline", "plan", "holds", "loader"),
+            "scheduler",
+        )
+    },
+    4: dict.fromkeys(
+        ["graph", "weights", "activations", "streamer", "conductor", "guards", "optim"],
+        (),
+    ),
+    5: {"runtime": ()},
+    6: {
+        "compat": (),
+        "integrations": (),
+        "cli": ("models", "tasks", "outcome", "command", "main"),
+        "testing": (),
+    },
+}
+
+# What `import stagehand` promises. Adding one is a decision, removing one breaks code.
+EXPECTED_PUBLIC: tuple[str, ...] = ()
+
+# Bookkeeping: tested without a device, so it and what it imports do without torch.
+PURE = {
+    *("errors", "units", "core/states", "core/clock", "core/telemetry", "core/limits"),
+    *("core/ledger", "residency/order", "residency/timeline", "residency/plan"),
+    *("residency/residency", "residency/holds"),
+}
+
+# Files that may break a rule, because they are where its subject lives.
+DEVICE_FILES = {"core/device", "torch_private"}
+THREAD_FILES = {"core/workers"}
+PRIVATE_TORCH_FILES = {"torch_private"}
+PRINTING_PARTS = {"cli"}
+
+DEVICE_WORDS = {"cuda", "hpu", "xpu", "pin_memory", "memory_allocated"}
+TORCH_DEVICE_NAMES = {"Stream", "Event", "current_stream", "accelerator"}
+THREAD_NAMES = {"Thread", "Timer", "ThreadPoolExecutor", "ProcessPoolExecutor"}
+EMPTY_WORDS = {
+    *("manager", "handler", "helper", "entry", "hub", "bridge", "coordinator"),
+    *("context", "data", "info", "misc"),
+}
+
+
+def module_names() -> list[str]:
+    """Return each file as its path under the package, without `.py`."""
+    return sorted(
+        path.relative_to(ROOT).with_suffix("").as_posix() for path in ROOT.rglob("*.py")
+    )
+
+
+@cache
+def parse(name: str) -> ast.Module:
+    return ast.parse((ROOT / f"{name}.py").read_text(encoding="utf-8"))
+
+
+def place_of(name: str) -> tuple[int, str, int] | None:
+    """Return a file's rank, part and place in its part; None if the plan has none."""
+    folder, _, stem = name.rpartition("/")
+    for rank, parts in PLAN.items():
+        if not folder and stem in parts.get("", ()):
+            return rank, "", parts[""].index(stem)
+        if not folder and stem in parts:
+            return rank, stem, 0
+        if folder in parts and stem == "__init__":
+            return rank, folder, len(parts[folder])
+        if folder in parts and stem in parts[folder]:
+            return rank, folder, parts[folder].index(stem)
+    return None
+
+
+def imports_of(name: str, tree: ast.Module, known: set[str]) -> Iterator[str]:
+    """Yield each imported module, those of the package by their path under it."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (own_name(alias.name, known) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                above = ["stagehand", *name.split("/")][: -node.level]
+                base = ".".join([*above, base]).rstrip(".")
+            for alias in node.names:
+                whole = own_name(f"{base}.{alias.name}", known)
+                yield whole if whole in known else own_name(base, known)
+
+
+def own_name(dotted: str, known: set[str]) -> str:
+    """Return `stagehand.core.arena` as `core/arena`, anything else as it is."""
+    if dotted != "stagehand" and not dotted.startswith("stagehand."):
+        return dotted
+    path = dotted.removeprefix("stagehand").removeprefix(".").replace(".", "/")
+    package = f"{path}/__init__".removeprefix("/")
+    return package if package in known or not path else path
+
+
+def upward_imports(name: str, tree: ast.Module, known: set[str]) -> Iterator[str]:
+    if name == "__init__":
+        return
+    place = place_of(name)
+    if place is None:
+        yield "has no place in the plan: give it one"
+        return
+    for target in imports_of(name, tree, known):
+        if target == "__init__":
+            allowed = place[0] > max(r for r in PLAN if "runtime" in PLAN[r])
+        elif target in known:
+            other = place_of(target)
+            allowed = other is not None and is_below(other, place)
+        else:
+            continue
+        if not allowed:
+            yield f"imports stagehand.{target.replace('/', '.')}, which is not below it"
+
+
+def is_below(one: tuple[int, str, int], other: tuple[int, str, int]) -> bool:
+    return one[0] < other[0] or (one[:2] == other[:2] and one[2] < other[2])
+
+
+def impure_imports(name: str, tree: ast.Module, known: set[str]) -> Iterator[str]:
+    if name not in PURE:
+        return
+    for target in imports_of(name, tree, known):
+        if target.split(".")[0] == "torch":
+            yield f"imports {target}"
+        elif target in known and target not in PURE:
+            yield f"imports {target}, which may import torch"
+
+
+def missing_heads(name: str, tree: ast.Module, known: set[str]) -> Iterator[str]:
+    if not ast.get_docstring(tree):
+        yield "has no docstring"
+    names = {
+        target.id
+        for node in tree.body
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+    if "__all__" not in names and not name.endswith("/__init__"):
+        yield "has no __all__"
+
+
+def docstrings_of(tree: ast.Module) -> set[ast.AST]:
+    """Return the constants that stand as statements: docstrings, also of fields."""
+    return {node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+
+
+def words_of(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Yield each identifier, and the words of each text that is not a docstring."""
+    docstrings = docstrings_of(tree)
+    for node in ast.walk(tree):
+        line = getattr(node, "lineno", 0)
+        match node:
+            case ast.Name(id=word) | ast.Attribute(attr=word) | ast.arg(arg=word):
+                yield line, word
+            case ast.FunctionDef(name=word) | ast.ClassDef(name=word):
+                yield line, word
+            case ast.keyword(arg=str(word)):
+                yield line, word
+            case ast.alias(name=dotted, asname=asname):
+                yield from ((line, word) for word in [*dotted.split("."), asname or ""])
+            case ast.ImportFrom(module=str(dotted)):
+                yield from ((line, word) for word in dotted.split("."))
+            case ast.Constant(value=str(text)) if node not in docstrings:
+                yield from ((line, word) for word in re.findall(r"\w+", text))
+
+
+def torch_chains(tree: ast.Module) -> Iterator[tuple[int, list[str]]]:
+    """Yield `torch.a.b` as its names, whatever the file calls its parts."""
+    local: dict[str, list[str]] = {}
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Import | ast.ImportFrom):
+            continue
+        base = getattr(node, "module", None)
+        for alias in node.names:
+            names = ".".join(filter(None, [base, alias.name])).split(".")
+            if names[0] == "torch":
+                yield node.lineno, names
+                bound = alias.asname or (alias.name if base else names[0])
+                local[bound] = names if alias.asname or base else names[:1]
+    for node in ast.walk(tree):
+        names = []
+        inner: ast.AST = node
+        while isinstance(inner, ast.Attribute):
+            names.append(inner.attr)
+            inner = inner.value
+        if names and isinstance(inner, ast.Name) and inner.id in local:
+            yield node.lineno, [*local[inner.id], *reversed(names)]
+
+
+def device_names(name: str, tree: ast.Module, known: set[str]) -> Iterator[str]:
+    if name in DEVICE_FILES:
+        return
+    for line, word in words_of(tree):
+        if word in DEVICE_WORDS:
+            yield f"line {line} names {word}"
+    for line, names in torch_chains(tree):
+        for word in TORCH_DEVICE_NAMES.intersection(names):
+            yield f"line {line} names torch's {word}"
+
+
+def private_torch(name: str, tree: ast.Module, known: set[str]) -> Iterator[str]:
+    if name in PRIVATE_TORCH_FILES:
+        return
+    for line, names in torch_chains(tree):
+        if any(re.match(r"_(?!_)", word) for word in names):
+            yield f"line {line} names {'.'.join(names)}"
+
+
+def threads(name: str, tree: ast.Module, known: set[str]) -> Iterator[str]:
+    if name in THREAD_FILES:
+        return
+    for line, word in words_of(tree):
+        if word in THREAD_NAMES:
+            yield f"line {line} names {word}"
+    if "_thread" in imports_of(name, tree, known):
+        yield "imports _thread"
+
+
+def prints(name: str, tree: ast.Module, known: set[str]) -> Iterator[str]:
+    if name.partition("/")[0] in PRINTING_PARTS:
+        return
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and node.id == "print":
+            yield f"line {node.lineno} prints"
+
+
+def broad_excepts(name: str, tree: ast.Module, known: set[str]) -> Iterator[str]:
+    # Only to give back what is held, and raise again, may everything be caught.
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.ExceptHandler):
+            continue
+        caught = {
+            inner.id
+            for inner in ast.walk(node.type or node)
+            if isinstance(inner, ast.Name)
+        }
+        last = node.body[-1]
+        raises = isinstance(last, ast.Raise) and last.exc is None
+        if node.type is None or "Exception" in caught:
+            yield f"line {node.lineno} catches everything"
+        elif "BaseException" in caught and not raises:
+            yield f"line {node.lineno} catches everything and does not raise it again"
+
+
+def empty_names(name: str, tree: ast.Module, known: set[str]) -> Iterator[str]:
+    named = [name.rpartition("/")[2]]
+    named += [node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    for each in named:
+        words = re.findall(r"[A-Z]*[a-z0-9]+|[A-Z]+", each)
+        if words and words[-1].lower().removesuffix("s") in EMPTY_WORDS:
+            yield f"{each} is named {words[-1]}: say what it is"
+
+
+RULES = (
+    *(upward_imports, impure_imports, missing_heads, device_names, private_torch),
+    *(threads, prints, broad_excepts, empty_names),
+)
+
+
+def test_public_names_are_the_promised_ones():
+    if "__init__" not in module_names():
+        pytest.skip("the package has no __init__ yet")
+    [names] = [
+        ast.literal_eval(node.value)
+        for node in parse("__init__").body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+    ]
+    assert tuple(names) == EXPECTED_PUBLIC
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_library_keeps_the_rule(rule):
+    known = set(module_names())
+    broken = [
+        f"src/stagehand/{name}.py {problem}"
+        for name in sorted(known)
+        for problem in rule(name, parse(name), known)
+    ]
+    assert not broken, "\n".join(broken)
+
+
+# Each rule is broken here once, so that a rule that sees nothing is seen.
+HEAD = '"""Head."""\n__all__ = []\n'
+KNOWN = {
+    *("__init__", "errors", "units", "core/__init__", "core/states", "core/device"),
+    *("core/ledger", "core/transfer", "stores/base", "stores/module", "graph"),
+    *("weights", "runtime", "cli/main", "compat/ramtorch", "residency/plan"),
+}
+BROKEN = [
+    (upward_imports, "core/ledger", "from stagehand.stores.base import Store"),
+    (upward_imports, "core/ledger", "import stagehand.stores.base"),
+    (upward_imports, "core/ledger", "def f():\n    from stagehand.stores import base"),
+    (upward_imports, "core/ledger", "from ..stores import base"),
+    (upward_imports, "core/ledger", "from stagehand.core import transfer"),
+    (upward_imports, "core/ledger", "from .transfer import Ticket"),
+    (upward_imports, "core/ledger", "import stagehand.core"),
+    (upward_imports, "errors", "from stagehand.units import MIB"),
+    (upward_imports, "weights", "from stagehand import graph"),
+    (upward_imports, "cli/main", "import stagehand.compat.ramtorch"),
+    (upward_imports, "runtime", "import stagehand"),
+    (upward_imports, "core/unplanned", ""),
+    (impure_imports, "core/ledger", "from torch import nn"),
+    (impure_imports, "residency/plan", "from stagehand.core.device import Device"),
+    (missing_heads, "core/ledger", "x = 1"),
+    (device_names, "stores/base", "torch.cuda.synchronize()"),
+    (device_names, "stores/base", "from torch.cuda import synchronize"),
+    (device_names, "stores/base", "x = f'cuda:{0}'"),
+    (device_names, "stores/base", "import torch\nevent = torch.Event()"),
+    (device_names, "stores/base", "from torch import Stream as Lane"),
+    (device_names, "stores/base", "torch.empty(1, pin_memory=True)"),
+    (private_torch, "stores/base", "import torch\ntorch._C.f()"),
+    (private_torch, "stores/base", "from torch.utils import _pytree"),
+    (private_torch, "stores/base", "from torch import utils as u\nu._pytree.f()"),
+    (threads, "stores/base", "import threading\nthreading.Thread()"),
+    (threads, "stores/base", "import _thread"),
+    (threads, "stores/base", "from concurrent.futures import ThreadPoolExecutor as P"),
+    (prints, "stores/base", "print(1)"),
+    (broad_excepts, "stores/base", "try:\n    f()\nexcept Exception:\n    raise"),
+    (broad_excepts, "stores/base", "try:\n    f()\nexcept:\n    raise"),
+    (broad_excepts, "stores/base", "try:\n    f()\nexcept BaseException:\n    g()"),
+    (empty_names, "stores/base", "class PoolManager: ..."),
+    (empty_names, "core/device_info", ""),
+]
+KEPT = [
+    (upward_imports, "core/transfer", "from stagehand.core.ledger import Ledger"),
+    (upward_imports, "core/transfer", "from stagehand import errors"),
+    (upward_imports, "cli/main", "import stagehand"),
+    (device_names, "core/device", "torch.cuda.synchronize()"),
+    (device_names, "stores/base", "def f():\n    'As cuda does.'"),
+    (device_names, "stores/base", "from stagehand.core.device import Event\nEvent()"),
+    (device_names, "core/transfer", "import threading\nthreading.Event()"),
+    (private_torch, "stores/base", "import torch\ntorch.__version__"),
+    (threads, "stores/base", "import threading\nself._thread = threading.get_ident()"),
+    (prints, "cli/main", "print(1)"),
+    (broad_excepts, "runtime", "try:\n    f()\nexcept BaseException:\n    raise"),
+    (empty_names, "core/ledger", "class Metadata: ..."),
+]
+
+
+@pytest.mark.parametrize(("rule", "name", "source"), BROKEN)
+def test_rule_sees_what_breaks_it(rule, name, source):
+    head = "" if rule is missing_heads else HEAD
+    assert list(rule(name, ast.parse(head + source), KNOWN))
+
+
+@pytest.mark.parametrize(("rule", "name", "source"), KEPT)
+def test_rule_leaves_the_rest_alone(rule, name, source):
+    assert not list(rule(name, ast.parse(HEAD + source), KNOWN))
