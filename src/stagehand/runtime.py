@@ -107,6 +107,7 @@ class Runtime(PassListener):
         model.__dict__[_HANDLE] = self
         model.__dict__["_apply"] = _Apply(self)
         try:
+            parts.steering.steer()
             self._place_rest()
         except BaseException:
             self.shutdown()
@@ -146,6 +147,7 @@ class Runtime(PassListener):
         self._make_room()
         parts.scheduler.begin_pass()
         if parts.steering.steer():
+            self._place_rest()
             measure.know(parts.scheduler.blocks)
         watch = measure.timed or parts.steering.wants_times
         parts.scheduler.stopwatch = measure.stopwatch if watch else None

@@ -130,6 +130,11 @@ class Block(Residency):
                 self.store.edited(number)
         self.clean_versions = now
 
+    def mark_changed(self) -> None:
+        """Let `is_changed` say yes, for a change that no version counter shows."""
+        self.versions = [-1]
+        self.clean_versions = [-1] * len(self.tensors)
+
     def is_changed(self) -> bool:
         """Whether a tensor was changed in place since `versions` was noted."""
         return [t._version for t in self.tracked] != self.versions

@@ -169,8 +169,12 @@ class LaneLoader:
         target = block.target
         if target is None:
             raise StagehandInternalError(f"block {block.name!r} has no place in {slot}")
-        if pinned is None:
+        if pinned is None and block.nbytes <= self._slab_bytes:
             return self._start_staged(block, slot, target, priority)
+        if pinned is None:
+            pinned = _pageable(block)  # larger than a slab: it stays, so this is once
+            block.tell_edits()
+            self._counters.disk_bytes += _store(block).read_into(pinned)
         ticket = self._engine.load(slot, target, pinned[: block.nbytes], priority)
         if isinstance(ticket, Denied):
             return False

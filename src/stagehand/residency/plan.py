@@ -31,7 +31,7 @@ _MIXED = 4
 _DEPTHS = (1, 2, 3, 4, 6, 8, 12, 16)
 # Predicting is linear in the uses: so many are predicted for one plan, to keep it well
 # below a second, but never fewer candidates than the second number.
-_USES_PREDICTED = 50_000
+_USES_PREDICTED = 20_000
 _FEWEST_CANDIDATES = 6
 # The best drafts of so many rings are polished, at so many uses predicted for each.
 _POLISHED = 3
@@ -159,7 +159,7 @@ class _Planner:
         rings = sorted(self._rings(), key=self._estimate)
         plain = list(product(rings, (False, True) if self._walk.varied else (False,)))
         variants = [(*variant, 0) for variant in plain]
-        variants += [(ring, often_first, ring[-1]) for ring, often_first in plain]
+        variants += [(ring, often_first, ring[0]) for ring, often_first in plain]
         for ring, often_first, held in variants[: max(_FEWEST_CANDIDATES, allowed)]:
             streams = self._walk.streaming(
                 largest=ring[0],

@@ -11,10 +11,9 @@ Not thread-safe: callers hold the runtime's lock.
 from collections import deque
 from collections.abc import Iterable, Sequence
 
-import torch
-
 from stagehand.core.arena import Arena
 from stagehand.core.device import Device, Event, Stream
+from stagehand.core.layout import copy_values
 from stagehand.core.states import BlockState
 from stagehand.core.stopwatch import Stopwatch
 from stagehand.core.telemetry import Counters
@@ -337,8 +336,8 @@ class Scheduler:
                     " parameter's shape or element type, then stagehand.layer() again"
                 )
             tensor.data = place
-            with torch.no_grad():
-                tensor.copy_(given)
+            copy_values(place, given)
+        block.mark_changed()
 
     def _abandon(self, slot: Slot) -> None:
         """Leave a slot's memory to whoever else holds it; the slot gets new memory."""

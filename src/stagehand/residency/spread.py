@@ -44,6 +44,9 @@ class Walk:
             (block for block, moves in enumerate(self._moves) if moves),
             key=lambda block: (-self._uses[block], -nbytes[block]),
         )
+        self._small_first = sorted(
+            self.movable, key=lambda block: (-self._uses[block], nbytes[block])
+        )
         self._classes = sorted({self._uses[b] for b in self.blocks}, reverse=True)
         total = [0.0] * len(nbytes)
         for block, second in zip(workload.order, seconds, strict=True):
@@ -81,7 +84,7 @@ class Walk:
         if often_first:
             room -= self._keep_often_used(streams, room)
         room -= self._keep_evenly(streams, room - min(held, room))
-        for block in self.movable:
+        for block in self._small_first if held else self.movable:
             if streams[block] and self._nbytes[block] <= room:
                 room -= self._keep([block], streams)
         return streams
