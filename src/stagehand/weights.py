@@ -146,13 +146,18 @@ def _is_running(frame: FrameType, inside: FrameType | None) -> bool:
 
 
 def move_inputs(tree: Any, device: torch.device) -> Any:
-    """Return the tree with its tensors on the device; containers only where needed."""
+    """Return the tree with its tensors on the device.
+
+    A container in which nothing has to move is returned itself: models pass lists and
+    dicts that they change, such as caches.
+    """
     if isinstance(tree, torch.Tensor):
         return tree if tree.device == device else tree.to(device)
-    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        return type(tree)(*(move_inputs(item, device) for item in tree))
-    if type(tree) in (tuple, list):
-        return type(tree)(move_inputs(item, device) for item in tree)
+    if type(tree) in (tuple, list) or hasattr(tree, "_fields"):
+        items = [move_inputs(item, device) for item in tree]
+        if all(new is old for new, old in zip(items, tree, strict=True)):
+            return tree
+        return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
     if isinstance(tree, dict):
         moved = {key: move_inputs(value, device) for key, value in tree.items()}
         if all(moved[key] is value for key, value in tree.items()):

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 import stagehand
 from stagehand.cli.models import FoundModel, open_model
@@ -41,14 +40,14 @@ class Streaming:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """What a run gave, and what it took."""
+    """What a streamed run gave, and what it took."""
 
     results: tuple[torch.Tensor, ...]
     """The task's results, on the host."""
     seconds: float
-    """Wall time of the task, loading not included."""
-    report: Any = None
-    """The runtime's report; None for a resident run."""
+    """Wall time of the task, opening the model not included."""
+    report: stagehand.Report
+    """What the runtime says of it."""
 
 
 def run_streamed(
@@ -73,7 +72,11 @@ def run_streamed(
     try:
         if how.file_backed:
             runtime.convert_registry_to_file_backed_sharded(found.path)
-        results, seconds = _timed(task, model, how.device, advance)
+        place = find_device(how.device).torch_device
+        start = time.perf_counter()
+        # Results are on the host when `run` returns: the device's work is done too.
+        results = task.run(model, device=place, advance=advance)
+        seconds = time.perf_counter() - start
         if how.trace is not None:
             runtime.export_trace(how.trace)
         return Outcome(results=results, seconds=seconds, report=runtime.report())
@@ -88,8 +91,8 @@ def run_streamed(
 
 def run_resident(
     found: FoundModel, task: Task, how: Streaming, *, advance: Callable[[], None]
-) -> Outcome:
-    """Run a task on the same model, freshly opened, wholly on the same device.
+) -> tuple[torch.Tensor, ...]:
+    """Return a task's results on the same model, opened anew, whole on the device.
 
     Raises:
         StagehandOOMError: If the device cannot hold the whole model.
@@ -100,7 +103,7 @@ def run_resident(
     free = target.free_bytes()
     try:
         model.to(target.torch_device)
-        results, seconds = _timed(task, model, how.device, advance)
+        return task.run(model, device=target.torch_device, advance=advance)
     except torch.OutOfMemoryError as error:
         raise StagehandOOMError(
             f"--verify needs all {format_bytes(weights)} of weights at once on "
@@ -109,13 +112,3 @@ def run_resident(
             needed_bytes=weights,
             limit_bytes=free,
         ) from error
-    return Outcome(results=results, seconds=seconds)
-
-
-def _timed(
-    task: Task, model: nn.Module, device: str | None, advance: Callable[[], None]
-) -> tuple[tuple[torch.Tensor, ...], float]:
-    start = time.perf_counter()
-    # Results are on the host when `run` returns, so the device's work is done too.
-    results = task.run(model, device=find_device(device).torch_device, advance=advance)
-    return results, time.perf_counter() - start

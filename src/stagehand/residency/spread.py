@@ -73,8 +73,8 @@ class Walk:
         Args:
             largest: The bytes of the largest slot: what is larger has to stay.
             room: The bytes that residents may take.
-            held: How many of them to give out only after the rest is spread. Where
-                an odd number of blocks does not fit a ring well, that finds another.
+            held: How many of them to give out only after the rest is spread, and to
+                small blocks first: another count or mix may suit the ring better.
             often_first: Whether blocks that are used often come first, not only with
                 the share that their compute deserves: a byte kept saves most there.
         """

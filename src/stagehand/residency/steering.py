@@ -69,10 +69,11 @@ class Steering:
 
     def workload(self) -> Workload:
         """Return what is planned for."""
+        cycle = self._scheduler.order.cycle()
         return Workload(
-            order=self._scheduler.order.cycle(),
+            order=cycle,
             nbytes=tuple(block.nbytes for block in self._blocks),
-            seconds=self._seconds,
+            seconds=self._seconds if cycle == self._planned else None,
             link_bytes_per_second=self._link,
             must_stay=self._must_stay,
         )
