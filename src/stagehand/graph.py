@@ -1,13 +1,13 @@
 """What autograd keeps of streamed weights: handles, not memory.
 
-Autograd saves views of weights for backward (`nn.Linear` saves `weight.t()`). A view of a
-slot would keep the slot's memory and read another block's bytes once the slot is reused.
-So a saved tensor that lies in a slot becomes a handle: the block, and the shape, strides
-and offset of the view inside the block's image. Unpacking brings the block to the device
-and makes the view where the block lies then.
+Autograd saves views of weights for backward (`nn.Linear` saves `weight.t()`). A view of
+a slot would keep the slot's memory and read another block's bytes once the slot is
+reused. So a saved tensor that lies in a slot becomes a handle: the block, and the
+shape, strides and offset of the view inside the block's image. Unpacking brings the
+block to the device and makes the view where the block lies then.
 
-One pair of hooks serves a whole pass; it is entered outside of any checkpointed region, so
-that checkpointing keeps working.
+One pair of hooks serves a whole pass; it is entered outside of any checkpointed region,
+so that checkpointing keeps working.
 """
 
 from collections.abc import Callable, Mapping
@@ -113,8 +113,8 @@ class SavedTensors:
 class _Kept:
     """A saved tensor that is kept as it is.
 
-    Detached, because a node that holds its own output would never be freed. Hooks switch
-    autograd's version check off, so it is done here.
+    Detached, because a node that holds its own output would never be freed. Hooks
+    switch autograd's version check off, so it is done here.
     """
 
     __slots__ = ("tensor", "version")

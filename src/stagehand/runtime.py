@@ -5,13 +5,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from types import MethodType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import psutil
 import torch
 from torch import nn
 
-from stagehand.assembly import Parts, Settings, assemble
+from stagehand.assembly import Settings, assemble
 from stagehand.config import StagehandConfig
 from stagehand.core.arena import Arena
 from stagehand.core.clock import Phase
@@ -29,9 +29,11 @@ from stagehand.residency.blocks import (
     find_layers,
     tensor_bytes,
 )
-from stagehand.stores.files import FileSet
 from stagehand.units import MIB, parse_bytes
 from stagehand.weights import Edges, PassListener, RowGather, SiteHooks, StrayUses
+
+if TYPE_CHECKING:
+    from stagehand.stores.files import FileSet
 
 __all__ = ["Runtime", "StagehandRuntime", "layer"]
 
@@ -43,9 +45,9 @@ _DEFAULT_SHARE = 0.8  # of the free device memory
 class Runtime(PassListener):
     """Streams one model's weights until `shutdown()`.
 
-    Make one with `stagehand.layer()` or `StagehandRuntime`. While it is active the model
-    keeps one attribute more, `model._stagehand_layer_runtime`, and its `to()` and the
-    like are answered by the runtime.
+    Make one with `stagehand.layer()` or `StagehandRuntime`. While it is active the
+    model keeps one attribute more, `model._stagehand_layer_runtime`, and its `to()` and
+    the like are answered by the runtime.
 
     Args:
         model: Is changed in place.
@@ -130,7 +132,7 @@ class Runtime(PassListener):
         """Nor has a pickled model."""
         return type(None), ()
 
-    # Passes ------------------------------------------------------------------------------
+    # Passes
 
     def begin_pass(self, module: nn.Module) -> AbstractContextManager[Any] | None:
         """See `PassListener.begin_pass`."""
@@ -216,7 +218,7 @@ class Runtime(PassListener):
         if target != weights.limit_bytes:
             self._limit_to(target)
 
-    # Steps -------------------------------------------------------------------------------
+    # Steps
 
     def begin_step(self, step: int | None = None) -> None:
         """Begin a step by hand; from then on the runtime does not begin any by itself.
@@ -261,10 +263,11 @@ class Runtime(PassListener):
         self._manual = True
         self._measure.clock.enter(phase)
 
-    # Blocks ------------------------------------------------------------------------------
+    # Blocks
 
     def before_block(self, block_id: str) -> None:
-        """Make a block usable for code that does not call its module; pair with `after`.
+        """Make a block usable for code that does not call its module; pair with
+        `after`.
 
         Args:
             block_id: The block's name, as in `block_ids`.
@@ -301,7 +304,7 @@ class Runtime(PassListener):
             f" {', '.join(map(repr, self.block_ids[:3]))}"
         )
 
-    # Stores ------------------------------------------------------------------------------
+    # Stores
 
     def convert_registry_to_file_backed_sharded(
         self, directory: str | Path, *, key_map: KeyMap = None
@@ -319,8 +322,8 @@ class Runtime(PassListener):
             How many blocks are backed by files now.
 
         Raises:
-            CheckpointError: If a tensor is missing or has another shape or element type,
-                or a file is not sound; nothing has changed then.
+            CheckpointError: If a tensor is missing or has another shape or element
+                type, or a file is not sound; nothing has changed then.
         """
         model = self._check_open()
         self.park()
@@ -331,7 +334,7 @@ class Runtime(PassListener):
         self._place_rest()
         return count
 
-    # Memory ------------------------------------------------------------------------------
+    # Memory
 
     def set_budget(self, vram_budget: int | str) -> None:
         """Change the device bytes for weights, from the next pass on.
@@ -366,7 +369,7 @@ class Runtime(PassListener):
             self._parts.take_home_odd()
             self._ready = False
 
-    # Telling -----------------------------------------------------------------------------
+    # Telling
 
     @property
     def telemetry(self) -> Telemetry:
@@ -418,7 +421,7 @@ class Runtime(PassListener):
                 "there is no trace: pass trace=True when making the runtime"
             )
 
-    # The end -----------------------------------------------------------------------------
+    # The end
 
     def shutdown(self) -> None:
         """Give back the plain model: no hooks, all tensors where they came from.

@@ -2,8 +2,9 @@
 
 | name | used for | without it |
 |---|---|---|
-| `torch._C._storage_Use_Count` | does anyone else hold a slot's memory? | refused at import |
-| `torch._C._current_graph_task_id` | is this thread inside a backward pass? | refused at import |
+| `torch._C._storage_Use_Count` | does anyone else hold a slot's memory? | refused at
+import | | `torch._C._current_graph_task_id` | is this thread inside a backward pass? |
+refused at import |
 
 Tried with torch 2.9 to 2.13.
 """

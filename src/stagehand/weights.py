@@ -3,9 +3,9 @@
 Two kinds of places are hooked, with PyTorch's own forward hooks:
 
 - *sites*, the modules whose forward reads a streamed block;
-- *edges*, the places where a model is entered from outside: the model itself, its direct
-  children, and any site that is called while none of these runs. The outermost one holds
-  the runtime's lock, moves inputs to the device and begins and ends the pass.
+- *edges*, the places where a model is entered from outside: the model itself, its
+  direct children, and any site that is called while none of these runs. The outermost
+  one holds the runtime's lock, moves inputs to the device and begins and ends the pass.
 
 An exception inside a forward runs the hooks (`always_call`); an interrupt does not. So
 each edge notes its frame, and what a dead frame left open is closed at the next entry.
@@ -16,15 +16,17 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from torch.utils.hooks import RemovableHandle
 
 from stagehand.core.telemetry import Counters
 from stagehand.residency.blocks import Block
+
+if TYPE_CHECKING:
+    from torch.utils.hooks import RemovableHandle
 
 __all__ = [
     "Edges",
@@ -82,7 +84,8 @@ class Edges:
     def enter(
         self, module: nn.Module, args: Any, kwargs: Any, frame: FrameType
     ) -> tuple[Any, Any] | None:
-        """Begin a pass, or nest in the present one; return the moved inputs if outermost.
+        """Begin a pass, or nest in the present one; return the moved inputs if
+        outermost.
 
         Args:
             module: The edge.

@@ -125,6 +125,8 @@ def test_file_backed_run_writes_telemetry_and_trace(invoke, causal, tmp_path):
     )
     assert result.exit_code == 0, result.output
     assert "every bit equal" in result.output
+    read = re.search(r"read from files\s+│ ([\d.]+) KB", result.output)
+    assert float(read[1]) > 0
     records = [json.loads(line) for line in telemetry.read_text().splitlines()]
     assert records
     assert "traceEvents" in json.loads(trace.read_text())
@@ -295,9 +297,16 @@ def test_device_that_pytorch_does_not_know_is_a_usage_error(invoke):
     assert_refused(invoke("demo", "--device", "abacus"), "abacus")
 
 
-def test_unparsable_budget_is_refused(invoke, encoder):
-    result = invoke(encoder, "--text", "the cat", "--vram-budget", "12")
-    assert_refused(result, "vram_budget", "'12'")
+def test_trace_into_no_directory_is_refused_before_the_run(invoke, tmp_path):
+    lost = tmp_path / "no" / "trace.json"
+    assert_refused(invoke("demo", "--trace", lost), "--trace", "directory")
+
+
+@pytest.mark.parametrize("name", ["vram_budget", "ram_budget"])
+def test_unparsable_budget_is_refused(invoke, encoder, name):
+    option = "--" + name.replace("_", "-")
+    result = invoke(encoder, "--text", "the cat", option, "12")
+    assert_refused(result, f"{name} is '12'")
 
 
 def test_missing_packages_are_named_with_the_command_that_installs_them(

@@ -201,6 +201,7 @@ VALID = {
     "unknown field": ({"a": {**F32, "crc": 3}}, 8),
     "not in order": ({"b": span("U8", [3], 8, 11), "a": F32}, 11),
     "empty tensors": ({"a": span("F32", [0, 3], 0, 0), "b": F32}, 8),
+    "empty listed last": ({"b": F32, "a": span("F32", [0, 3], 0, 0)}, 8),
     "empty at the end": ({"b": span("F64", [5, 0], 8, 8), "a": F32}, 8),
     "scalar": ({"a": span("F64", [], 0, 8)}, 8),
     "zero before large": ({"a": span("F32", [0, 1 << 63, 1 << 63], 0, 0)}, 0),

@@ -145,6 +145,13 @@ def test_overlapping_slices_stay_one_memory():
     assert torch.equal(whole[11:], weight[31:])
 
 
+def test_tensor_and_its_lazy_conjugate_both_keep_their_values():
+    tensor = torch.randn(6, dtype=torch.complex64)
+    _, views = packed([tensor, tensor.conj()])
+    assert torch.equal(views[0], tensor)
+    assert torch.equal(views[1], tensor.conj())
+
+
 def test_slices_that_do_not_overlap_are_laid_out_apart():
     weight = torch.randn(100)
     layout, views = packed([weight[:50], weight[50:]])
@@ -256,6 +263,18 @@ def test_copying_into_an_expanded_tensor_writes_its_one_element():
 )
 def test_bits_are_compared_and_not_values(one, other, same):
     assert same_bits(one, other) is same
+
+
+@pytest.mark.parametrize("start", range(5))
+@pytest.mark.parametrize("count", [0, 1, 8, 12])
+def test_bits_are_compared_at_any_address_and_length(start, count):
+    one = torch.arange(20, dtype=torch.bfloat16)[start : start + count]
+    other = one.clone()
+    assert same_bits(one, other)
+    for index in range(count):
+        other[index] *= -1
+        assert not same_bits(one, other)
+        other[index] *= -1
 
 
 @st.composite

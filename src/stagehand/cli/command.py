@@ -113,6 +113,8 @@ def run(
     similarities of the texts. The exit code is 1 if --verify finds a difference, and 2
     if the model or the options cannot be used.
     """
+    if trace is not None and not trace.parent.is_dir():
+        raise typer.BadParameter(f"--trace: there is no directory '{trace.parent}'")
     how = Streaming(
         vram_budget=vram_budget,
         ram_budget=ram_budget,
@@ -195,6 +197,8 @@ def _account(streamed: Outcome, equal: bool | None) -> Table:
             f"{format_bytes(report.peak_device_bytes)} ({share:.1%} of the budget)",
         ),
         ("of the whole model", format_bytes(report.weight_bytes)),
+        ("pinned on the host", format_bytes(report.pinned_bytes)),
+        ("read from files", format_bytes(report.disk_bytes)),
         ("streamed", f"{format_bytes(report.streamed_bytes)}, {report.passes} passes"),
         ("time per pass", _duration(report.seconds_per_pass)),
         ("time for all", _duration(streamed.seconds)),

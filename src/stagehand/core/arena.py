@@ -65,8 +65,8 @@ class Lease:
     def release(self) -> None:
         """Give the buffer back for reuse.
 
-        Nothing may read or write it any more, or whoever takes it next must be told what
-        to wait for.
+        Nothing may read or write it any more, or whoever takes it next must be told
+        what to wait for.
 
         Raises:
             StagehandInternalError: At the second call.

@@ -1,8 +1,9 @@
 """The only file that names streams, events, pinning and memory counters.
 
-One class serves every accelerator that PyTorch knows through `torch.accelerator`; another
-serves machines without one, where "device memory" is host memory and copies are done when
-they are asked for. Both have the same methods, so that nothing above has two code paths.
+One class serves every accelerator that PyTorch knows through `torch.accelerator`;
+another serves machines without one, where "device memory" is host memory and copies are
+done when they are asked for. Both have the same methods, so that nothing above has two
+code paths.
 """
 
 import contextlib

@@ -1,7 +1,7 @@
 """Times of copies and uses on the device's own clock, read when they are over.
 
-Marks are timing events on the streams themselves; nothing here makes the host wait. Without
-a stopwatch nothing is recorded and nothing is paid.
+Marks are timing events on the streams themselves; nothing here makes the host wait.
+Without a stopwatch nothing is recorded and nothing is paid.
 """
 
 from dataclasses import dataclass

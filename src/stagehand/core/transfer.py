@@ -2,27 +2,30 @@
 
 A slot carries two marks and only this file touches them:
 
-- `filled` (read after write): recorded on the H2D lane behind the copy that fills the slot.
-  Whoever reads the slot makes its stream wait for it first.
-- `drained` (write after read): recorded on the reading stream behind the last use. The next
-  copy into the slot waits for it on the lane.
+- `filled` (read after write): recorded on the H2D lane behind the copy that fills the
+  slot. Whoever reads the slot makes its stream wait for it first.
+- `drained` (write after read): recorded on the reading stream behind the last use. The
+  next copy into the slot waits for it on the lane.
 
-Both waits are between streams; the host never waits here. An event that is recorded again
-does not disturb waits that were made before, so each slot owns two events for life.
+Both waits are between streams; the host never waits here. An event that is recorded
+again does not disturb waits that were made before, so each slot owns two events for
+life.
 """
 
 import enum
 from collections import deque
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from stagehand.core.arena import Lease
 from stagehand.core.device import Device, Event, Stream
-from stagehand.core.stopwatch import Stopwatch
 from stagehand.core.telemetry import Counters
+
+if TYPE_CHECKING:
+    from stagehand.core.arena import Lease
+    from stagehand.core.stopwatch import Stopwatch
 
 __all__ = ["Denied", "Lane", "Priority", "Slot", "Ticket", "TransferEngine"]
 
@@ -265,7 +268,8 @@ class TransferEngine:
         slot._used = False
 
     def disown(self, buffer: torch.Tensor) -> None:
-        """Keep memory that somebody else holds from reuse while the caller's stream reads.
+        """Keep memory that somebody else holds from reuse while the caller's stream
+        reads.
 
         The holder will free it without telling the H2D lane.
         """

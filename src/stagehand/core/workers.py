@@ -1,7 +1,7 @@
 """Background threads for what would block the thread that runs the model.
 
-Threads only read disks and copy pageable memory; they never issue device work, because a
-thread wakes up to 5 ms late behind Python code, and that is lost link time.
+Threads only read disks and copy pageable memory; they never issue device work, because
+a thread wakes up to 5 ms late behind Python code, and that is lost link time.
 """
 
 import threading
@@ -21,8 +21,8 @@ class WorkerGroup:
     """A few named threads that run jobs in the order they were given.
 
     A failure is kept in its job's `Future` and reaches whoever asks for the result; one
-    that nobody asked for is raised by `close()`. Threads start with the first job, and go
-    when the group is closed or forgotten.
+    that nobody asked for is raised by `close()`. Threads start with the first job, and
+    go when the group is closed or forgotten.
 
     Args:
         name: For the threads' names.

@@ -3,16 +3,19 @@
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from stagehand.core.layout import BlockLayout
-from stagehand.core.transfer import Slot
 from stagehand.errors import ConfigError
 from stagehand.residency.residency import Residency
-from stagehand.stores.base import Store
 from stagehand.units import MIB, format_bytes
+
+if TYPE_CHECKING:
+    from stagehand.core.transfer import Slot
+    from stagehand.stores.base import Store
 
 __all__ = ["Block", "Finding", "Group", "find_blocks", "find_layers", "tensor_bytes"]
 
@@ -282,7 +285,8 @@ def find_layers(
 
     Modules that share memory become one block. Small parameters stay on the device as
     long as they are together at most 1/16 of the budget; other small neighbours are
-    coalesced. If the weights exceed the budget, large embedding tables stay on the host.
+    coalesced. If the weights exceed the budget, large embedding tables stay on the
+    host.
 
     Args:
         model: Any module.

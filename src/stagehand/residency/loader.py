@@ -1,13 +1,12 @@
 """The one load path: store -> pinned -> device, and back.
 
-Two loaders with the same methods. `LaneLoader` serves accelerators: bytes that do not lie
-in pinned memory are staged there by a worker thread, and the thread that runs the model
-issues the copy. `HostLoader` serves machines without one: "device" memory is host memory,
-so a worker thread reads straight into the slot.
+Two loaders with the same methods. `LaneLoader` serves accelerators: bytes that do not
+lie in pinned memory are staged there by a worker thread, and the thread that runs the
+model issues the copy. `HostLoader` serves machines without one: "device" memory is host
+memory, so a worker thread reads straight into the slot.
 """
 
-from concurrent.futures import Future
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -19,6 +18,9 @@ from stagehand.core.workers import WorkerGroup
 from stagehand.errors import StagehandInternalError
 from stagehand.residency.blocks import Block
 from stagehand.stores.base import Store
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
 
 __all__ = ["HostLoader", "LaneLoader", "Loader", "sample"]
 
@@ -53,8 +55,8 @@ class Loader(Protocol):
 def sample(block: Block) -> torch.Tensor:
     """Return a few of the host bytes of a block, spread over all its tensors.
 
-    An edit through `param.data` moves no version counter; one that changes most elements,
-    as merging an adapter or swapping in averaged weights does, changes this.
+    An edit through `param.data` moves no version counter; one that changes most
+    elements, as merging an adapter or swapping in averaged weights does, changes this.
     """
     store = _store(block)
     if store.pinned is not None:

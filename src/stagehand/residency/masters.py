@@ -63,7 +63,8 @@ class Masters:
         return True
 
     def pin_all(self, blocks: Sequence[Block], lookahead: int) -> tuple[int, int]:
-        """Pin what is in memory as far as the arena allows; keep room to stage the rest.
+        """Pin what is in memory as far as the arena allows; keep room to stage the
+        rest.
 
         Pinned and staged blocks alternate, so that the slow ones have time.
 

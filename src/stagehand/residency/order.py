@@ -1,11 +1,12 @@
-"""Which block is used next: learned from what happened, followed by a cursor, relearned.
+"""Which block is used next: learned from what happened, followed by a cursor,
+relearned.
 
 Uses come in *passes*; a pass begins when the model is entered from outside. What a pass
 used, in order, is its *route*. After a pass the route that followed it last time is
-expected; at first, the order in which the model defines its blocks. A use that is not the
-expected one moves the cursor to where it stands, or, when it stands nowhere or this happens
-twice in a row, leaves the order *lost* until an expected use or the next pass: nothing is
-predicted meanwhile, and everything is served on demand.
+expected; at first, the order in which the model defines its blocks. A use that is not
+the expected one moves the cursor to where it stands, or, when it stands nowhere or this
+happens twice in a row, leaves the order *lost* until an expected use or the next pass:
+nothing is predicted meanwhile, and everything is served on demand.
 """
 
 from collections.abc import Sequence
@@ -106,8 +107,8 @@ class Order:
     def turn(self) -> bool:
         """Begin a pass; return whether positions after the last one's end stay valid.
 
-        If so, a position `p` of the last pass is `p - length` now, `length` being the one
-        before the call.
+        If so, a position `p` of the last pass is `p - length` now, `length` being the
+        one before the call.
         """
         if not self._log:
             return True

@@ -1,21 +1,22 @@
 """Executes a plan: at each use wait for the block, then keep the link busy.
 
-`before(block)` makes the block's tensors usable on the current stream and runs ahead: it
-queues the loads of the coming uses, in order, as long as their slots are free of anything
-that is needed sooner. `after(block)` marks the slot as read until now. Each use costs O(1):
-the look-ahead moves forward only, and what it has passed is counted on the block itself.
+`before(block)` makes the block's tensors usable on the current stream and runs ahead:
+it queues the loads of the coming uses, in order, as long as their slots are free of
+anything that is needed sooner. `after(block)` marks the slot as read until now. Each
+use costs O(1): the look-ahead moves forward only, and what it has passed is counted on
+the block itself.
 
 Not thread-safe: callers hold the runtime's lock.
 """
 
 from collections import deque
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from stagehand.core.arena import Arena
 from stagehand.core.device import Device, Event, Stream
 from stagehand.core.layout import copy_values
 from stagehand.core.states import BlockState
-from stagehand.core.stopwatch import Stopwatch
 from stagehand.core.telemetry import Counters
 from stagehand.core.transfer import Priority, Slot, TransferEngine
 from stagehand.errors import (
@@ -29,6 +30,9 @@ from stagehand.residency.order import Order
 from stagehand.residency.plan import Plan
 from stagehand.torch_private import storage_use_count
 from stagehand.units import format_bytes
+
+if TYPE_CHECKING:
+    from stagehand.core.stopwatch import Stopwatch
 
 __all__ = ["Scheduler"]
 
@@ -79,7 +83,7 @@ class Scheduler:
     def __repr__(self) -> str:
         return f"Scheduler({len(self._slots)} slots, {len(self._ahead)} blocks ahead)"
 
-    # Uses ------------------------------------------------------------------------------
+    # Uses
 
     def before(self, block: Block) -> None:
         """Make a block's tensors usable on the current stream until `after(block)`.
@@ -184,7 +188,7 @@ class Scheduler:
         self._load(block, slot, Priority.CRITICAL)
         self._finish(block, slot)
 
-    # Loading and evicting ----------------------------------------------------------------
+    # Loading and evicting
 
     def _load(self, block: Block, slot: Slot, priority: Priority) -> bool:
         """Begin to fill an empty slot with a block; False if it cannot be now."""
@@ -374,7 +378,7 @@ class Scheduler:
         else:
             lease.release()
 
-    # Looking ahead -----------------------------------------------------------------------
+    # Looking ahead
 
     def _run_ahead(self) -> None:
         order, blocks, ahead = self.order, self.blocks, self._ahead
@@ -421,7 +425,7 @@ class Scheduler:
         self._front = self.order.cursor
         self._staged_front = self.order.cursor
 
-    # Passes ------------------------------------------------------------------------------
+    # Passes
 
     def begin_pass(self) -> None:
         """The model is entered from outside."""
@@ -465,7 +469,7 @@ class Scheduler:
                 block.uses = 0
                 self._engine.release(slot, self._device.current_stream())
 
-    # Plans -------------------------------------------------------------------------------
+    # Plans
 
     def follow(self, plan: Plan) -> None:
         """Lay out the slots anew; blocks that keep their place stay where they are.

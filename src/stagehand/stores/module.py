@@ -13,10 +13,10 @@ __all__ = ["ModuleStore"]
 class ModuleStore:
     """Keeps a block in host RAM.
 
-    With an image (pinned, laid out as the device wants it) a load is one copy, or none
-    where the caller copies straight from `pinned`. Without one the tensors stay where
-    the module had them and every load packs them: no second copy of the model, at the
-    cost of one pass over the bytes per load.
+    With an image (pinned, laid out as the device wants it) the caller can copy straight
+    from it, and host memory is not passed over at all. Without one the tensors stay
+    where the module had them and every load packs them: no second copy of the model, at
+    the cost of one pass over its bytes per load.
     """
 
     def __init__(
@@ -66,17 +66,11 @@ class ModuleStore:
 
     def read_into(self, image: torch.Tensor) -> int:
         """Fill `image` from host memory; return 0, for nothing comes from disk."""
-        if self._image is None:
-            self._layout.pack(self._hosts, image)
-        else:
-            copy_values(self._bytes(image), self._bytes(self._image))
+        self._layout.pack(self._hosts, image)
         return 0
 
     def write_back(self, image: torch.Tensor) -> None:
         """Copy the values of `image` into the host tensors, in place."""
-        if self._image is not None:
-            copy_values(self._bytes(self._image), self._bytes(image))
-            return
         views = self._layout.views(image)
         for host, view in zip(self._hosts, views, strict=True):
             copy_values(host, view)
@@ -87,7 +81,3 @@ class ModuleStore:
     def can_drop(self) -> bool:
         """Return True: host memory holds every byte."""
         return True
-
-    def _bytes(self, image: torch.Tensor) -> torch.Tensor:
-        self._layout.check_image(image)
-        return image[: self._layout.nbytes]

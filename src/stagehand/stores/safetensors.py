@@ -210,12 +210,14 @@ def _host_tensors(
 ) -> list[torch.Tensor]:
     """Return host memory for each entry; the same for entries that are one tensor."""
     hosts: dict[tuple[int, Extent], torch.Tensor] = {}
-    places = [entry.offset for entry in layout.entries]
-    for place, extent in zip(places, extents, strict=True):
-        if (place, extent) in hosts:
-            continue
+    keys = [
+        (entry.offset, extent)
+        for entry, extent in zip(layout.entries, extents, strict=True)
+    ]
+    for key in dict.fromkeys(keys):
+        extent = key[1]
         if extent.offset % extent.dtype.itemsize == 0:
-            hosts[place, extent] = files.map_tensor(extent)
+            hosts[key] = files.map_tensor(extent)
             continue
         warnings.warn(
             f"{extent.path} has tensors at addresses that are no multiple of their "
@@ -224,8 +226,8 @@ def _host_tensors(
             StagehandWarning,
             stacklevel=3,
         )
-        hosts[place, extent] = _read_tensor(files, extent)
-    return [hosts[key] for key in zip(places, extents, strict=True)]
+        hosts[key] = _read_tensor(files, extent)
+    return [hosts[key] for key in keys]
 
 
 def _read_tensor(files: FileSet, extent: Extent) -> torch.Tensor:

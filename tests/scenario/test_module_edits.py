@@ -1,0 +1,248 @@
+"""Weights that somebody changes while they are streamed: used at once, never lost."""
+
+from copy import deepcopy
+
+import pytest
+import torch
+from architectures.trees import assert_bitwise_equal
+from scenario.small import (
+    LAYER_BYTES,
+    WIDTH,
+    batch,
+    blocks_of,
+    run_resident,
+    runtime_of,
+    stack,
+    values,
+)
+from torch import nn
+
+import stagehand
+
+
+@pytest.fixture(params=["hpu", "cpu"])
+def place(request, sim):
+    return request.param
+
+
+@torch.no_grad()
+def add_in_place(parameter):
+    parameter.add_(0.125)
+
+
+@torch.no_grad()
+def write_one_row(parameter):
+    parameter[0] = 0.25
+
+
+def add_through_data(parameter):
+    parameter.data += 0.125
+
+
+def copy_through_data(parameter):
+    parameter.data.copy_(torch.full(parameter.shape, 0.125))
+
+
+def assign_data(parameter):
+    parameter.data = torch.full(parameter.shape, 0.25)
+
+
+def assign_data_of_old_data(parameter):
+    parameter.data = parameter.data.cpu() * 0.5
+
+
+def assign_other_strides(parameter):
+    whole = torch.linspace(0, 1, parameter.numel())
+    parameter.data = whole.reshape(*reversed(parameter.shape)).t()
+
+
+def optimizer_step(parameter):
+    parameter.grad = torch.ones_like(parameter)
+    torch.optim.SGD([parameter], lr=0.125).step()
+    parameter.grad = None
+
+
+EDITS = [
+    add_in_place,
+    write_one_row,
+    add_through_data,
+    copy_through_data,
+    assign_data,
+    assign_data_of_old_data,
+    assign_other_strides,
+    optimizer_step,
+]
+
+
+def weights(model):
+    return [layer[0].weight for layer in model]
+
+
+def streamed_stack(place, **options):
+    model = stack()
+    plain = deepcopy(model)
+    stagehand.layer(model, vram_budget=4 * LAYER_BYTES, device=place, **options)
+    return model, plain
+
+
+@pytest.mark.parametrize("edit", EDITS, ids=lambda e: e.__name__)
+@pytest.mark.parametrize(
+    "ram_budget", [None, 3 * LAYER_BYTES], ids=["pinned", "staged"]
+)
+def test_an_edit_between_passes_is_used_in_the_next_and_there_after_shutdown(
+    place, edit, ram_budget
+):
+    if ram_budget and place == "cpu":
+        pytest.skip("the host has one memory: ram_budget is the budget there")
+    model, plain = streamed_stack(place, ram_budget=ram_budget)
+    x = batch()
+    states = set()
+    for number in range(5):
+        with torch.no_grad():
+            output = model(x)
+        assert_bitwise_equal(output, run_resident(plain, place, x), f"pass {number}")
+        # All of them: some are away, some resident, some loaded ahead already.
+        states |= {(b.stays, b.slot is not None) for b in blocks_of(model)}
+        for mine, theirs in zip(weights(model), weights(plain), strict=True):
+            edit(mine)
+            edit(theirs)
+    assert states == {(False, False), (False, True), (True, True)}
+    with torch.no_grad():
+        model(x)
+    runtime_of(model).shutdown()
+    assert_bitwise_equal(values(model), values(plain), "after shutdown")
+
+
+@pytest.mark.parametrize("edit", EDITS, ids=lambda e: e.__name__)
+@pytest.mark.parametrize("number", range(6))
+def test_an_edit_of_one_layer_survives_shutdown_without_another_pass(
+    place, edit, number
+):
+    model, plain = streamed_stack(place)
+    with torch.no_grad():
+        model(batch())
+        model(batch())
+    edit(weights(model)[number])
+    edit(weights(plain)[number])
+    runtime_of(model).shutdown()
+    assert_bitwise_equal(values(model), values(plain), "after shutdown")
+
+
+def test_an_edit_before_the_first_pass_is_used(place):
+    model, plain = streamed_stack(place)
+    for edited in (model, plain):
+        for parameter in weights(edited):
+            assign_data(parameter)
+            add_in_place(parameter)
+    with torch.no_grad():
+        output = model(batch())
+    assert_bitwise_equal(output, run_resident(plain, place, batch()), "first pass")
+    runtime_of(model).shutdown()
+
+
+def test_edits_of_biases_and_of_the_small_rest_are_used(place):
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(5)), nn.LayerNorm(4))
+    model[5] = nn.LayerNorm(WIDTH)
+    plain = deepcopy(model)
+    stagehand.layer(model, vram_budget=4 * LAYER_BYTES, device=place)
+    for edit in (add_in_place, add_through_data, assign_data, copy_through_data):
+        for mine, theirs in zip(model, plain, strict=True):
+            edit(mine.bias)
+            edit(theirs.bias)
+        with torch.no_grad():
+            output = model(batch())
+        assert_bitwise_equal(output, run_resident(plain, place, batch()), edit.__name__)
+    runtime_of(model).shutdown()
+    assert_bitwise_equal(values(model), values(plain), "after shutdown")
+
+
+class Counting(nn.Module):
+    """Changes its own weight in every pass."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(WIDTH))
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.weight.add_(0.125)
+        return x @ self.weight
+
+
+def test_a_weight_changed_in_the_middle_of_a_pass_is_saved_before_its_slot_is_reused(
+    place,
+):
+    model = nn.Sequential(*(Counting() for _ in range(6)))
+    plain = deepcopy(model).to(place)
+    stagehand.layer(model, vram_budget=2 * LAYER_BYTES, device=place)
+    with torch.no_grad():
+        for number in range(4):
+            assert_bitwise_equal(
+                model(batch()), plain(batch().to(place)), f"pass {number}"
+            )
+    runtime_of(model).shutdown()
+    assert_bitwise_equal(values(model), values(plain), "after shutdown")
+
+
+def test_loading_a_state_dict_into_a_running_model_replaces_every_weight(place):
+    model, _ = streamed_stack(place)
+    other = stack()
+    for parameter in other.parameters():
+        add_in_place(parameter)
+    for passes in range(3):
+        for _ in range(passes):
+            with torch.no_grad():
+                model(batch())
+        for parameter in other.parameters():
+            add_in_place(parameter)
+        assert model.load_state_dict(other.state_dict()).missing_keys == []
+        with torch.no_grad():
+            output = model(batch())
+        expected = run_resident(other, place, batch())
+        assert_bitwise_equal(output, expected, f"after {passes} passes")
+    runtime_of(model).shutdown()
+    assert_bitwise_equal(values(model), values(other), "after shutdown")
+
+
+def test_a_state_dict_loaded_by_assignment_replaces_every_weight(place):
+    model, _ = streamed_stack(place)
+    other = stack()
+    for parameter in other.parameters():
+        add_in_place(parameter)
+    with torch.no_grad():
+        model(batch())
+    state = {k: nn.Parameter(v.clone()) for k, v in other.state_dict().items()}
+    model.load_state_dict(state, assign=True)
+    with torch.no_grad():
+        output = model(batch())
+    assert_bitwise_equal(output, run_resident(other, place, batch()), "assigned")
+    runtime_of(model).shutdown()
+    assert_bitwise_equal(values(model), values(other), "after shutdown")
+
+
+def test_a_swap_with_averaged_weights_and_back_leaves_no_trace(place):
+    model, plain = streamed_stack(place)
+    expected = run_resident(plain, place, batch())
+    with torch.no_grad():
+        model(batch())
+    saved = [p.data.clone() for p in model.parameters()]
+    for parameter in (*model.parameters(), *plain.parameters()):
+        parameter.data.mul_(0.5)
+    with torch.no_grad():
+        output = model(batch())
+    assert_bitwise_equal(output, run_resident(plain, place, batch()), "averaged")
+    for parameter, old in zip(model.parameters(), saved, strict=True):
+        parameter.data.copy_(old)
+    with torch.no_grad():
+        assert_bitwise_equal(model(batch()), expected, "swapped back")
+    runtime_of(model).shutdown()
+
+
+def test_replacing_a_weight_by_another_shape_says_what_to_do(place):
+    model, _ = streamed_stack(place)
+    with torch.no_grad():
+        model(batch())
+    for parameter in weights(model):
+        parameter.data = torch.zeros(2, 2)
+    with pytest.raises(stagehand.StagehandError, match=r"shutdown\(\)"):
+        model(batch())
