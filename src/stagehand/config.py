@@ -1,5 +1,6 @@
 """Settings of block mode, under the names that users know."""
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,10 +10,17 @@ from stagehand.units import MIB
 
 __all__ = ["StagehandConfig"]
 
+_SIZES = (
+    "pinned_pool_mb",
+    "pinned_slab_mb",
+    "vram_high_watermark_mb",
+    "vram_low_watermark_mb",
+)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StagehandConfig:
-    """Settings of a `StagehandRuntime`. Sizes are in MiB (2**20 bytes).
+    """Settings of a `StagehandRuntime`. Sizes are in MiB (2**20 bytes), whole or not.
 
     Example:
         >>> StagehandConfig(pinned_pool_mb=8192, vram_high_watermark_mb=20000,
@@ -20,15 +28,15 @@ class StagehandConfig:
         3
     """
 
-    pinned_pool_mb: int = 8192
+    pinned_pool_mb: float = 8192
     """Page-locked host memory at most. What does not fit is staged through it."""
-    pinned_slab_mb: int = 2048
+    pinned_slab_mb: float = 2048
     """The largest block that is accepted; staging slabs are as large as the largest
     block that needs one."""
-    vram_high_watermark_mb: int = 22000
+    vram_high_watermark_mb: float = 22000
     """Weights never take more device memory; and when all of this process's tensors
     reach it, weights make room."""
-    vram_low_watermark_mb: int = 18000
+    vram_low_watermark_mb: float = 18000
     """Down to which weights make room."""
     prefetch_window_blocks: int = 3
     """Blocks to load ahead at most."""
@@ -37,7 +45,7 @@ class StagehandConfig:
     copy_stream_priority: int = -1
     """Priority of the lanes' streams; lower runs first."""
     nan_inf_check: bool = False
-    """Count NaN and infinite values in the outputs of blocks. Costs a pass over them."""
+    """Count NaN and infinite values in outputs of blocks. Costs a pass over them."""
     telemetry_enabled: bool = True
     """Time uses and copies, for hits, stalls and the trace."""
     telemetry_interval_steps: int = 10
@@ -47,11 +55,16 @@ class StagehandConfig:
 
     def __post_init__(self) -> None:
         """Refuse what cannot work."""
-        for name in ("pinned_pool_mb", "pinned_slab_mb", "telemetry_interval_steps"):
-            if getattr(self, name) < 1:
+        for name in _SIZES:
+            if not 0 < getattr(self, name) < math.inf:
                 raise ConfigError(
-                    f"{name} is {getattr(self, name)}: expected 1 or more"
+                    f"{name} is {getattr(self, name)}: expected more than 0 MiB"
                 )
+        if self.telemetry_interval_steps < 1:
+            raise ConfigError(
+                f"telemetry_interval_steps is {self.telemetry_interval_steps}: expected"
+                " 1 or more"
+            )
         if self.prefetch_window_blocks < 0:
             raise ConfigError(
                 f"prefetch_window_blocks is {self.prefetch_window_blocks}: expected 0"
@@ -71,6 +84,6 @@ class StagehandConfig:
     def watermarks(self) -> Watermarks:
         """Return both marks in bytes."""
         return Watermarks(
-            high_bytes=self.vram_high_watermark_mb * MIB,
-            low_bytes=self.vram_low_watermark_mb * MIB,
+            high_bytes=int(self.vram_high_watermark_mb * MIB),
+            low_bytes=int(self.vram_low_watermark_mb * MIB),
         )

@@ -1,5 +1,7 @@
 """The runtime of one model, and the two ways of making one. Wires parts, decides nothing."""
 
+from __future__ import annotations
+
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -191,18 +193,26 @@ class Runtime(PassListener):
         """Pin what is streamed, as far as the pool allows, and place what stays."""
         parts = self._parts
         if not self._device.is_host:
+            self._take_in()
             staged = parts.masters.pin_all(parts.streamed, self._settings.lookahead)
             parts.loader.set_slabs(*staged)
-        self._place_rest()
         self._ready = True
+        self._place_rest()
 
     def _place_rest(self) -> None:
-        """Bring what always stays to the device; what has no values yet comes later."""
+        """Bring what always stays to the device; what has no values yet comes later.
+
+        Before anything is pinned, that is only what is never pinned.
+        """
         parts = self._parts
-        parts.scheduler.settle(
-            b for b in parts.scheduler.staying() if b.store is not None
-        )
+        staying = parts.scheduler.staying() if self._ready else parts.blocks[:1]
+        parts.scheduler.settle(b for b in staying if b.store is not None)
         parts.place_odd()
+
+    def _take_in(self) -> None:
+        """Take in what was assigned to the `.data` of tensors, wherever they are."""
+        for block in self._parts.blocks:
+            self._parts.scheduler.take_in(block)
 
     def _make_room(self) -> None:
         marks = self._settings.watermarks
@@ -366,6 +376,7 @@ class Runtime(PassListener):
             raise ConfigError("the model cannot be moved or copied while it runs")
         with self._edges.lock:
             self._parts.scheduler.park()
+            self._take_in()
             self._parts.take_home_odd()
             self._ready = False
 
@@ -511,9 +522,9 @@ class StagehandRuntime(Runtime):
         _check_model(model, dtype)
         settings = Settings(
             device=place,
-            budget_bytes=config.vram_high_watermark_mb * MIB,
-            pinned_bytes=config.pinned_pool_mb * MIB,
-            slab_bytes=config.pinned_slab_mb * MIB,
+            budget_bytes=int(config.vram_high_watermark_mb * MIB),
+            pinned_bytes=int(config.pinned_pool_mb * MIB),
+            slab_bytes=int(config.pinned_slab_mb * MIB),
             lookahead=config.prefetch_window_blocks,
             inflight=config.max_inflight,
             stream_priority=config.copy_stream_priority,

@@ -11,6 +11,8 @@ An exception inside a forward runs the hooks (`always_call`); an interrupt does 
 each edge notes its frame, and what a dead frame left open is closed at the next entry.
 """
 
+from __future__ import annotations
+
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -257,7 +259,7 @@ class _SiteEnd(_Hook):
 class _RowsBegin(_Hook):
     __slots__ = ("_mode",)
 
-    def __init__(self, mode: "RowGather") -> None:
+    def __init__(self, mode: RowGather) -> None:
         self._mode = mode
 
     def __call__(self, module: nn.Module, args: Any) -> None:
@@ -267,7 +269,7 @@ class _RowsBegin(_Hook):
 class _RowsEnd(_Hook):
     __slots__ = ("_mode",)
 
-    def __init__(self, mode: "RowGather") -> None:
+    def __init__(self, mode: RowGather) -> None:
         self._mode = mode
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:

@@ -287,17 +287,17 @@ def test_the_turn_of_a_ping_pong_reuses_what_the_ring_still_holds():
 
 
 def test_blocks_that_are_used_often_stay():
-    """A block between all others crosses the link each time if it does not stay."""
-    order = tuple(b for block in range(1, 11) for b in (0, block))
+    """Shared blocks between all others cross the link each time if they go."""
+    order = tuple(b for block in range(4, 44) for b in (block % 4, block))
     workload = Workload(
         order=order,
-        nbytes=(BLOCK,) * 11,
-        seconds=(1.0,) * 20,
-        link_bytes_per_second=BLOCK / 4,
+        nbytes=(BLOCK,) * 44,
+        seconds=(1.0,) * 80,
+        link_bytes_per_second=BLOCK / 2,
     )
-    made = plan(workload, budget_bytes=3 * BLOCK, max_lookahead=1)
-    assert 0 in made.resident
-    assert made.streamed_bytes == 10 * BLOCK
+    made = plan(workload, budget_bytes=8 * BLOCK, max_lookahead=3)
+    assert {0, 1, 2, 3} <= made.resident
+    assert made.step_seconds == pytest.approx(80)
 
 
 def test_smallest_budget_is_what_must_stay_and_the_largest_other_block():
@@ -448,6 +448,8 @@ def test_any_plan_is_sound_and_runs_as_predicted(data, workload, lookahead):
         if block in made.resident:
             assert made.home.count(slot) == 1
             assert made.slots[slot] == workload.nbytes[block]
+    for slot in shared_slots(made):
+        assert made.home.count(slot) > 1
     assert workload.must_stay <= made.resident
     assert made.lookahead <= lookahead
     assert len(shared_slots(made)) <= lookahead + 1

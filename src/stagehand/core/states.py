@@ -4,7 +4,7 @@ from enum import IntEnum
 
 from stagehand.errors import InvalidStateTransitionError
 
-__all__ = ["BlockState", "check_transition"]
+__all__ = ["ALLOWED", "BlockState", "check_transition"]
 
 
 class BlockState(IntEnum):
@@ -40,7 +40,7 @@ _FOLLOWERS: dict[BlockState, frozenset[BlockState]] = {
     BlockState.GPU_FREEING: frozenset({BlockState.UNLOADED}),
 }
 # Indexed by state: hashing enum members on every transition costs more than the check.
-_ALLOWED = tuple(
+ALLOWED = tuple(
     tuple(after in _FOLLOWERS[before] for after in BlockState) for before in BlockState
 )
 
@@ -57,7 +57,7 @@ def check_transition(name: str, before: BlockState, after: BlockState) -> None:
         InvalidStateTransitionError: If `after` may not follow; it names the block, both
             states and those that may follow.
     """
-    if not _ALLOWED[before][after]:
+    if not ALLOWED[before][after]:
         allowed = ", ".join(state.name for state in sorted(_FOLLOWERS[before]))
         raise InvalidStateTransitionError(
             f"block {name!r} cannot go from {before.name} to {after.name}; from there "

@@ -12,6 +12,8 @@ again does not disturb waits that were made before, so each slot owns two events
 life.
 """
 
+from __future__ import annotations
+
 import enum
 from collections import deque
 from dataclasses import dataclass

@@ -1,5 +1,7 @@
 """Blocks: what moves together, and how they are found in a model."""
 
+from __future__ import annotations
+
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -36,8 +38,11 @@ class Block(Residency):
         "addresses",
         "bound",
         "clean_versions",
+        "filled_in",
         "home",
+        "image",
         "layout",
+        "nbytes",
         "seal",
         "slot",
         "store",
@@ -61,7 +66,11 @@ class Block(Residency):
         self.layout = layout
         self.tensors = tuple(tensors)
         self.tracked = tuple(t for t in self.tensors if not t.is_inference())
+        self.nbytes = layout.nbytes
+        """Bytes of the block's image, on the device as on the host."""
         self.store: Store | None = None
+        self.image: torch.Tensor | None = None
+        """The store's bytes, if they lie in pinned memory; else a load stages them."""
         self.home: Slot | None = None
         """The slot that the plan gives to the block."""
         self.slot: Slot | None = None
@@ -75,6 +84,8 @@ class Block(Residency):
         self.views_in: Slot | None = None
         self.target: torch.Tensor | None = None
         """The bytes of `views_in` that the block fills."""
+        self.filled_in = -1
+        """The pass in which the slot was filled."""
         self.clean_versions: list[int] = []
         """All tensors' versions when the store was told of changes last."""
         self.versions: list[int] = []
@@ -85,15 +96,11 @@ class Block(Residency):
     def __repr__(self) -> str:
         return f"Block({self.name!r}, {format_bytes(self.nbytes)}, {self.state.name})"
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the block's image, on the device as on the host."""
-        return self.layout.nbytes
-
-    @property
-    def needs_staging(self) -> bool:
-        """Whether the bytes must be brought into pinned memory before they can load."""
-        return self.store is not None and self.store.pinned is None
+    def set_store(self, store: Store | None) -> None:
+        """Say where the truth is from now on. The block must be off the device."""
+        self.store = store
+        pinned = None if store is None else store.pinned
+        self.image = None if pinned is None else pinned[: self.nbytes]
 
     def point_to_host(self) -> None:
         """Let the tensors point to the store's host tensors."""

@@ -6,11 +6,14 @@ model issues the copy. `HostLoader` serves machines without one: "device" memory
 memory, so a worker thread reads straight into the slot.
 """
 
+from __future__ import annotations
+
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from stagehand.core.arena import Arena, Lease
+from stagehand.core.layout import same_bits
 from stagehand.core.states import BlockState
 from stagehand.core.telemetry import Counters
 from stagehand.core.transfer import Denied, Priority, Slot, Ticket, TransferEngine
@@ -30,6 +33,9 @@ _SAMPLES = 64
 class Loader(Protocol):
     """What the scheduler needs: nothing above knows threads, lanes or kinds of stores."""
 
+    stages: bool
+    """Whether there is a stage between store and slot that can be filled ahead."""
+
     def request(self, block: Block) -> bool:
         """Begin to stage a block; False if it cannot be now, or need not be."""
 
@@ -45,6 +51,9 @@ class Loader(Protocol):
     def save(self, block: Block, *, only_if_different: bool = False) -> None:
         """Bring the slot's bytes home to the store before returning."""
 
+    def staged(self) -> list[Block]:
+        """Return the blocks that wait between store and slot."""
+
     def forget(self, block: Block) -> None:
         """Drop what was staged for a block."""
 
@@ -59,8 +68,8 @@ def sample(block: Block) -> torch.Tensor:
     elements, as merging an adapter or swapping in averaged weights does, changes this.
     """
     store = _store(block)
-    if store.pinned is not None:
-        words = store.pinned[: block.nbytes].view(torch.int64)
+    if block.image is not None:
+        words = block.image.view(torch.int64)
         return words[:: max(1, words.numel() // _SAMPLES)].clone()
     pieces = []
     for host in store.hosts:
@@ -90,7 +99,7 @@ class _Slab:
         """The copy that still reads the slab."""
 
 
-def _went_well(job: "Future[int]") -> bool:
+def _went_well(job: Future[int]) -> bool:
     return job.done() and not job.cancelled() and job.exception() is None
 
 
@@ -115,6 +124,7 @@ class LaneLoader:
         self._arena = arena
         self._workers = workers
         self._counters = counters
+        self.stages = False
         self._limit = 0
         self._slab_bytes = 0
         self._slabs: list[_Slab] = []
@@ -126,10 +136,11 @@ class LaneLoader:
             self._empty_slabs()
         self._limit = count
         self._slab_bytes = nbytes
+        self.stages = count > 0
 
     def request(self, block: Block) -> bool:
         """See `Loader.request`."""
-        if _store(block).pinned is not None or block.index in self._staged:
+        if block.image is not None or block.index in self._staged:
             return False
         slab = self._free_slab()
         if slab is None:
@@ -167,23 +178,26 @@ class LaneLoader:
 
     def start(self, block: Block, slot: Slot, priority: Priority) -> bool:
         """See `Loader.start`."""
-        pinned = _store(block).pinned
-        target = block.target
+        target, image = block.target, block.image
         if target is None:
             raise StagehandInternalError(f"block {block.name!r} has no place in {slot}")
-        if pinned is None and block.nbytes <= self._slab_bytes:
-            return self._start_staged(block, slot, target, priority)
-        if pinned is None:
-            pinned = _pageable(block)  # larger than a slab: it stays, so this is once
-            block.tell_edits()
-            self._counters.disk_bytes += _store(block).read_into(pinned)
-        ticket = self._engine.load(slot, target, pinned[: block.nbytes], priority)
-        if isinstance(ticket, Denied):
+        if image is None:
+            if block.nbytes <= self._slab_bytes:
+                return self._start_staged(block, slot, target, priority)
+            image = self._read(block)
+        if isinstance(self._engine.load(slot, target, image, priority), Denied):
             return False
         block.versions = block.read_versions()
         block.to(BlockState.HOST_STAGED)
         block.to(BlockState.PREFETCHING)
         return True
+
+    def _read(self, block: Block) -> torch.Tensor:
+        """Return the bytes of a block that is larger than a slab: it stays, so once."""
+        image = _pageable(block)
+        block.tell_edits()
+        self._counters.disk_bytes += _store(block).read_into(image)
+        return image
 
     def _start_staged(
         self, block: Block, slot: Slot, target: torch.Tensor, priority: Priority
@@ -233,6 +247,10 @@ class LaneLoader:
     def finish(self, block: Block) -> None:
         """See `Loader.finish`. Streams wait for streams: nothing to do."""
 
+    def staged(self) -> list[Block]:
+        """See `Loader.staged`."""
+        return [slab.block for slab in self._staged.values() if slab.block is not None]
+
     def forget(self, block: Block) -> None:
         """See `Loader.forget`."""
         slab = self._staged.get(block.index)
@@ -242,6 +260,7 @@ class LaneLoader:
         if job is not None and not job.cancel():
             job.exception()  # it runs: the slab is its own until it ends
         self._free(slab)
+        block.seal = None
         block.to(BlockState.UNLOADED)
 
     def save(self, block: Block, *, only_if_different: bool = False) -> None:
@@ -251,8 +270,9 @@ class LaneLoader:
             raise StagehandInternalError(
                 f"block {block.name!r} is nowhere to be saved from"
             )
-        direct = store.pinned is not None and not only_if_different
-        image = store.pinned[: block.nbytes] if direct else _pageable(block)
+        image = None if only_if_different else block.image
+        direct = image is not None
+        image = _pageable(block) if image is None else image
         self._engine.save(slot, source, image).wait_host()
         if not direct:
             _write_back(block, image, only_if_different=only_if_different)
@@ -281,20 +301,9 @@ def _write_back(block: Block, image: torch.Tensor, *, only_if_different: bool) -
     store = _store(block)
     if only_if_different:
         views = block.layout.views(image)
-        if all(_same_bytes(v, h) for v, h in zip(views, store.hosts, strict=True)):
+        if all(same_bits(v, h) for v, h in zip(views, store.hosts, strict=True)):
             return
     store.write_back(image)
-
-
-def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
-    if torch.equal(a, b):
-        return True
-    if not (a.dtype.is_floating_point or a.dtype.is_complex):
-        return False
-    flat = [t.detach().clone(memory_format=torch.contiguous_format) for t in (a, b)]
-    return torch.equal(
-        *(t.reshape(-1).view(torch.uint8) for t in flat)
-    )  # NaNs are equal
 
 
 class HostLoader:
@@ -304,6 +313,8 @@ class HostLoader:
         workers: Threads that read ahead.
         counters: Where bytes are counted.
     """
+
+    stages = False
 
     def __init__(self, workers: WorkerGroup, counters: Counters) -> None:
         self._workers = workers
@@ -343,6 +354,10 @@ class HostLoader:
         job = self._jobs.pop(block.index, None)
         if job is not None:
             self._count(block, job.result())
+
+    def staged(self) -> list[Block]:
+        """See `Loader.staged`. There is no stage between store and slot."""
+        return []
 
     def forget(self, block: Block) -> None:
         """See `Loader.forget`. Returns when no thread writes the slot any more."""

@@ -45,7 +45,7 @@ class Masters:
             return
         self._origin[block.index] = [tensor.device for tensor in block.tensors]
         hosts = [_on_host(tensor.data) for tensor in block.tensors]
-        block.store = ModuleStore(block.layout, hosts)
+        block.set_store(ModuleStore(block.layout, hosts))
         block.clean_versions = block.all_versions()
         block.point_to_host()
 
@@ -58,7 +58,7 @@ class Masters:
             return False
         self._images[block.index] = lease
         hosts = block.store.hosts
-        block.store = ModuleStore.pack(block.layout, hosts, lease.buffer)
+        block.set_store(ModuleStore.pack(block.layout, hosts, lease.buffer))
         block.point_to_host()
         return True
 
@@ -79,8 +79,8 @@ class Masters:
             StagehandOOMError: If not even one slab fits.
         """
         free = self._arena.account.free_bytes + self._arena.kept_bytes
-        wanted = [b for b in blocks if b.index in self._origin and b.needs_staging]
-        staged = [b for b in blocks if b.needs_staging and b not in wanted]
+        wanted = [b for b in blocks if b.index in self._origin and b.image is None]
+        staged = [b for b in blocks if b.image is None and b not in wanted]
         total = sum(b.nbytes for b in wanted)
         slab = max((b.nbytes for b in staged), default=0)
         if total > free or staged:
@@ -124,7 +124,7 @@ class Masters:
             hosts = _plain_copies(block, hosts)
         for number, (tensor, host) in enumerate(zip(block.tensors, hosts, strict=True)):
             tensor.data = host if origin is None else host.to(origin[number])
-        block.store = None
+        block.set_store(None)
         if lease is not None:
             lease.release()
 
@@ -134,7 +134,7 @@ class Masters:
         The block must be off the device.
         """
         self._origin.pop(block.index, None)
-        block.store = store
+        block.set_store(store)
         block.clean_versions = block.all_versions()
         block.point_to_host()
         lease = self._images.pop(block.index, None)

@@ -42,6 +42,8 @@ class Order:
         self._misses = 0
         self.cursor = -1
         """Position of the latest use; -1 at the beginning of a pass."""
+        self.version = 0
+        """Counts changes of `line`."""
         self.passes = 0
         """Passes that are over."""
         self.learned = 0
@@ -61,18 +63,9 @@ class Order:
         return len(self._route)
 
     @property
-    def horizon(self) -> int:
-        """How many positions after the present pass can be asked for."""
-        return len(self._next)
-
-    def at(self, position: int) -> int:
-        """Return the block that is expected at a position; at most `horizon` beyond."""
-        length = len(self._route)
-        return (
-            self._route[position]
-            if position < length
-            else self._next[position - length]
-        )
+    def line(self) -> Route:
+        """The expected uses of the present pass and of the one after it."""
+        return self._route + self._next
 
     def use(self, block: int) -> bool:
         """Note a use; return whether it was the expected one."""
@@ -95,8 +88,7 @@ class Order:
             pass
         for route in reversed(self._follower):
             if route[0] == block:
-                self._route = route
-                self._next = self._follower[route]
+                self._expect(route)
                 self.cursor = 0
                 return
         if block in self._route:
@@ -122,11 +114,17 @@ class Order:
         expected = self._follower.get(done, done)
         kept = done == self._route and expected == self._next
         self._before = done
-        self._route = expected
-        self._next = self._follower.get(expected, expected)
+        self._expect(expected)
         self.cursor = -1
         self._misses = 0
         return kept
+
+    def _expect(self, route: Route) -> None:
+        following = self._follower.get(route, route)
+        if route != self._route or following != self._next:
+            self._route = route
+            self._next = following
+            self.version += 1
 
     def _follow(self, before: Route, done: Route) -> None:
         self._follower.pop(before, None)

@@ -9,12 +9,14 @@ the block itself.
 Not thread-safe: callers hold the runtime's lock.
 """
 
+from __future__ import annotations
+
 from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from stagehand.core.arena import Arena
-from stagehand.core.device import Device, Event, Stream
+from stagehand.core.device import Device, Stream
 from stagehand.core.layout import copy_values
 from stagehand.core.states import BlockState
 from stagehand.core.telemetry import Counters
@@ -75,6 +77,9 @@ class Scheduler:
         self._front = -1  # the last position that the look-ahead has passed
         self._staged_front = -1  # the last position for which staging was requested
         self._ahead: deque[Block] = deque()  # streamed blocks between cursor and front
+        self._pass = 0
+        self._line: list[Block] = []  # the expected uses of this pass and the next
+        self._line_version = -1
         self._latest: Block | None = None
         self._fetched: Block | None = None
         self.slots_by_memory: dict[int, Slot] = {}
@@ -98,9 +103,30 @@ class Scheduler:
         stream = self._device.current_stream()
         if block is self._latest and block.bound:
             self._engine.await_filled(block.slot, stream)  # type: ignore[arg-type]
+            block.uses = 1
+            return
+        order = self.order
+        if not order.use(block.index):
+            self._forget_ahead()
+        elif self._ahead and self._ahead[0] is block:
+            self._ahead.popleft()
+            block.awaited -= 1
+        elif self._front < order.cursor:
+            self._front = order.cursor
+        watch = self.stopwatch
+        arrived = None if watch is None else watch.mark(stream)
+        if block.bound:
+            self._engine.await_filled(block.slot, stream)  # type: ignore[arg-type]
         else:
-            self._use(block, stream)
+            self._bring(block, stream)
+        if watch is not None and arrived is not None:
+            watch.used(block.index, arrived, watch.mark(stream))
+        if block.stays:
+            self._counters.resident_uses += 1
+        self._latest = block
         block.uses = 1
+        if not order.lost:
+            self._run_ahead()
 
     def after(self, block: Block) -> None:
         """End a use that `before` began."""
@@ -125,60 +151,31 @@ class Scheduler:
         if block is not None:
             self.after(block)
 
-    def _use(self, block: Block, stream: Stream) -> None:
-        if self.order.use(block.index):
-            if self._ahead and self._ahead[0] is block:
-                self._ahead.popleft()
-                block.awaited -= 1
-            if self._front < self.order.cursor:
-                self._front = self.order.cursor
-        else:
-            self._forget_ahead()
-        watch = self.stopwatch
-        arrived = None if watch is None else watch.mark(stream)
-        if block.bound:
-            self._engine.await_filled(block.slot, stream)  # type: ignore[arg-type]
-        else:
-            self._bring(block, stream)
-        self._latest = block
-        self._count_use(block, arrived, stream)
-        block.uses = 1
-        if not self.order.lost:
-            self._run_ahead()
-
-    def _count_use(self, block: Block, arrived: Event | None, stream: Stream) -> None:
-        if block.stays:
-            self._counters.resident_uses += 1
-        watch = self.stopwatch
-        if watch is not None and arrived is not None:
-            watch.used(block.index, arrived, watch.mark(stream))
-
     def _bring(self, block: Block, stream: Stream) -> None:
-        if block.slot is None:
-            self._load(block, self._clear_slot(block), Priority.CRITICAL)
         slot = block.slot
         if slot is None:
-            raise StagehandInternalError(f"block {block.name!r} was not loaded")
-        self._finish(block, slot)
-        if self._is_stale(block):
+            slot = self._clear_slot(block)
+            self._load(block, slot, Priority.CRITICAL)
+        try:
+            self._loader.finish(block)
+        except BaseException:
+            self._vacate(block, slot)
+            raise
+        if block.is_changed() or (
+            block.filled_in != self._pass and self._is_old(block)
+        ):
             self._reload(block, slot)
         self._engine.await_filled(slot, stream)
         if block.state is BlockState.PREFETCHING:
             block.to(BlockState.GPU_READY)
         block.point_to_device()
 
-    def _finish(self, block: Block, slot: Slot) -> None:
-        try:
-            self._loader.finish(block)
-        except BaseException:
-            self._vacate(block, slot)
-            raise
+    def _is_old(self, block: Block) -> bool:
+        """Whether the host's tensors were edited behind their version counters.
 
-    def _is_stale(self, block: Block) -> bool:
-        """Whether the host's tensors were changed since the slot was filled from them."""
-        if block.is_replaced():
-            self._take_in(block)
-        if block.is_changed():
+        Asked of blocks that were filled in an earlier pass: users edit between passes.
+        """
+        self.take_in(block)
             return True
         seal, block.seal = block.seal, None
         return seal is not None and not bool((seal == sample(block)).all())
@@ -186,17 +183,20 @@ class Scheduler:
     def _reload(self, block: Block, slot: Slot) -> None:
         self._vacate(block, slot)
         self._load(block, slot, Priority.CRITICAL)
-        self._finish(block, slot)
+        self._loader.finish(block)
 
     # Loading and evicting
 
     def _load(self, block: Block, slot: Slot, priority: Priority) -> bool:
         """Begin to fill an empty slot with a block; False if it cannot be now."""
-        self._settle_in(block, slot)
-        if not self._loader.start(block, slot, priority):
-            return False
+        if block.views_in is not slot or slot.lease is None:
+            self._settle_in(block, slot)
         slot.occupant = block
+        if not self._loader.start(block, slot, priority):
+            slot.occupant = None
+            return False
         block.slot = slot
+        block.filled_in = self._pass
         return True
 
     def _settle_in(self, block: Block, slot: Slot) -> None:
@@ -288,16 +288,14 @@ class Scheduler:
         slot = block.slot
         if slot is None:
             raise StagehandInternalError(f"block {block.name!r} is not on the device")
-        if block.is_replaced():
-            self._take_in(block)
+        self.take_in(block)
         if not block.bound:
             self._loader.forget(block)
-        elif block.is_changed():
+        elif (changed := block.is_changed()) or verify:
+            # Edits and reads since its last use count as uses of the slot.
+            self._engine.release(slot, self._device.current_stream())
             block.to(BlockState.EVICTING)
-            self._loader.save(block)
-        elif verify:
-            block.to(BlockState.EVICTING)
-            self._loader.save(block, only_if_different=True)
+            self._loader.save(block, only_if_different=not changed)
         self._vacate(block, slot)
         self._counters.evictions += 1
         if storage_use_count(slot.storage) > slot.alone:
@@ -318,30 +316,36 @@ class Scheduler:
         if self._latest is block:
             self._latest = None
 
-    def _take_in(self, block: Block) -> None:
+    def take_in(self, block: Block) -> None:
         """Copy in what somebody assigned to a tensor's `.data`, and point back.
 
         While the block is away the truth gets the values, while it is here its slot.
         """
-        if block.store is None:
+        if block.store is None or not block.is_replaced():
             return
         places = block.views if block.bound else block.store.hosts
+        refused: list[str] = []
         for tensor, place, address in zip(
             block.tensors, places, block.addresses, strict=True
         ):
             given = tensor.data
             if given.data_ptr() == address:
                 continue
-            if given.shape != place.shape or given.dtype != place.dtype:
-                raise OrphanedParameterError(
-                    f"a tensor of block {block.name!r} was replaced by one of"
-                    f" {given.dtype} {list(given.shape)}, expected {place.dtype}"
-                    f" {list(place.shape)}; call runtime.shutdown() before changing a"
-                    " parameter's shape or element type, then stagehand.layer() again"
-                )
             tensor.data = place
-            copy_values(place, given)
+            if given.shape != place.shape or given.dtype != place.dtype:
+                refused.append(
+                    f"by {given.dtype} {list(given.shape)}, expected {place.dtype}"
+                    f" {list(place.shape)}"
+                )
+            else:
+                copy_values(place, given)
         block.mark_changed()
+        if refused:
+            raise OrphanedParameterError(
+                f"a tensor of block {block.name!r} was replaced {refused[0]}, and has its"
+                " old values again; call runtime.shutdown() before changing a"
+                " parameter's shape or element type, then stagehand.layer() again"
+            )
 
     def _abandon(self, slot: Slot) -> None:
         """Leave a slot's memory to whoever else holds it; the slot gets new memory."""
@@ -381,20 +385,22 @@ class Scheduler:
     # Looking ahead
 
     def _run_ahead(self) -> None:
-        order, blocks, ahead = self.order, self.blocks, self._ahead
-        end = order.length + order.horizon
-        last = min(end, order.cursor + order.length + 1)
+        ahead, line = self._ahead, self._line
+        room = self._lookahead - len(ahead)
         position = self._front + 1
-        while len(ahead) < self._lookahead and position < last:
-            block = blocks[order.at(position)]
+        last = min(len(line), self.order.cursor + self.order.length + 1)
+        while room > 0 and position < last:
+            block = line[position]
             if block.slot is None and not self._load_ahead(block):
                 break
             if not block.stays:
                 block.awaited += 1
                 ahead.append(block)
-            self._front = position
+                room -= 1
             position += 1
-        self._stage_ahead(position, last)
+        self._front = position - 1
+        if self._loader.stages:
+            self._stage_ahead(position, last)
 
     def _load_ahead(self, block: Block) -> bool:
         slot = block.home
@@ -411,17 +417,25 @@ class Scheduler:
         """Let the disk run further ahead than the link, as far as there are slabs."""
         position = max(position, self._staged_front + 1)
         while position < last:
-            block = self.blocks[self.order.at(position)]
-            if block.slot is None and block.needs_staging:
-                if not self._loader.request(block):
+            block = self._line[position]
+            if block.slot is None and block.image is None:
+                self._loader.request(block)
+                if block.state is not BlockState.HOST_STAGED:
                     return
             self._staged_front = position
             position += 1
+
+    def _draw_line(self) -> None:
+        """Take over what the order expects, if that has changed."""
+        if self._line_version != self.order.version:
+            self._line_version = self.order.version
+            self._line = [self.blocks[index] for index in self.order.line]
 
     def _forget_ahead(self) -> None:
         """The order was wrong: nothing that was loaded ahead is awaited any more."""
         while self._ahead:
             self._ahead.popleft().awaited -= 1
+        self._draw_line()
         self._front = self.order.cursor
         self._staged_front = self.order.cursor
 
@@ -436,10 +450,12 @@ class Scheduler:
             self._staged_front = max(self._staged_front - length, -1)
         else:
             self._forget_ahead()
+        self._draw_line()
+        self._pass += 1
         for slot in self._slots:
             block = slot.occupant
-            if block is not None and block.bound and block.is_replaced():
-                self._take_in(block)
+            if block is not None and block.bound:
+                self.take_in(block)
 
     def end_pass(self) -> None:
         """The model is left: streamed tensors point to the host again.
@@ -458,6 +474,9 @@ class Scheduler:
                     self.evict(block)
                     continue
                 block.point_to_host()
+            if block.seal is None:
+                block.seal = sample(block)
+        for block in self._loader.staged():
             if block.seal is None:
                 block.seal = sample(block)
 
@@ -529,8 +548,8 @@ class Scheduler:
         for slot in self._slots:
             block = slot.occupant
             if block is not None:
+                block.point_to_host()
                 block.slot = None
-                block.bound = False
                 slot.occupant = None
             self.free_slot(slot)
         self._slots = []
