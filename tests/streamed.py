@@ -55,13 +55,13 @@ def stream(
 
 
 def smallest_budget(architecture: Architecture, mode: str, device: str) -> int:
-    """Ask for a byte and take what the refusal says would work."""
+    """Ask for a KiB and take what the refusal says would work."""
     model = deepcopy(original(architecture))
     try:
-        stream(model, architecture, mode, device, 1)
+        stream(model, architecture, mode, device, 1024)
     except stagehand.StagehandOOMError as error:
         return error.needed_bytes
-    raise AssertionError(f"{architecture} was streamed in one byte")
+    raise AssertionError(f"{architecture} was streamed in one KiB")
 
 
 # What is left of a model

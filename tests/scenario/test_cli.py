@@ -125,7 +125,7 @@ def test_file_backed_run_writes_telemetry_and_trace(invoke, causal, tmp_path):
     )
     assert result.exit_code == 0, result.output
     assert "every bit equal" in result.output
-    read = re.search(r"read from files\s+│ ([\d.]+) KB", result.output)
+    read = re.search(r"read from files\s+│ ([\d.]+) [KM]B", result.output)
     assert float(read[1]) > 0
     records = [json.loads(line) for line in telemetry.read_text().splitlines()]
     assert records

@@ -36,7 +36,7 @@ def live_leases() -> int:
 
 
 class Lease:
-    """A holding of one buffer, given back exactly once by `release()` or `abandon()`."""
+    """A holding of one buffer; ended exactly once, by `release()` or `abandon()`."""
 
     def __init__(self, arena: "Arena", buffer: torch.Tensor, grant: Grant) -> None:
         self.buffer = buffer
@@ -57,7 +57,8 @@ class Lease:
         grant, self._grant = self._grant, None
         if grant is None:
             raise StagehandInternalError(
-                f"a lease of {self.nbytes} bytes of {self._arena.name} was released twice"
+                f"a lease of {self.nbytes} bytes of {self._arena.name} was released"
+                " twice"
             )
         _live.discard(self)
         return grant
@@ -159,9 +160,10 @@ class Arena:
         while True:
             if nbytes > self.account.limit_bytes or not self._leased:
                 raise StagehandOOMError(
-                    f"{holder} needs {format_bytes(nbytes)} of {self.name}, but the limit"
-                    f" is {format_bytes(self.account.limit_bytes)} and"
-                    f" {format_bytes(self.account.held_bytes)} are held; raise the budget",
+                    f"{holder} needs {format_bytes(nbytes)} of {self.name}, but the"
+                    f" limit is {format_bytes(self.account.limit_bytes)} and"
+                    f" {format_bytes(self.account.held_bytes)} are held; raise the"
+                    " budget",
                     needed_bytes=nbytes,
                     limit_bytes=self.account.limit_bytes,
                 )
@@ -174,9 +176,10 @@ class Arena:
             if not warned and waited >= _WARN_AFTER_SECONDS:
                 warned = True
                 warnings.warn(
-                    f"{holder} has waited {waited * 1e3:.0f} ms for {format_bytes(nbytes)}"
-                    f" of {self.name}, of which {format_bytes(self._leased)} are in use;"
-                    " a larger pool would not make it wait",
+                    f"{holder} has waited {waited * 1e3:.0f} ms for"
+                    f" {format_bytes(nbytes)} of {self.name}, of which"
+                    f" {format_bytes(self._leased)} are in use; a larger pool would not"
+                    " make it wait",
                     StagehandWarning,
                     stacklevel=3,
                 )
@@ -186,6 +189,8 @@ class Arena:
             raise ClosedError(
                 f"the arena of {self.name} is closed; {holder} came too late"
             )
+        if nbytes > self.account.free_bytes + self.kept_bytes:
+            return None  # freeing what is kept would not help
         buffer, grant = self._take_kept(nbytes, holder)
         if grant is None:
             grant = self.account.grant(nbytes, holder)

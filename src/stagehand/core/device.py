@@ -33,7 +33,7 @@ _MADV_HUGEPAGE = 14
 
 
 class Event(Protocol):
-    """A point in a stream's work. Recording it again moves it; waits keep what they saw."""
+    """A point in a stream's work. Recorded again it moves; waits keep what they saw."""
 
     def record(self, stream: Any = None) -> None:
         """Stand for all work that `stream` was given until now."""
@@ -66,7 +66,7 @@ class Device(Protocol):
     """Device memory is host memory: copies are done at once, a reader may fill it."""
 
     def empty(self, nbytes: int) -> torch.Tensor:
-        """Return `nbytes` uninitialized bytes of device memory, of the current stream."""
+        """Return uninitialized bytes of device memory that is the current stream's."""
 
     def pinned(self, nbytes: int) -> torch.Tensor:
         """Return `nbytes` bytes of page-locked host memory, exactly that many."""
@@ -94,6 +94,12 @@ class Device(Protocol):
 
     def free_bytes(self) -> int:
         """Return the bytes that can still be had, those cached by PyTorch included."""
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Queue a copy of bytes on the current stream, whose host side is `pinned`.
+
+        The host side starts where that memory starts.
+        """
 
     def synchronize(self) -> None:
         """Block the host until the device is idle."""
@@ -133,8 +139,15 @@ class AcceleratorDevice:
                     return _registered_memory(nbytes)
                 return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
             except RuntimeError as error:
+                if self._registers:
+                    self._drain_error()
                 self._warn_unpinned(nbytes, error)
                 return torch.empty(nbytes, dtype=torch.uint8)
+
+    def _drain_error(self) -> None:
+        """Let the driver tell of a refusal here, not in the caller's next kernel."""
+        with contextlib.suppress(RuntimeError):
+            torch.ones(1, device=self.torch_device)
 
     def _warn_unpinned(self, nbytes: int, error: RuntimeError) -> None:
         if self._warned:
@@ -143,7 +156,8 @@ class AcceleratorDevice:
         warnings.warn(
             f"{nbytes} bytes of host memory could not be page-locked for"
             f" {self.torch_device} ({error}); copies from ordinary memory are several"
-            " times slower. Lower ram_budget, or raise the system's limit of locked memory",
+            " times slower. Lower ram_budget, or raise the system's limit of locked"
+            " memory",
             StagehandWarning,
             stacklevel=3,
         )
@@ -151,7 +165,9 @@ class AcceleratorDevice:
     def new_stream(self, priority: int = 0) -> Stream:
         """See `Device.new_stream`. Lower priorities run first."""
         if self.torch_device.type == "cuda":  # torch.Stream takes its priority in order
-            stream: Stream = torch.cuda.Stream(self.torch_device, priority=priority)
+            stream: Stream = torch.cuda.Stream(  # type: ignore[no-untyped-call]
+                self.torch_device, priority=priority
+            )
             return stream
         return torch.Stream(device=self.torch_device)
 
@@ -186,6 +202,15 @@ class AcceleratorDevice:
         cached = torch.accelerator.memory_reserved(self._index)
         return free + cached - torch.accelerator.memory_allocated(self._index)
 
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """See `Device.copy`. No copy may span two registrations of pinned memory."""
+        if target.numel() <= _REGISTER_CHUNK:
+            target.copy_(source, non_blocking=True)
+            return
+        for start in range(0, target.numel(), _REGISTER_CHUNK):
+            piece = slice(start, start + _REGISTER_CHUNK)
+            target[piece].copy_(source[piece], non_blocking=True)
+
     def synchronize(self) -> None:
         """See `Device.synchronize`."""
         torch.accelerator.synchronize(self._index)
@@ -201,7 +226,7 @@ class _RegisteredMemory(mmap.mmap):
     _locked: list[int]
 
     def lock(self, address: int, nbytes: int) -> None:
-        runtime = torch.cuda.cudart()
+        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         self._locked = []
         for start in range(0, nbytes, _REGISTER_CHUNK):
             size = min(_REGISTER_CHUNK, nbytes - start)
@@ -212,13 +237,13 @@ class _RegisteredMemory(mmap.mmap):
             self._locked.append(address + start)
 
     def _unlock(self) -> None:
-        runtime = torch.cuda.cudart()
+        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         while self._locked:
             runtime.cudaHostUnregister(self._locked.pop())
 
     def __del__(self) -> None:
         if getattr(self, "_locked", None):
-            torch.cuda.synchronize()  # a copy may still read what is about to be unlocked
+            torch.cuda.synchronize()  # a copy may still read what is to be unlocked
             self._unlock()
 
 
@@ -227,12 +252,10 @@ def _registered_memory(nbytes: int) -> torch.Tensor:
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     memory = _RegisteredMemory(-1, size, flags=flags)
     if nbytes >= _HUGE_PAGE:
-        with contextlib.suppress(
-            OSError
-        ):  # a kernel without huge pages: slower to lock
+        with contextlib.suppress(OSError):  # a kernel without them: slower to lock
             memory.madvise(_MADV_HUGEPAGE)
     whole = torch.frombuffer(memory, dtype=torch.uint8)
-    whole.zero_()  # touched by all of PyTorch's threads: locking present pages is faster
+    whole.zero_()  # touched by all of PyTorch's threads: present pages lock faster
     memory.lock(whole.data_ptr(), size)
     return whole[:nbytes]
 
@@ -265,12 +288,6 @@ class _HostStream:
     def synchronize(self) -> None:
         return None
 
-    def __enter__(self) -> "_HostStream":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        return None
-
 
 class HostDevice:
     """The CPU in the place of an accelerator: same code, plain copies."""
@@ -280,6 +297,7 @@ class HostDevice:
     def __init__(self) -> None:
         self.torch_device = torch.device("cpu")
         self._stream = _HostStream()
+        self._nothing = contextlib.nullcontext()
 
     def __repr__(self) -> str:
         return "HostDevice()"
@@ -307,7 +325,7 @@ class HostDevice:
 
     def on(self, stream: Stream) -> contextlib.AbstractContextManager[Any]:
         """See `Device.on`."""
-        return self._stream
+        return self._nothing
 
     def allocated_bytes(self) -> int | None:
         """See `Device.allocated_bytes`. The host does not count."""
@@ -325,6 +343,10 @@ class HostDevice:
         """See `Device.free_bytes`."""
         available: int = psutil.virtual_memory().available
         return available
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """See `Device.copy`. Done when it returns."""
+        target.copy_(source)
 
     def synchronize(self) -> None:
         """See `Device.synchronize`."""
@@ -350,8 +372,8 @@ def find_device(device: torch.device | str | int | None) -> Device:
     if accelerator is None or accelerator.type != wanted.type:
         found = "none" if accelerator is None else str(accelerator)
         raise ConfigError(
-            f"device is {str(wanted)!r}, but this machine's accelerator is {found}; pass"
-            " device=None to take what is there, or device='cpu'"
+            f"device is {str(wanted)!r}, but this machine's accelerator is {found};"
+            " pass device=None to take what is there, or device='cpu'"
         )
     count = torch.accelerator.device_count()
     if wanted.index is not None and wanted.index >= count:

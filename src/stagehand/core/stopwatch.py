@@ -62,18 +62,20 @@ class Stopwatch:
         self._device = device
         self._spare: list[Event] = []
         self._zero: Event | None = None
+        self._last: dict[Stream, Event] = {}  # of each stream
         self._uses: list[tuple[int, Event, Event]] = []
         self._copies: list[tuple[int, str, int, Event, Event]] = []
 
     def mark(self, stream: Stream) -> Event:
         """Return an event that stands for this moment of a stream."""
+        if self._zero is None:
+            self._zero = self._device.new_event(timing=True)
+            self._zero.record(stream)
         event = (
             self._spare.pop() if self._spare else self._device.new_event(timing=True)
         )
         event.record(stream)
-        if self._zero is None:
-            self._zero = self._device.new_event(timing=True)
-            self._zero.record(stream)
+        self._last[stream] = event
         return event
 
     def used(self, block: int, arrived: Event, begun: Event) -> None:
@@ -94,9 +96,7 @@ class Stopwatch:
 
     def is_over(self) -> bool:
         """Return whether everything noted so far has happened on the device."""
-        last = [self._uses[-1][2]] if self._uses else []
-        last += [self._copies[-1][4]] if self._copies else []
-        return all(event.query() for event in last)
+        return all(event.query() for event in self._last.values())
 
     def resolve(self) -> tuple[list[UseTime], list[CopyTime]]:
         """Return the times of everything noted since the last call, and forget it.
@@ -106,10 +106,7 @@ class Stopwatch:
         zero = self._zero
         if zero is None:
             return [], []
-        for event in (
-            *(u[2] for u in self._uses[-1:]),
-            *(c[4] for c in self._copies[-1:]),
-        ):
+        for event in self._last.values():
             event.synchronize()
         copies = [
             CopyTime(
@@ -133,4 +130,5 @@ class Stopwatch:
             self._spare += (arrived, begun) if block >= 0 else (arrived,)
         self._uses.clear()
         self._copies.clear()
+        self._last.clear()
         return uses, copies

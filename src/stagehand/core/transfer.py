@@ -16,18 +16,16 @@ from __future__ import annotations
 
 import enum
 from collections import deque
-from dataclasses import dataclass
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any
-
-import torch
-
-from stagehand.core.device import Device, Event, Stream
-from stagehand.core.telemetry import Counters
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
+    import torch
+
     from stagehand.core.arena import Lease
+    from stagehand.core.device import Device, Event, Stream
     from stagehand.core.stopwatch import Stopwatch
+    from stagehand.core.telemetry import Counters
 
 __all__ = ["Denied", "Lane", "Priority", "Slot", "Ticket", "TransferEngine"]
 
@@ -93,8 +91,7 @@ class Slot:
         return f"Slot({self.index}, {self.nbytes} bytes, {self.occupant})"
 
 
-@dataclass(frozen=True, slots=True)
-class Ticket:
+class Ticket(NamedTuple):
     """Completion of a submitted copy."""
 
     done: Event
@@ -117,11 +114,12 @@ class Lane:
     def __init__(self, device: Device, capacity: int | None, priority: int) -> None:
         self.stream = device.new_stream(priority)
         self.capacity = capacity
-        self._in_flight: deque[Event] = deque()
+        # The lane is ordered: it is full as long as the first of these is not done.
+        self._in_flight: deque[Event] = deque(maxlen=capacity)
 
     @property
     def in_flight(self) -> int:
-        """Copies that are submitted and not known to be done."""
+        """Copies that are submitted and not known to be done, counted to `capacity`."""
         while self._in_flight and self._in_flight[0].query():
             self._in_flight.popleft()
         return len(self._in_flight)
@@ -218,11 +216,11 @@ class TransferEngine:
         watch = self.stopwatch
         if watch is None:
             with self._device.on(stream):
-                target.copy_(source, non_blocking=True)
+                self._device.copy(target, source)
             return
         start = watch.mark(stream)
         with self._device.on(stream):
-            target.copy_(source, non_blocking=True)
+            self._device.copy(target, source)
         block = -1 if slot.occupant is None else slot.occupant.index
         watch.copied(block, lane, target.numel(), start, watch.mark(stream))
 
@@ -263,7 +261,7 @@ class TransferEngine:
         return Ticket(done, nbytes)
 
     def retire(self, slot: Slot) -> None:
-        """Order all that touches the slot before whatever its memory is used for next."""
+        """Order all that touches the slot before the next use of its memory."""
         if slot._used:
             self.h2d.stream.wait_event(slot._drained)
         slot._seen_by = slot._reader = None

@@ -20,9 +20,11 @@ _R = TypeVar("_R")
 class WorkerGroup:
     """A few named threads that run jobs in the order they were given.
 
-    A failure is kept in its job's `Future` and reaches whoever asks for the result; one
-    that nobody asked for is raised by `close()`. Threads start with the first job, and
-    go when the group is closed or forgotten.
+    A failure is kept in its job's `Future` and reaches whoever asks for the result.
+    Threads start with the first job, and go when the group is closed or forgotten.
+
+    The garbage collector may close a group, or drop its jobs, on one of its own
+    threads: there, nothing waits.
 
     Args:
         name: For the threads' names.
@@ -35,7 +37,7 @@ class WorkerGroup:
         self._lock = threading.Lock()
         self._pool: ThreadPoolExecutor | None = None
         self._closed = False
-        self._lost: BaseException | None = None
+        self._threads: set[int] = set()
 
     def submit(
         self, job: Callable[_P, _R], *args: _P.args, **kwargs: _P.kwargs
@@ -52,30 +54,29 @@ class WorkerGroup:
                 )
             if self._pool is None:
                 self._pool = ThreadPoolExecutor(
-                    self._count, thread_name_prefix=f"stagehand-{self._name}"
+                    self._count,
+                    thread_name_prefix=f"stagehand-{self._name}",
+                    initializer=_note_thread,
+                    initargs=(self._threads,),
                 )
             return self._pool.submit(job, *args, **kwargs)
 
-    def abandon(self, future: "Future[object]") -> None:
-        """Give up a job's result: not started, it never will be; a failure is kept."""
-        if not future.cancel():
-            future.add_done_callback(self._keep_failure)
-
-    def _keep_failure(self, future: "Future[object]") -> None:
-        error = None if future.cancelled() else future.exception()
-        if error is not None and self._lost is None:
-            self._lost = error
+    def drop(self, future: "Future[_R]") -> None:
+        """Give up a job's result, its failure included; on return it does not run."""
+        if not future.cancel() and not self._is_inside():
+            future.exception()
 
     def close(self) -> None:
-        """Drop waiting jobs, join the threads, raise the first abandoned failure.
-
-        Idempotent: the failure is raised once.
-        """
+        """Drop waiting jobs and join the threads. Idempotent."""
         with self._lock:
             self._closed = True
             pool, self._pool = self._pool, None
         if pool is not None:
-            pool.shutdown(wait=True, cancel_futures=True)
-        lost, self._lost = self._lost, None
-        if lost is not None:
-            raise lost
+            pool.shutdown(wait=not self._is_inside(), cancel_futures=True)
+
+    def _is_inside(self) -> bool:
+        return threading.get_ident() in self._threads
+
+
+def _note_thread(threads: set[int]) -> None:
+    threads.add(threading.get_ident())

@@ -40,6 +40,7 @@ class Block(Residency):
         "clean_versions",
         "filled_in",
         "home",
+        "host_addresses",
         "image",
         "layout",
         "nbytes",
@@ -79,6 +80,7 @@ class Block(Residency):
         """Whether the tensors point into the slot."""
         self.addresses: list[int] = []
         """Where the tensors were pointed to."""
+        self.host_addresses: list[int] = []
         self.views: list[torch.Tensor] = []
         self.view_addresses: list[int] = []
         self.views_in: Slot | None = None
@@ -101,6 +103,8 @@ class Block(Residency):
         self.store = store
         pinned = None if store is None else store.pinned
         self.image = None if pinned is None else pinned[: self.nbytes]
+        if store is not None:
+            self.host_addresses = [host.data_ptr() for host in store.hosts]
 
     def point_to_host(self) -> None:
         """Let the tensors point to the store's host tensors."""
@@ -108,7 +112,7 @@ class Block(Residency):
             return
         for tensor, host in zip(self.tensors, self.store.hosts, strict=True):
             tensor.data = host
-        self.addresses = [tensor.data_ptr() for tensor in self.tensors]
+        self.addresses = self.host_addresses
         self.bound = False
 
     def point_to_device(self) -> None:

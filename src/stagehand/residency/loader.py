@@ -188,8 +188,7 @@ class LaneLoader:
         if isinstance(self._engine.load(slot, target, image, priority), Denied):
             return False
         block.versions = block.read_versions()
-        block.to(BlockState.HOST_STAGED)
-        block.to(BlockState.PREFETCHING)
+        block.through(BlockState.HOST_STAGED, BlockState.PREFETCHING)
         return True
 
     def _read(self, block: Block) -> torch.Tensor:
@@ -340,8 +339,7 @@ class HostLoader:
             self._count(block, store.read_into(target))
         else:
             self._jobs[block.index] = self._workers.submit(store.read_into, target)
-        block.to(BlockState.HOST_STAGED)
-        block.to(BlockState.PREFETCHING)
+        block.through(BlockState.HOST_STAGED, BlockState.PREFETCHING)
         return True
 
     def _count(self, block: Block, read: int) -> None:

@@ -33,6 +33,18 @@ class Residency:
             check_transition(self.name, self.state, state)
         self.state = state
 
+    def through(self, middle: BlockState, state: BlockState) -> None:
+        """Go to a state by way of another that nothing has to wait in.
+
+        Raises:
+            InvalidStateTransitionError: If either step cannot follow; the first that
+                can is taken.
+        """
+        if not (ALLOWED[self.state][middle] and ALLOWED[middle][state]):
+            self.to(middle)
+            self.to(state)
+        self.state = state
+
     @property
     def on_device(self) -> bool:
         """Whether a slot holds the block's bytes or is being filled with them."""

@@ -175,7 +175,8 @@ class Scheduler:
 
         Asked of blocks that were filled in an earlier pass: users edit between passes.
         """
-        self.take_in(block)
+        if block.is_replaced():
+            self.take_in(block)
             return True
         seal, block.seal = block.seal, None
         return seal is not None and not bool((seal == sample(block)).all())
@@ -191,12 +192,16 @@ class Scheduler:
         """Begin to fill an empty slot with a block; False if it cannot be now."""
         if block.views_in is not slot or slot.lease is None:
             self._settle_in(block, slot)
+        staged = block.state is BlockState.HOST_STAGED
+        if not staged and block.filled_in != self._pass:
+            self.take_in(block)
         slot.occupant = block
         if not self._loader.start(block, slot, priority):
             slot.occupant = None
             return False
         block.slot = slot
-        block.filled_in = self._pass
+        if not staged:  # else the bytes may have been read in an earlier pass
+            block.filled_in = self._pass
         return True
 
     def _settle_in(self, block: Block, slot: Slot) -> None:
@@ -288,7 +293,8 @@ class Scheduler:
         slot = block.slot
         if slot is None:
             raise StagehandInternalError(f"block {block.name!r} is not on the device")
-        self.take_in(block)
+        if block.filled_in != self._pass or verify:
+            self.take_in(block)
         if not block.bound:
             self._loader.forget(block)
         elif (changed := block.is_changed()) or verify:
@@ -308,8 +314,9 @@ class Scheduler:
         if block.state is BlockState.PREFETCHING:
             block.to(BlockState.GPU_READY)  # the next copy into the slot waits its turn
         if block.state is BlockState.GPU_READY:
-            block.to(BlockState.GPU_FREEING)
-        block.to(BlockState.UNLOADED)
+            block.through(BlockState.GPU_FREEING, BlockState.UNLOADED)
+        else:
+            block.to(BlockState.UNLOADED)
         block.seal = None
         block.slot = None
         slot.occupant = None
@@ -493,6 +500,7 @@ class Scheduler:
     def follow(self, plan: Plan) -> None:
         """Lay out the slots anew; blocks that keep their place stay where they are.
 
+        A block that shall no longer stay leaves even so: it may have been edited there.
         Nothing may be in use.
         """
         self._forget_ahead()
@@ -501,7 +509,10 @@ class Scheduler:
         slots: list[Slot | None] = [None] * len(plan.slots)
         for index, slot in old.items():
             home = plan.home[index]
-            if slots[home] is None and slot.nbytes == plan.slots[home]:
+            leaves = self.blocks[index].stays and index not in plan.resident
+            if leaves or slots[home] is not None:
+                continue
+            if slot.nbytes == plan.slots[home]:
                 slots[home] = slot
         for index, slot in old.items():
             if slots[plan.home[index]] is not slot:
