@@ -200,8 +200,8 @@ def _check_slabs(blocks: Iterable[Block], settings: Settings) -> None:
     if limit is None or largest is None or largest.nbytes <= limit:
         return
     raise StagehandOOMError(
-        f"block {largest.name!r} has {format_at_least(largest.nbytes)} but pinned_slab_mb"
-        f" allows {format_bytes(limit)}; set pinned_slab_mb to at least"
+        f"block {largest.name!r} has {format_at_least(largest.nbytes)} but"
+        f" pinned_slab_mb allows {format_bytes(limit)}; set pinned_slab_mb to at least"
         f" {-(-largest.nbytes // MIB)}, or use stagehand.layer(), which cuts finer",
         needed_bytes=largest.nbytes,
         limit_bytes=limit,

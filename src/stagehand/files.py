@@ -105,7 +105,7 @@ def _give_values(
     found: Mapping[str, Extent],
     files: FileSet,
 ) -> None:
-    """Make `meta` tensors real, in place: the same objects, with memory of their own."""
+    """Make `meta` tensors real, in place: the same objects, with values."""
     for tensor in block.tensors:
         if not tensor.is_meta:
             continue
@@ -121,4 +121,4 @@ def _give_values(
             if isinstance(tensor, nn.Parameter)
             else values
         )
-        torch.utils.swap_tensors(tensor, real)
+        torch.utils.swap_tensors(tensor, real)  # type: ignore[no-untyped-call]

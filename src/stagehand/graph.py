@@ -39,7 +39,7 @@ class WeightHandle:
         self.dtype = saved.dtype
         self.shape = saved.shape
         self.stride = saved.stride()
-        self.offset = saved.storage_offset()
+        self.offset = int(saved.storage_offset())
         self.tensor = _source(block, self.offset * saved.element_size())
         self.version = 0 if self.tensor.is_inference() else self.tensor._version
 
@@ -58,9 +58,9 @@ class WeightHandle:
         version = 0 if self.tensor.is_inference() else self.tensor._version
         if version != self.version:
             raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by"
-                f" an inplace operation: a weight of block {self.block.name!r} of shape"
-                f" {list(self.tensor.shape)} is at version {version}; expected version"
+                "one of the variables needed for gradient computation has been modified"
+                f" by an inplace operation: a weight of block {self.block.name!r} of"
+                f" shape {list(self.tensor.shape)} is at version {version}; expected version"
                 f" {self.version} instead"
             )
         base = slot.lease.buffer[: self.block.nbytes].view(self.dtype)
@@ -126,8 +126,8 @@ class _Kept:
     def get(self) -> torch.Tensor:
         if self.tensor._version != self.version:
             raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by"
-                f" an inplace operation: a {self.tensor.dtype} tensor of shape"
+                "one of the variables needed for gradient computation has been modified"
+                f" by an inplace operation: a {self.tensor.dtype} tensor of shape"
                 f" {list(self.tensor.shape)} is at version {self.tensor._version};"
                 f" expected version {self.version} instead"
             )

@@ -1,4 +1,4 @@
-"""Steps, times and records of one runtime: what telemetry, report and trace are made of."""
+"""Steps, times and records of one runtime, for telemetry, report and trace."""
 
 import time
 from collections import deque

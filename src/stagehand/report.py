@@ -73,8 +73,9 @@ class Report:
         lines = (
             f"weights   {format_bytes(self.weight_bytes)} in {self.blocks} blocks",
             f"budget    {format_bytes(self.budget_bytes)}, peak"
-            f" {format_bytes(self.peak_device_bytes)}; {format_bytes(self.resident_bytes)}"
-            f" stay in {self.slots} slots, {self.lookahead} blocks ahead",
+            f" {format_bytes(self.peak_device_bytes)};"
+            f" {format_bytes(self.resident_bytes)} stay in {self.slots} slots,"
+            f" {self.lookahead} blocks ahead",
             f"host      {format_bytes(self.pinned_bytes)} pinned,"
             f" {format_bytes(self.gathered_bytes)} gathered by rows",
             f"moved     {format_bytes(self.streamed_bytes)} to the device,"

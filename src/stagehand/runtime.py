@@ -1,11 +1,9 @@
-"""The runtime of one model, and the two ways of making one. Wires parts, decides nothing."""
+"""The runtime of one model, and the two ways of making one: wires the parts."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from pathlib import Path
 from types import MethodType
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -15,7 +13,6 @@ from torch import nn
 
 from stagehand.assembly import Settings, assemble
 from stagehand.config import StagehandConfig
-from stagehand.core.arena import Arena
 from stagehand.core.clock import Phase
 from stagehand.core.device import Device, find_device
 from stagehand.core.telemetry import Telemetry
@@ -35,6 +32,10 @@ from stagehand.units import MIB, parse_bytes
 from stagehand.weights import Edges, PassListener, RowGather, SiteHooks, StrayUses
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
+
+    from stagehand.core.arena import Arena
     from stagehand.stores.files import FileSet
 
 __all__ = ["Runtime", "StagehandRuntime", "layer"]
@@ -630,8 +631,8 @@ def _check_model(model: nn.Module, dtype: torch.dtype | None) -> None:
         if _HANDLE in module.__dict__:
             where = f"its module {name!r}" if name else "it"
             raise ConfigError(
-                f"{type(model).__name__} cannot be streamed: {where} is streamed already;"
-                f" call {_HANDLE}.shutdown() first"
+                f"{type(model).__name__} cannot be streamed: {where} is streamed"
+                f" already; call {_HANDLE}.shutdown() first"
             )
     for name, tensor in model.named_parameters():
         if isinstance(tensor, nn.parameter.UninitializedParameter):
@@ -662,9 +663,9 @@ class _Apply:
             result = fn(probe)
             if result.dtype != dtype:
                 raise ConfigError(
-                    f"{type(model).__name__} is streamed and cannot be cast from {dtype}"
-                    f" to {result.dtype}; call {_HANDLE}.shutdown(), cast, and stream it"
-                    " again, or pass dtype= when streaming"
+                    f"{type(model).__name__} is streamed and cannot be cast from"
+                    f" {dtype} to {result.dtype}; call {_HANDLE}.shutdown(), cast, and"
+                    " stream it again, or pass dtype= when streaming"
                 )
             if result.device != place and result.device.type != "cpu":
                 raise ConfigError(

@@ -15,20 +15,21 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from stagehand.core.telemetry import Counters
-from stagehand.residency.blocks import Block
-
 if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from contextlib import AbstractContextManager
+    from types import FrameType
+
     from torch.utils.hooks import RemovableHandle
+
+    from stagehand.core.telemetry import Counters
+    from stagehand.residency.blocks import Block
 
 __all__ = [
     "Edges",
@@ -106,7 +107,8 @@ class Edges:
             entry.context = self._listener.begin_pass(module)
             if entry.context is not None:
                 entry.context.__enter__()
-            return move_inputs((args, kwargs), self._device)
+            moved: tuple[Any, Any] = move_inputs((args, kwargs), self._device)
+            return moved
         except BaseException:
             self.leave(module)  # the module's own end hook finds nothing to end
             raise
@@ -171,6 +173,29 @@ def move_inputs(tree: Any, device: torch.device) -> Any:
     return tree
 
 
+def _own_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return every parameter and buffer under each of its names."""
+    return {
+        **dict(model.named_parameters(remove_duplicate=False)),
+        **dict(model.named_buffers(remove_duplicate=False)),
+    }
+
+
+def _put_back(model: nn.Module, known: Mapping[str, torch.Tensor]) -> None:
+    """Let a model have the tensors it had, with the values of those put in their place.
+
+    `load_state_dict(assign=True)` replaces the tensors themselves.
+    """
+    for name, tensor in known.items():
+        path, _, leaf = name.rpartition(".")
+        module = model.get_submodule(path)
+        for place in (module._parameters, module._buffers):
+            given = place.get(leaf)
+            if given is not None and given is not tensor:
+                tensor.data = given.data
+                place[leaf] = tensor
+
+
 def _nothing(*_: Any) -> None:
     """Stand where a hook was in a copy of the model: the copy is a plain model."""
 
@@ -185,6 +210,16 @@ class _Hook:
 
     def __reduce__(self) -> Any:
         return _get_nothing, ()
+
+
+class _StateLoaded(_Hook):
+    __slots__ = ("_known",)
+
+    def __init__(self, known: Mapping[str, torch.Tensor]) -> None:
+        self._known = known
+
+    def __call__(self, module: nn.Module, incompatible_keys: Any) -> None:
+        _put_back(module, self._known)
 
 
 def _get_nothing() -> Callable[..., None]:
@@ -263,7 +298,7 @@ class _RowsBegin(_Hook):
         self._mode = mode
 
     def __call__(self, module: nn.Module, args: Any) -> None:
-        self._mode.__enter__()
+        self._mode.__enter__()  # type: ignore[no-untyped-call]
 
 
 class _RowsEnd(_Hook):
@@ -273,7 +308,7 @@ class _RowsEnd(_Hook):
         self._mode = mode
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        self._mode.__exit__(None, None, None)
+        self._mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
 
 class RowGather(TorchFunctionMode):
@@ -306,7 +341,11 @@ class RowGather(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _lookup(
-        self, input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any
+        self,
+        input: torch.Tensor,  # noqa: A002 - the name in torch's own signature
+        weight: torch.Tensor,
+        *args: Any,
+        **kwargs: Any,
     ) -> torch.Tensor:
         if weight.device == input.device == self._device:
             return nn.functional.embedding(input, weight, *args, **kwargs)
@@ -407,6 +446,9 @@ class SiteHooks:
         for edge in (model, *model.children()):
             if type(edge).forward is not nn.ModuleList.forward:
                 self._hook_edge(edge, settle)
+        self._handles.append(
+            model.register_load_state_dict_post_hook(_StateLoaded(_own_tensors(model)))
+        )
 
     def _hook_edge(self, module: nn.Module, settle: Callable[[], None]) -> None:
         begin = module.register_forward_pre_hook(

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-from stagehand.core.layout import BlockLayout
 from stagehand.errors import ConfigError
 from stagehand.residency.residency import Residency
 from stagehand.units import MIB, format_bytes
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from stagehand.core.layout import BlockLayout
     from stagehand.core.transfer import Slot
     from stagehand.stores.base import Store
 
@@ -191,7 +192,7 @@ def tensor_bytes(tensor: torch.Tensor) -> int:
 
 
 def can_stream(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is plain memory that can be replaced by a view of other memory."""
+    """Whether a tensor is plain memory, which a view of other memory can replace."""
     return (
         type(tensor.data) is torch.Tensor
         and tensor.layout is torch.strided
@@ -347,7 +348,7 @@ def _cells(model: nn.Module, opaque: tuple[type[nn.Module], ...]) -> list[Group]
 
 
 def _memory_key(tensor: torch.Tensor) -> int:
-    """The same for tensors that start at the same memory; those without any are apart."""
+    """The same for tensors that start at the same memory; others differ."""
     if not can_stream(tensor) or tensor.numel() == 0 or tensor.is_meta:
         return id(tensor)
     return tensor.data_ptr()

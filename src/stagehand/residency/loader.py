@@ -12,18 +12,19 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from stagehand.core.arena import Arena, Lease
 from stagehand.core.layout import same_bits
 from stagehand.core.states import BlockState
-from stagehand.core.telemetry import Counters
 from stagehand.core.transfer import Denied, Priority, Slot, Ticket, TransferEngine
-from stagehand.core.workers import WorkerGroup
 from stagehand.errors import StagehandInternalError
-from stagehand.residency.blocks import Block
-from stagehand.stores.base import Store
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
+
+    from stagehand.core.arena import Arena, Lease
+    from stagehand.core.telemetry import Counters
+    from stagehand.core.workers import WorkerGroup
+    from stagehand.residency.blocks import Block
+    from stagehand.stores.base import Store
 
 __all__ = ["HostLoader", "LaneLoader", "Loader", "sample"]
 
@@ -31,7 +32,7 @@ _SAMPLES = 64
 
 
 class Loader(Protocol):
-    """What the scheduler needs: nothing above knows threads, lanes or kinds of stores."""
+    """What the scheduler needs; nothing above knows threads, lanes or stores."""
 
     stages: bool
     """Whether there is a stage between store and slot that can be filled ahead."""
@@ -43,7 +44,7 @@ class Loader(Protocol):
         """Say how much may be staged, where staging is done."""
 
     def start(self, block: Block, slot: Slot, priority: Priority) -> bool:
-        """Begin to fill a slot; False if it cannot be now. Urgent loads always begin."""
+        """Begin to fill a slot; False if it cannot be now. Urgent loads always do."""
 
     def finish(self, block: Block) -> None:
         """Make the host wait for what only the host can wait for: reader threads."""
@@ -132,7 +133,7 @@ class LaneLoader:
 
     def set_slabs(self, count: int, nbytes: int) -> None:
         """Stage through at most `count` slabs of `nbytes` bytes each, from now on."""
-        if nbytes != self._slab_bytes:
+        if nbytes != self._slab_bytes or count < len(self._slabs):
             self._empty_slabs()
         self._limit = count
         self._slab_bytes = nbytes
@@ -172,7 +173,7 @@ class LaneLoader:
     def _fill(self, block: Block, slab: _Slab) -> int:
         sent, slab.sent = slab.sent, None
         if sent is not None:
-            sent.wait_host()  # this thread may wait; the one that runs the model may not
+            sent.wait_host()  # this thread may wait; the model's may not
         nbytes: int = _store(block).read_into(slab.lease.buffer[: block.nbytes])
         return nbytes
 
@@ -255,16 +256,15 @@ class LaneLoader:
         slab = self._staged.get(block.index)
         if slab is None:
             return
-        job = slab.job
-        if job is not None and not job.cancel():
-            job.exception()  # it runs: the slab is its own until it ends
+        if slab.job is not None:
+            self._workers.drop(slab.job)
         self._free(slab)
         block.seal = None
         block.to(BlockState.UNLOADED)
 
     def save(self, block: Block, *, only_if_different: bool = False) -> None:
         """See `Loader.save`."""
-        store, slot, source = _store(block), block.slot, block.target
+        slot, source = block.slot, block.target
         if slot is None or source is None:
             raise StagehandInternalError(
                 f"block {block.name!r} is nowhere to be saved from"
@@ -349,9 +349,11 @@ class HostLoader:
 
     def finish(self, block: Block) -> None:
         """See `Loader.finish`. A failure of the reader is raised here."""
-        job = self._jobs.pop(block.index, None)
+        job = self._jobs.get(block.index)
         if job is not None:
-            self._count(block, job.result())
+            read = job.result()  # if this is interrupted, there is a job to forget
+            del self._jobs[block.index]
+            self._count(block, read)
 
     def staged(self) -> list[Block]:
         """See `Loader.staged`. There is no stage between store and slot."""
@@ -360,8 +362,8 @@ class HostLoader:
     def forget(self, block: Block) -> None:
         """See `Loader.forget`. Returns when no thread writes the slot any more."""
         job = self._jobs.pop(block.index, None)
-        if job is not None and not job.cancel():
-            job.exception()
+        if job is not None:
+            self._workers.drop(job)
 
     def save(self, block: Block, *, only_if_different: bool = False) -> None:
         """See `Loader.save`."""
@@ -376,6 +378,5 @@ class HostLoader:
     def close(self) -> None:
         """See `Loader.close`."""
         for job in self._jobs.values():
-            if not job.cancel():
-                job.exception()
+            self._workers.drop(job)
         self._jobs.clear()

@@ -91,8 +91,8 @@ class Masters:
         else:
             if slab > free:
                 raise StagehandOOMError(
-                    f"the pinned memory of {format_bytes(free)} cannot stage the largest"
-                    f" block of {format_at_least(slab)}; raise ram_budget (or"
+                    f"the pinned memory of {format_bytes(free)} cannot stage the"
+                    f" largest block of {format_at_least(slab)}; raise ram_budget (or"
                     f" pinned_pool_mb) to at least {format_at_least(slab)}",
                     needed_bytes=slab,
                     limit_bytes=free,

@@ -1,4 +1,4 @@
-"""A block's state and what keeps it where it is. No torch, no copies: only the books."""
+"""A block's state and what keeps it where it is. No torch, no copies: the books."""
 
 from stagehand.core.states import ALLOWED, BlockState, check_transition
 

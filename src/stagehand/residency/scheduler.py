@@ -12,29 +12,30 @@ Not thread-safe: callers hold the runtime's lock.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from stagehand.core.arena import Arena
-from stagehand.core.device import Device, Stream
 from stagehand.core.layout import copy_values
 from stagehand.core.states import BlockState
-from stagehand.core.telemetry import Counters
 from stagehand.core.transfer import Priority, Slot, TransferEngine
 from stagehand.errors import (
     OrphanedParameterError,
     StagehandInternalError,
     StagehandOOMError,
 )
-from stagehand.residency.blocks import Block
 from stagehand.residency.loader import Loader, sample
-from stagehand.residency.order import Order
-from stagehand.residency.plan import Plan
 from stagehand.torch_private import storage_use_count
 from stagehand.units import format_bytes
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from stagehand.core.arena import Arena
+    from stagehand.core.device import Device, Stream
     from stagehand.core.stopwatch import Stopwatch
+    from stagehand.core.telemetry import Counters
+    from stagehand.residency.blocks import Block
+    from stagehand.residency.order import Order
+    from stagehand.residency.plan import Plan
 
 __all__ = ["Scheduler"]
 
@@ -139,7 +140,7 @@ class Scheduler:
             self._engine.release(slot, self._device.current_stream())
 
     def fetch(self, block: Block) -> None:
-        """Make a block usable for backward, until another is fetched or a pass begins."""
+        """Make a block usable for backward, until the next fetch or pass."""
         if self._fetched is not block:
             self.release_fetched()
             self.before(block)
@@ -274,8 +275,8 @@ class Scheduler:
             ]
             raise StagehandOOMError(
                 f"block {block.name!r} ({format_bytes(block.nbytes)}) is needed while"
-                f" {', '.join(map(repr, used[:5]))} are in use and no slot is left; raise"
-                f" the budget of {format_bytes(self._arena.account.limit_bytes)} by"
+                f" {', '.join(map(repr, used[:5]))} are in use and no slot is left;"
+                f" raise the budget of {format_bytes(self._arena.account.limit_bytes)} by"
                 f" {format_bytes(block.nbytes)}",
                 needed_bytes=self._arena.account.limit_bytes + block.nbytes,
                 limit_bytes=self._arena.account.limit_bytes,
@@ -349,8 +350,8 @@ class Scheduler:
         block.mark_changed()
         if refused:
             raise OrphanedParameterError(
-                f"a tensor of block {block.name!r} was replaced {refused[0]}, and has its"
-                " old values again; call runtime.shutdown() before changing a"
+                f"a tensor of block {block.name!r} was replaced {refused[0]}, and has"
+                " its old values again; call runtime.shutdown() before changing a"
                 " parameter's shape or element type, then stagehand.layer() again"
             )
 
@@ -374,7 +375,7 @@ class Scheduler:
         slot.storage = None
 
     def free_slot(self, slot: Slot) -> None:
-        """Give an empty slot's memory back to the arena, or to whoever still holds it."""
+        """Give an empty slot's memory back to the arena, or to who still holds it."""
         lease = slot.lease
         if lease is None:
             return

@@ -1,0 +1,426 @@
+"""Arena: leases of one kind of memory under one account."""
+
+import threading
+import warnings
+from collections import Counter
+
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from stagehand.core.arena import Arena, live_leases
+from stagehand.core.ledger import Account
+from stagehand.errors import (
+    ClosedError,
+    StagehandInternalError,
+    StagehandOOMError,
+    StagehandWarning,
+)
+
+
+def new_arena(limit=100, **options):
+    """Return an arena, and the list of the sizes that it made."""
+    made = []
+
+    def make(nbytes):
+        made.append(nbytes)
+        return torch.zeros(nbytes, dtype=torch.uint8)
+
+    return Arena("pinned memory", make, Account("pinned", limit), **options), made
+
+
+def in_thread(function, *args):
+    """Start a thread, and return a function that waits for its result or error."""
+    outcome = []
+
+    def run():
+        try:
+            outcome.append(function(*args))
+        except (ClosedError, StagehandOOMError) as error:
+            outcome.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+
+    def result():
+        thread.join(timeout=10)
+        assert not thread.is_alive()
+        return outcome[0]
+
+    return result
+
+
+def waiting_acquire(arena, nbytes, holder):
+    """Let a thread ask, and return once it waits."""
+    before = arena.wait_count
+    result = in_thread(arena.acquire, nbytes, holder)
+    while arena.wait_count == before:
+        pass
+    return result
+
+
+# ------------------------------------------------------------------------------ leases
+
+
+def test_released_buffer_is_leased_again_and_not_made_again():
+    arena, made = new_arena()
+    first = arena.acquire_nowait(40, "a")
+    address = first.buffer.data_ptr()
+    first.release()
+    assert (arena.leased_bytes, arena.kept_bytes, arena.account.held_bytes) == (
+        *(0, 40, 40),
+    )
+    second = arena.acquire_nowait(40, "b")
+    assert second.buffer.data_ptr() == address
+    assert made == [40]
+    assert arena.account.holders() == {"b": 40}
+    second.release()
+
+
+def test_abandoned_buffer_is_neither_reused_nor_counted():
+    arena, made = new_arena()
+    lease = arena.acquire_nowait(40, "a")
+    kept_by_somebody = lease.buffer
+    lease.abandon()
+    assert (arena.leased_bytes, arena.kept_bytes, arena.account.held_bytes) == (0, 0, 0)
+    other = arena.acquire_nowait(40, "b")
+    assert other.buffer.data_ptr() != kept_by_somebody.data_ptr()
+    assert made == [40, 40]
+    other.release()
+
+
+@pytest.mark.parametrize("first", ["release", "abandon"])
+@pytest.mark.parametrize("second", ["release", "abandon"])
+def test_lease_ends_once(first, second):
+    arena, _ = new_arena()
+    lease = arena.acquire_nowait(40, "a")
+    getattr(lease, first)()
+    with pytest.raises(StagehandInternalError, match="40 bytes of pinned memory was"):
+        getattr(lease, second)()
+    assert arena.leased_bytes == 0
+
+
+def test_live_leases_counts_what_is_not_released():
+    before = live_leases()
+    arena, _ = new_arena()
+    leases = [arena.acquire_nowait(10, "a") for _ in range(3)]
+    assert live_leases() - before == 3
+    leases.pop().abandon()
+    leases.pop().release()
+    assert live_leases() - before == 1
+    leases.pop().release()
+    assert live_leases() == before
+
+
+def test_kept_buffers_of_other_sizes_make_room():
+    arena, made = new_arena(100)
+    for nbytes in (30, 40):
+        arena.acquire_nowait(nbytes, "a").release()
+    lease = arena.acquire_nowait(60, "b")
+    assert made == [30, 40, 60]
+    assert (arena.kept_bytes, arena.account.held_bytes) == (40, 100)
+    lease.release()
+
+
+def test_request_that_cannot_be_met_frees_nothing_that_is_kept():
+    """Pinned memory is slow to make: a hopeless request must not cost any."""
+    arena, made = new_arena(100)
+    held = arena.acquire_nowait(50, "a")
+    arena.acquire_nowait(30, "b").release()
+    assert arena.acquire_nowait(60, "c") is None
+    assert arena.kept_bytes == 30
+    arena.acquire_nowait(30, "b").release()
+    assert made == [50, 30]
+    held.release()
+
+
+def test_smallest_kept_buffer_within_the_spare_is_taken():
+    arena, made = new_arena(1000, spare=1.5)
+    leases = [arena.acquire_nowait(n, "a") for n in (160, 140, 120, 90)]
+    for lease in leases:
+        lease.release()
+    lease = arena.acquire_nowait(100, "b")
+    assert lease.nbytes == 120
+    assert arena.account.holders()["b"] == 120
+    exact, _ = new_arena(1000)
+    exact.acquire_nowait(101, "a").release()
+    other = exact.acquire_nowait(100, "b")
+    assert other.nbytes == 100
+    assert made == [160, 140, 120, 90]
+    lease.release()
+    other.release()
+
+
+def test_buffer_that_cannot_be_made_leaves_no_grant():
+    def fail(nbytes):
+        raise MemoryError(nbytes)
+
+    arena = Arena("pinned memory", fail, Account("pinned", 100))
+    with pytest.raises(MemoryError):
+        arena.acquire_nowait(40, "a")
+    assert arena.account.holders() == {}
+    assert arena.leased_bytes == 0
+
+
+def test_buffer_that_comes_back_under_a_lowered_limit_is_freed():
+    arena, _ = new_arena(100)
+    lease = arena.acquire_nowait(60, "a")
+    arena.account.set_limit(50)
+    lease.release()
+    assert (arena.kept_bytes, arena.account.held_bytes) == (0, 0)
+
+
+def test_trim_frees_what_is_kept_and_leaves_leases_alone():
+    arena, made = new_arena()
+    held = arena.acquire_nowait(30, "a")
+    arena.acquire_nowait(40, "b").release()
+    arena.trim()
+    assert (arena.kept_bytes, arena.leased_bytes) == (0, 30)
+    arena.acquire_nowait(40, "b").release()
+    assert made == [30, 40, 40]
+    held.release()
+
+
+def test_closed_arena_leases_nothing_and_frees_what_comes_back():
+    arena, _ = new_arena()
+    held = arena.acquire_nowait(30, "a")
+    arena.acquire_nowait(40, "b").release()
+    arena.close()
+    arena.close()
+    assert arena.kept_bytes == 0
+    for acquire in (arena.acquire, arena.acquire_nowait):
+        with pytest.raises(ClosedError, match="of pinned memory is closed; c came"):
+            acquire(10, "c")
+    assert held.buffer.sum() == 0
+    held.release()
+    assert (arena.kept_bytes, arena.account.held_bytes) == (0, 0)
+
+
+def test_repr_shows_live_counts():
+    arena, _ = new_arena(2000)
+    lease = arena.acquire_nowait(1000, "a")
+    assert repr(lease) == "Lease(1.00 KB, a)"
+    lease.release()
+    assert repr(lease) == "Lease(1.00 KB, released)"
+    assert repr(arena) == (
+        "Arena(pinned memory: 0 B leased, 1.00 KB kept, limit 2.00 KB)"
+    )
+
+
+# ----------------------------------------------------------------------------- waiting
+
+
+@pytest.mark.parametrize("end", ["release", "abandon"])
+def test_waiter_is_woken_when_a_lease_ends(end):
+    arena, _ = new_arena()
+    held = arena.acquire(80, "a")
+    result = waiting_acquire(arena, 80, "b")
+    getattr(held, end)()
+    lease = result()
+    assert lease.nbytes == 80
+    assert arena.wait_count == 1
+    assert 0 < arena.wait_ms < 5_000
+    lease.release()
+
+
+def test_waiter_is_woken_by_close():
+    arena, _ = new_arena()
+    held = arena.acquire(80, "a")
+    result = waiting_acquire(arena, 80, "b")
+    arena.close()
+    assert isinstance(result(), ClosedError)
+    held.release()
+
+
+def test_woken_waiter_did_not_have_to_poll(monkeypatch):
+    monkeypatch.setattr("stagehand.core.arena._WARN_AFTER_SECONDS", 3600)
+    for wake in ("release", "abandon", "close"):
+        arena, _ = new_arena()
+        held = arena.acquire(80, "a")
+        result = waiting_acquire(arena, 80, "b")
+        getattr(arena if wake == "close" else held, wake)()
+        outcome = result()  # within ten seconds
+        if wake != "close":
+            outcome.release()
+
+
+def test_wait_of_100_ms_warns_once_with_sizes_and_goes_on():
+    arena, _ = new_arena()
+    held = arena.acquire(80, "a")
+    releasing = threading.Timer(0.35, held.release)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        releasing.start()
+        lease = arena.acquire(90, "staging slab")
+    releasing.join()
+    [warning] = caught
+    assert warning.category is StagehandWarning
+    text = str(warning.message)
+    assert text.startswith("staging slab has waited 1")
+    assert "ms for 90 B of pinned memory, of which 80 B are in use" in text
+    assert arena.wait_ms >= 300
+    lease.release()
+
+
+def test_shorter_wait_does_not_warn():
+    arena, _ = new_arena()
+    held = arena.acquire(80, "a")
+    result = waiting_acquire(arena, 90, "b")
+    held.release()
+    result().release()  # warnings are errors here
+
+
+def test_more_than_the_limit_is_refused_at_once_with_both_numbers():
+    arena, _ = new_arena(100)
+    held = arena.acquire(80, "a")
+    with pytest.raises(StagehandOOMError, match=r"b needs 101 B .* limit is 100 B") as e:
+        arena.acquire(101, "b")
+    assert (e.value.needed_bytes, e.value.limit_bytes) == (101, 100)
+    held.release()
+
+
+def test_waiting_for_what_nobody_holds_is_refused_at_once():
+    """The account's bytes are with somebody who will not return them here."""
+    arena, _ = new_arena(100)
+    grant = arena.account.grant(60, "another arena")
+    with pytest.raises(StagehandOOMError, match="60 B are held"):
+        arena.acquire(50, "b")
+    grant.release()
+
+
+def test_waiter_gives_up_when_the_limit_sinks_below_its_request():
+    arena, _ = new_arena(100)
+    held = arena.acquire(80, "a")
+    result = waiting_acquire(arena, 80, "b")
+    arena.account.set_limit(70)
+    assert isinstance(result(), StagehandOOMError)
+    held.release()
+
+
+def test_many_threads_stay_under_the_limit_and_all_get_their_turn():
+    arena, _ = new_arena(100)
+    over = []
+
+    def churn(holder):
+        for number in range(60):
+            lease = arena.acquire(20 + (number * 7) % 30, holder)
+            if arena.account.held_bytes > 100:
+                over.append(arena.account.held_bytes)
+            lease.release()
+
+    results = [in_thread(churn, f"t{i}") for i in range(4)]
+    assert [result() for result in results] == [None] * 4
+    assert over == []
+    assert arena.leased_bytes == 0
+    assert arena.kept_bytes == arena.account.held_bytes
+
+
+# --------------------------------------------------------------------------- stateful
+
+
+class ArenaMachine(RuleBasedStateMachine):
+    """An arena against two bags: what is leased, and what is kept."""
+
+    LIMIT = 64
+
+    def __init__(self):
+        super().__init__()
+        self.buffers = {}  # address -> buffer, so that no address is used twice
+        self.arena = Arena(
+            "device memory", self.make, Account("device", self.LIMIT), spare=1.5
+        )
+        self.live = []
+        self.ended = []
+        self.kept = Counter()
+        self.closed = False
+
+    def make(self, nbytes):
+        buffer = torch.zeros(max(nbytes, 1), dtype=torch.uint8)[:nbytes]
+        self.buffers[id(buffer)] = buffer
+        return buffer
+
+    @property
+    def leased(self):
+        return sum(lease.nbytes for lease in self.live)
+
+    def fitting(self, nbytes):
+        return [n for n in self.kept.elements() if nbytes <= n <= 1.5 * nbytes]
+
+    @rule(nbytes=st.integers(0, 72))
+    def acquire(self, nbytes):
+        if self.closed:
+            with pytest.raises(ClosedError):
+                self.arena.acquire_nowait(nbytes, "x")
+            return
+        free = self.LIMIT - self.leased
+        fitting = self.fitting(nbytes)
+        lease = self.arena.acquire_nowait(nbytes, "x")
+        if lease is None:
+            assert nbytes > free
+            return
+        assert nbytes <= free
+        assert lease.nbytes == min(fitting, default=nbytes)
+        assert all(lease.buffer is not other.buffer for other in self.live)
+        if fitting:
+            self.kept[lease.nbytes] -= 1
+        else:  # some of the others may have been freed for it
+            self.kept = self.look()
+        self.live.append(lease)
+
+    def look(self):
+        return Counter(buffer.numel() for buffer, _ in self.arena._kept)
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data(), end=st.sampled_from(["release", "abandon"]))
+    def end(self, data, end):
+        lease = self.live.pop(data.draw(st.integers(0, len(self.live) - 1)))
+        getattr(lease, end)()
+        if end == "release" and not self.closed:
+            self.kept[lease.nbytes] += 1
+        self.ended.append(lease)
+
+    @precondition(lambda self: self.ended)
+    @rule(data=st.data(), end=st.sampled_from(["release", "abandon"]))
+    def end_again(self, data, end):
+        with pytest.raises(StagehandInternalError, match="twice"):
+            getattr(data.draw(st.sampled_from(self.ended)), end)()
+
+    @rule()
+    def trim(self):
+        self.arena.trim()
+        self.kept.clear()
+
+    @rule(really=st.integers(0, 9))
+    def close(self, really):
+        if really == 0:  # seldom: a closed arena has little left to show
+            self.arena.close()
+            self.closed = True
+            self.kept.clear()
+
+    @invariant()
+    def counts_agree_with_the_model(self):
+        assert self.arena.leased_bytes == self.leased
+        assert +self.look() == +self.kept
+        assert self.arena.kept_bytes == sum(self.kept.elements())
+
+    @invariant()
+    def account_holds_leases_and_kept_buffers_and_never_more_than_its_limit(self):
+        account = self.arena.account
+        assert account.held_bytes == self.arena.leased_bytes + self.arena.kept_bytes
+        assert account.peak_bytes <= self.LIMIT
+
+    def teardown(self):
+        before = live_leases()
+        for lease in self.live:
+            lease.release()
+        assert before - live_leases() == len(self.live)
+        self.arena.close()
+        assert self.arena.account.holders() == {}
+
+
+TestArenaMachine = ArenaMachine.TestCase
+TestArenaMachine.settings = settings(
+    max_examples=60, stateful_step_count=30, deadline=None
+)
