@@ -147,7 +147,7 @@ def assemble(
     workers = WorkerGroup("reader", _READERS)
     loader: Loader
     if device.is_host:
-        loader = HostLoader(workers, counters)
+        loader = HostLoader(device, engine, workers, counters)
     else:
         loader = LaneLoader(engine, pinned_arena, workers, counters)
     order = Order([block.index for block in blocks if block.index > 0])

@@ -274,6 +274,17 @@ def test_queued_copy_keeps_its_pinned_tensor_alive(sim):
     assert (target.cpu() == 6).all()
 
 
+def test_freed_device_memory_ends_the_copies_into_it(sim):
+    start, lane = sim.pinned_bytes(), stream()
+    target, source = floats(400), pinned(400)
+    lane.wait_event(recorded(current()))
+    current().wait_event(fill(target, source, lane))
+    del source
+    assert sim.pinned_bytes() == start + 400
+    del target
+    assert sim.pinned_bytes() == start
+
+
 def test_races_inside_expect_races_are_taken_off_the_record(sim):
     weights = floats()
     with sim.expect_races() as found:

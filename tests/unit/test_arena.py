@@ -275,7 +275,9 @@ def test_shorter_wait_does_not_warn():
 def test_more_than_the_limit_is_refused_at_once_with_both_numbers():
     arena, _ = new_arena(100)
     held = arena.acquire(80, "a")
-    with pytest.raises(StagehandOOMError, match=r"b needs 101 B .* limit is 100 B") as e:
+    with pytest.raises(
+        StagehandOOMError, match=r"b needs 101 B .* limit is 100 B"
+    ) as e:
         arena.acquire(101, "b")
     assert (e.value.needed_bytes, e.value.limit_bytes) == (101, 100)
     held.release()
@@ -290,6 +292,7 @@ def test_waiting_for_what_nobody_holds_is_refused_at_once():
     grant.release()
 
 
+@pytest.mark.filterwarnings("ignore::stagehand.errors.StagehandWarning")
 def test_waiter_gives_up_when_the_limit_sinks_below_its_request():
     arena, _ = new_arena(100)
     held = arena.acquire(80, "a")
@@ -327,19 +330,11 @@ class ArenaMachine(RuleBasedStateMachine):
 
     def __init__(self):
         super().__init__()
-        self.buffers = {}  # address -> buffer, so that no address is used twice
-        self.arena = Arena(
-            "device memory", self.make, Account("device", self.LIMIT), spare=1.5
-        )
+        self.arena, _ = new_arena(self.LIMIT, spare=1.5)
         self.live = []
         self.ended = []
         self.kept = Counter()
         self.closed = False
-
-    def make(self, nbytes):
-        buffer = torch.zeros(max(nbytes, 1), dtype=torch.uint8)[:nbytes]
-        self.buffers[id(buffer)] = buffer
-        return buffer
 
     @property
     def leased(self):

@@ -21,10 +21,14 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
     from stagehand.core.arena import Arena, Lease
+    from stagehand.core.device import Device, Event
     from stagehand.core.telemetry import Counters
     from stagehand.core.workers import WorkerGroup
     from stagehand.residency.blocks import Block
     from stagehand.stores.base import Store
+
+    # Bytes that came from disk, and when the read began and ended, if it was timed.
+    _Read = tuple[int, tuple[Event, Event] | None]
 
 __all__ = ["HostLoader", "LaneLoader", "Loader", "sample"]
 
@@ -309,16 +313,26 @@ class HostLoader:
     """Fills slots in host memory: by a worker thread ahead of time, else at once.
 
     Args:
+        device: The host.
+        engine: Whose stopwatch times the reads.
         workers: Threads that read ahead.
         counters: Where bytes are counted.
     """
 
     stages = False
 
-    def __init__(self, workers: WorkerGroup, counters: Counters) -> None:
+    def __init__(
+        self,
+        device: Device,
+        engine: TransferEngine,
+        workers: WorkerGroup,
+        counters: Counters,
+    ) -> None:
+        self._device = device
+        self._engine = engine
         self._workers = workers
         self._counters = counters
-        self._jobs: dict[int, Future[int]] = {}
+        self._jobs: dict[int, Future[_Read]] = {}
 
     def set_slabs(self, count: int, nbytes: int) -> None:
         """See `Loader.set_slabs`. There is no stage between store and slot."""
@@ -336,14 +350,29 @@ class HostLoader:
         block.versions = block.read_versions()
         store = _store(block)
         if priority <= Priority.REQUIRED:
-            self._count(block, store.read_into(target))
+            self._count(block, self._read(store, target))
         else:
-            self._jobs[block.index] = self._workers.submit(store.read_into, target)
+            job = self._workers.submit(self._read, store, target)
+            self._jobs[block.index] = job
         block.through(BlockState.HOST_STAGED, BlockState.PREFETCHING)
         return True
 
-    def _count(self, block: Block, read: int) -> None:
-        self._counters.disk_bytes += read
+    def _read(self, store: Store, target: torch.Tensor) -> _Read:
+        """Fill a slot, in any thread."""
+        if self._engine.stopwatch is None:
+            return store.read_into(target), None
+        start, end = (self._device.new_event(timing=True) for _ in range(2))
+        start.record()
+        nbytes = store.read_into(target)
+        end.record()
+        return nbytes, (start, end)
+
+    def _count(self, block: Block, read: _Read) -> None:
+        nbytes, times = read
+        watch = self._engine.stopwatch
+        if times is not None and watch is not None:
+            watch.copied(block.index, "H2D", block.nbytes, *times)
+        self._counters.disk_bytes += nbytes
         self._counters.h2d_bytes += block.nbytes
         self._counters.h2d_copies += 1
 

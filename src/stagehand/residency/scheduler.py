@@ -197,7 +197,12 @@ class Scheduler:
         if not staged and block.filled_in != self._pass:
             self.take_in(block)
         slot.occupant = block
-        if not self._loader.start(block, slot, priority):
+        try:
+            started = self._loader.start(block, slot, priority)
+        except BaseException:
+            slot.occupant = None
+            raise
+        if not started:
             slot.occupant = None
             return False
         block.slot = slot

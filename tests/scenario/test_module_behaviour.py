@@ -1,0 +1,517 @@
+"""What users do with a module, done with one whose weights are streamed."""
+
+import copy
+import gc
+import io
+import pickle
+import subprocess
+import sys
+import threading
+import weakref
+from copy import deepcopy
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+import transformers
+from architectures.trees import assert_bitwise_equal
+from scenario.small import (
+    LAYER_BYTES,
+    WIDTH,
+    assert_passes_equal,
+    batch,
+    blocks_of,
+    run_resident,
+    runtime_of,
+    stack,
+    values,
+)
+from torch import nn
+
+import stagehand
+from stagehand.core.arena import live_leases
+
+BUDGET = 4 * LAYER_BYTES
+TESTS = Path(__file__).parents[1]
+
+
+@pytest.fixture(params=["hpu", "cpu"])
+def place(request, sim):
+    return request.param
+
+
+@pytest.fixture(params=["fresh", "evicted", "midway"])
+def streamed(request, place):
+    """A streamed model before its first pass, after one, and after half of one."""
+    model = stagehand.layer(stack(), vram_budget=BUDGET, device=place)
+    with torch.no_grad():
+        if request.param == "evicted":
+            model(batch())
+        elif request.param == "midway":
+            model(batch())
+            model[0](batch())
+            model[1](batch())
+    yield model
+    runtime_of(model).shutdown()
+
+
+def expect(model, place):
+    assert_passes_equal(model, run_resident(stack(), place, batch()), batch())
+
+
+# Moving and casting
+
+
+@pytest.mark.parametrize(
+    "move",
+    [
+        lambda m, p: m.to(p),
+        lambda m, p: m.to(torch.device(p)),
+        lambda m, p: m.cpu(),
+        lambda m, p: m.to("cpu", torch.float32),
+        lambda m, p: m.float(),
+        lambda m, p: m.to(torch.float32),
+        lambda m, p: m.to(device=p, non_blocking=True),
+    ],
+    ids=["to", "to_device", "cpu", "cpu_same_dtype", "float", "same_dtype", "async"],
+)
+def test_moving_a_streamed_model_leaves_it_streamed_and_exact(place, streamed, move):
+    assert move(streamed, place) is streamed
+    expect(streamed, place)
+
+
+def test_moving_to_the_cpu_brings_every_byte_home_until_the_next_pass(sim):
+    model = stagehand.layer(stack(), vram_budget=BUDGET, device="hpu")
+    with torch.no_grad():
+        model(batch())
+    assert sim.allocated_bytes() > 0
+    model.cpu()
+    assert {p.device.type for p in model.parameters()} == {"cpu"}
+    assert_bitwise_equal(values(model), values(stack()), "at home")
+    del model[0][0].weight.grad
+    torch.accelerator.synchronize()
+    assert sim.allocated_bytes() == 0
+    expect(model, "hpu")
+    runtime_of(model).shutdown()
+
+
+@pytest.mark.parametrize(
+    "cast",
+    [
+        lambda m: m.half(),
+        lambda m: m.bfloat16(),
+        lambda m: m.double(),
+        lambda m: m.to(torch.float16),
+        lambda m: m.to("cpu", torch.float16),
+        lambda m: m.to("meta"),
+    ],
+    ids=["half", "bfloat16", "double", "to_dtype", "to_cpu_dtype", "to_meta"],
+)
+def test_casting_a_streamed_model_is_refused_with_what_to_do(place, streamed, cast):
+    with pytest.raises(stagehand.ConfigError, match=r"shutdown\(\)"):
+        cast(streamed)
+    assert {p.dtype for p in streamed.parameters()} == {torch.float32}
+    expect(streamed, place)
+
+
+def test_casting_a_part_of_a_streamed_model_never_goes_unnoticed(place):
+    model = stagehand.layer(stack(), vram_budget=BUDGET, device=place)
+    with torch.no_grad():
+        model(batch())
+        model[1].half()
+        model[3].half()
+        with pytest.raises(stagehand.StagehandError, match=r"shutdown\(\)"):
+            model(batch())
+        expect(model, place)
+    runtime_of(model).shutdown()
+
+
+def test_moving_a_part_of_a_streamed_model_does_no_harm(place):
+    model = stagehand.layer(stack(), vram_budget=BUDGET, device=place)
+    with torch.no_grad():
+        for number, target in enumerate(["cpu", place, "cpu", place, "cpu", place]):
+            model(batch())
+            model[number].to(target)
+    expect(model, place)
+    runtime_of(model).shutdown()
+    assert_bitwise_equal(values(model), values(stack()), "after shutdown")
+
+
+def test_cast_at_the_start_streams_the_cast_model(place):
+    plain = stack().bfloat16()
+    model = stagehand.layer(
+        stack(), vram_budget=BUDGET, device=place, dtype=torch.bfloat16
+    )
+    x = batch().bfloat16()
+    assert_passes_equal(model, run_resident(plain, place, x), x)
+    runtime_of(model).shutdown()
+
+
+def test_requires_grad_and_train_and_zero_grad_work_as_ever(place, streamed):
+    streamed.requires_grad_(False)
+    assert not any(p.requires_grad for p in streamed.parameters())
+    streamed.train().zero_grad()
+    assert all(m.training for m in streamed.modules())
+    expect(streamed.eval(), place)
+
+
+def test_device_of_a_transformers_model_is_where_inputs_can_be_sent(place):
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+    )
+    plain = transformers.LlamaForCausalLM(config).eval()
+    ids = torch.arange(8)[None]
+    expected = run_resident(plain, place, ids).logits
+    model = stagehand.layer(deepcopy(plain), vram_budget=40_000, device=place)
+    with torch.no_grad():
+        for _ in range(3):
+            assert model.device.type in {place, "cpu"}
+            assert model.dtype == torch.float32
+            output = model(ids.to(model.device)).logits
+            assert_bitwise_equal(output, expected, "logits")
+    generated = model.generate(ids, max_new_tokens=5, do_sample=False)
+    runtime_of(model).shutdown()
+    again = model.to(place).generate(ids.to(place), max_new_tokens=5, do_sample=False)
+    assert_bitwise_equal(generated, again, "generated")
+
+
+# Copies and files
+
+
+def test_a_deep_copy_is_a_plain_model_with_the_same_values(place, streamed):
+    plain = deepcopy(streamed)
+    assert not hasattr(plain, "_stagehand_layer_runtime")
+    assert {p.device.type for p in plain.parameters()} == {"cpu"}
+    assert_bitwise_equal(values(plain), values(stack()), "the copy")
+    with torch.no_grad():
+        for parameter in plain.parameters():
+            parameter.zero_()
+    expect(streamed, place)
+    with torch.no_grad():
+        assert float(plain(batch()).abs().sum()) == 0.0
+    assert plain.half()[0][0].weight.dtype == torch.float16
+    del plain
+    expect(streamed, place)
+
+
+def test_a_copy_can_be_streamed_beside_its_original(place, streamed):
+    other = stagehand.layer(deepcopy(streamed), vram_budget=BUDGET, device=place)
+    expect(other, place)
+    expect(streamed, place)
+    runtime_of(other).shutdown()
+    expect(streamed, place)
+
+
+def test_a_deep_copy_of_a_part_is_a_plain_module(place, streamed):
+    part = deepcopy(streamed[2])
+    assert_bitwise_equal(values(part), values(stack()[2]), "the part")
+    with torch.no_grad():
+        assert_bitwise_equal(
+            part(batch()), stack()[2](batch()), "the part's output on the host"
+        )
+    expect(streamed, place)
+
+
+def test_a_model_that_contains_a_streamed_one_can_be_copied_and_moved(place, streamed):
+    outer = nn.Sequential(streamed, nn.Linear(WIDTH, WIDTH))
+    plain = deepcopy(outer)
+    assert not hasattr(plain[0], "_stagehand_layer_runtime")
+    assert_bitwise_equal(values(plain[0]), values(stack()), "the copy")
+    outer.to(place)
+    with torch.no_grad():
+        assert_bitwise_equal(
+            outer(batch().to(place)), run_resident(plain, place, batch()), "outer"
+        )
+
+
+@pytest.mark.parametrize("way", ["pickle", "torch.save"])
+def test_a_pickled_model_comes_back_plain_with_the_same_values(place, streamed, way):
+    if way == "pickle":
+        plain = pickle.loads(pickle.dumps(streamed))
+    else:
+        file = io.BytesIO()
+        torch.save(streamed, file)
+        file.seek(0)
+        plain = torch.load(file, weights_only=False)
+    assert not hasattr(plain, "_stagehand_layer_runtime")
+    assert_bitwise_equal(values(plain), values(stack()), "unpickled")
+    with torch.no_grad():
+        assert_bitwise_equal(plain(batch()), stack()(batch()), "runs on the host")
+    assert plain.double()[0][0].weight.dtype == torch.float64
+    expect(streamed, place)
+
+
+def test_a_state_dict_is_whole_whenever_it_is_taken(place, streamed):
+    assert_bitwise_equal(
+        {k: v.cpu() for k, v in streamed.state_dict().items()}, values(stack()), "state"
+    )
+    file = io.BytesIO()
+    torch.save(streamed.state_dict(), file)
+    file.seek(0)
+    assert_bitwise_equal(torch.load(file), values(stack()), "saved state")
+    expect(streamed, place)
+
+
+def test_a_state_dict_taken_between_layers_of_a_pass_is_whole(place):
+    model = stagehand.layer(stack(), vram_budget=BUDGET, device=place)
+    states = []
+    for number in range(6):
+        model[number].register_forward_hook(lambda *_: states.append(values(model)))
+    expect(model, place)
+    runtime_of(model).shutdown()
+    assert len(states) == 18
+    for state in states:
+        assert_bitwise_equal(state, values(stack()), "between layers")
+
+
+def test_safetensors_files_of_a_streamed_model_are_whole(place, streamed, tmp_path):
+    safetensors.torch.save_model(streamed, str(tmp_path / "model.safetensors"))
+    safetensors.torch.save_file(
+        {k: v.cpu() for k, v in streamed.state_dict().items()},
+        tmp_path / "state.safetensors",
+    )
+    for name in ("model", "state"):
+        loaded = safetensors.torch.load_file(tmp_path / f"{name}.safetensors")
+        assert_bitwise_equal(loaded, values(stack()), name)
+    safetensors.torch.load_model(streamed, str(tmp_path / "model.safetensors"))
+    expect(streamed, place)
+
+
+def test_save_pretrained_writes_what_a_plain_model_writes(place, tmp_path):
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        vocab_size=64, n_embd=32, n_layer=3, n_head=2, n_positions=16
+    )
+    model = transformers.GPT2LMHeadModel(config).eval()  # its head is tied
+    model.save_pretrained(tmp_path / "plain")
+    stagehand.layer(model, vram_budget=60_000, device=place)
+    with torch.no_grad():
+        model(torch.arange(8)[None])
+    model.save_pretrained(tmp_path / "streamed")
+    runtime_of(model).shutdown()
+    files = [
+        safetensors.torch.load_file(tmp_path / name / "model.safetensors")
+        for name in ("plain", "streamed")
+    ]
+    assert_bitwise_equal(*files, "files")
+    again = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "streamed")
+    assert_bitwise_equal(values(again), values(model), "loaded again")
+
+
+# Several models, and the ends of one
+
+
+def test_two_models_stream_on_one_device_in_turns(place):
+    first = stagehand.layer(stack(4), vram_budget=BUDGET, device=place)
+    second = stagehand.layer(stack(8), vram_budget=BUDGET, device=place)
+    for _ in range(3):
+        expect_first = run_resident(stack(4), place, batch())
+        assert_passes_equal(first, expect_first, batch(), passes=1)
+        expect_second = run_resident(stack(8), place, batch())
+        assert_passes_equal(second, expect_second, batch(), passes=1)
+    runtime_of(first).shutdown()
+    assert_passes_equal(second, run_resident(stack(8), place, batch()), batch())
+    runtime_of(second).shutdown()
+
+
+def test_one_streamed_model_runs_inside_another(place):
+    class Guided(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = stack(4)
+            self.guide = [stack(6)]  # hidden in a list: not a submodule
+
+        def forward(self, x):
+            for layer in self.layers:
+                x = layer(x) + self.guide[0].to(x.device)(x)
+            return x
+
+    expected = run_resident(Guided(), place, batch())
+    model = Guided()
+    stagehand.layer(model.guide[0], vram_budget=BUDGET, device=place)
+    stagehand.layer(model, vram_budget=BUDGET, device=place)
+    assert_passes_equal(model, expected, batch())
+    runtime_of(model.guide[0]).shutdown()
+    runtime_of(model).shutdown()
+
+
+def test_streaming_a_model_twice_is_refused_and_changes_nothing(place, streamed):
+    with pytest.raises(stagehand.ConfigError, match="streamed already"):
+        stagehand.layer(streamed, vram_budget=BUDGET, device=place)
+    with pytest.raises(stagehand.ConfigError, match="streamed already"):
+        stagehand.StagehandRuntime(streamed, block_pattern=r"^\d$", device=place)
+    with pytest.raises(stagehand.ConfigError, match="module '0' is streamed already"):
+        stagehand.layer(nn.Sequential(streamed), vram_budget=BUDGET, device=place)
+    expect(streamed, place)
+
+
+def test_streaming_a_part_of_a_streamed_model_is_refused(place, streamed):
+    with pytest.raises(stagehand.ConfigError, match="streamed already"):
+        stagehand.layer(streamed[1], vram_budget=BUDGET, device=place)
+    expect(streamed, place)
+
+
+def test_shutdown_gives_back_the_plain_module(place, streamed):
+    before = [set(m.__dict__) for m in stack().modules()]
+    runtime = runtime_of(streamed)
+    runtime.shutdown()
+    runtime.shutdown()
+    assert [set(m.__dict__) for m in streamed.modules()] == before
+    for module in streamed.modules():
+        hooks = (
+            module._forward_hooks,
+            module._forward_pre_hooks,
+            module._load_state_dict_post_hooks,
+        )
+        assert not any(hooks)
+        assert not module._forward_hooks_always_called
+        assert not module._forward_hooks_with_kwargs
+    assert_bitwise_equal(values(streamed), values(stack()), "values")
+    with torch.no_grad():
+        assert_bitwise_equal(streamed(batch()), stack()(batch()), "on the host")
+    assert not any(p.is_pinned() for p in streamed.parameters())
+    streamed.to(torch.float64)
+    assert "shut down" in repr(runtime)
+    with pytest.raises(stagehand.ClosedError, match=r"stagehand\.layer"):
+        runtime.set_budget("1GB")
+    streamed.to(torch.float32)
+    stagehand.layer(streamed, vram_budget=BUDGET, device=place)
+    expect(streamed, place)
+
+
+def test_shutdown_puts_a_model_back_where_it_was(sim):
+    model = stack().to("hpu")
+    stagehand.layer(model, vram_budget=BUDGET)
+    expect(model, "hpu")
+    runtime_of(model).shutdown()
+    assert {p.device.type for p in model.parameters()} == {"hpu"}
+    assert_bitwise_equal(values(model), values(stack()), "values")
+
+
+def test_the_order_of_parameters_and_their_identity_survive(place, streamed):
+    model = stack()
+    names, ids = list(model.state_dict()), [id(p) for p in model.parameters()]
+    stagehand.layer(model, vram_budget=BUDGET, device=place)
+    expect(model, place)
+    assert list(model.state_dict()) == names
+    runtime_of(model).shutdown()
+    assert [id(p) for p in model.parameters()] == ids
+
+
+def test_a_kept_pool_serves_the_next_model_without_pinning_anew(sim):
+    first = stagehand.layer(stack(), vram_budget=BUDGET, device="hpu")
+    expect(first, "hpu")
+    pool = runtime_of(first).shutdown_keep_pool()
+    assert pool.leased_bytes == 0
+    kept = sim.pinned_bytes()
+    assert kept == pool.kept_bytes == 6 * LAYER_BYTES
+    sim.reset_peak()
+    second = stagehand.layer(stack(), vram_budget=BUDGET, device="hpu", pool=pool)
+    expect(second, "hpu")
+    assert sim.peak_pinned_bytes() == kept
+    runtime_of(second).shutdown()
+    assert sim.pinned_bytes() == 0
+
+
+def test_a_dropped_model_takes_its_memory_and_threads_with_it(sim, tmp_path):
+    model = stack()
+    safetensors.torch.save_model(model, str(tmp_path / "model.safetensors"))
+    stagehand.layer(model, vram_budget=BUDGET, device="hpu")
+    with torch.no_grad():
+        model(batch())
+        runtime_of(model).convert_registry_to_file_backed_sharded(tmp_path)
+        model(batch())
+    leases = live_leases()
+    assert leases > 0
+    assert any(t.name.startswith("stagehand") for t in threading.enumerate())
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
+    torch.accelerator.synchronize()
+    assert (live_leases(), sim.allocated_bytes(), sim.pinned_bytes()) == (0, 0, 0)
+    assert not any(t.name.startswith("stagehand") for t in threading.enumerate())
+
+
+def test_a_weight_of_a_dropped_model_stays_readable(sim):
+    model = stagehand.layer(stack(), vram_budget=BUDGET, device="hpu")
+    with torch.no_grad():
+        model(batch())
+    kept = [p for p in model.parameters()]
+    del model
+    gc.collect()
+    for mine, theirs in zip(kept, stack().parameters(), strict=True):
+        assert_bitwise_equal(mine.data, theirs.data, "kept")
+
+
+def test_an_interpreter_exits_cleanly_with_a_runtime_in_every_state(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys\n"
+        "sys.path[:0] = sys.argv[1:3]\n"
+        "import torch\n"
+        "from simulated import sim_device\n"
+        "from scenario.small import stack, batch, LAYER_BYTES, runtime_of\n"
+        "import stagehand, safetensors.torch\n"
+        "models = []\n"
+        "for place in ('hpu', 'cpu'):\n"
+        "    for passes in range(3):\n"
+        "        model = stack()\n"
+        "        stagehand.layer(model, vram_budget=4 * LAYER_BYTES, device=place)\n"
+        "        with torch.no_grad():\n"
+        "            for _ in range(passes):\n"
+        "                model(batch())\n"
+        "        models.append(model)\n"
+        "path = sys.argv[3]\n"
+        "safetensors.torch.save_model(stack(), path + '/model.safetensors')\n"
+        "runtime_of(model).convert_registry_to_file_backed_sharded(path)\n"
+        "model(batch())\n"
+        "print('done')\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-W", "error", script, TESTS.parent / "src", TESTS, tmp_path],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")
+
+
+# The budget
+
+
+def test_a_budget_changed_between_passes_is_kept_from_the_next_on(sim):
+    model = stagehand.layer(stack(10), vram_budget=8 * LAYER_BYTES, device="hpu")
+    expected = run_resident(stack(10), "hpu", batch())
+    sim.reset()
+    for blocks in (8, 3, 1, 2, 20, 1, 6):
+        runtime_of(model).set_budget(blocks * LAYER_BYTES)
+        assert_passes_equal(model, expected, batch(), passes=1)
+        held = sum(b.nbytes for b in blocks_of(model) if b.slot is not None)
+        assert held <= blocks * LAYER_BYTES
+        assert runtime_of(model)._parts.weights.held_bytes <= blocks * LAYER_BYTES
+        assert_passes_equal(model, expected, batch())
+        assert runtime_of(model)._parts.weights.held_bytes <= blocks * LAYER_BYTES
+    with pytest.raises(stagehand.StagehandOOMError, match="at least"):
+        runtime_of(model).set_budget(LAYER_BYTES - 1)
+    assert_passes_equal(model, expected, batch())
+    runtime_of(model).shutdown()
+
+
+def test_a_shallow_copy_shares_the_weights_and_leaves_the_original_exact(
+    place, streamed
+):
+    twin = copy.copy(streamed)
+    assert twin[0] is streamed[0]
+    with torch.no_grad():
+        assert_bitwise_equal(
+            twin(batch()), run_resident(stack(), place, batch()), "the twin"
+        )
+    expect(streamed, place)
