@@ -24,9 +24,8 @@ install: $(VENV)/.dev
 demo: $(VENV)/.demo
 	$(BIN)/stagehand run demo --vram-budget 12MB --verify
 
-# One thread per process: the processes already fill the cores.
 test: $(VENV)/.dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
 
 # In one process: timings want the device to themselves.
 test-gpu: $(VENV)/.dev

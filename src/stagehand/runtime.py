@@ -19,6 +19,7 @@ from stagehand.core.telemetry import Telemetry
 from stagehand.errors import ClosedError, ConfigError
 from stagehand.files import KeyMap, back_by_files
 from stagehand.graph import SavedTensors
+from stagehand.guards import FiniteCheck
 from stagehand.measure import Measure
 from stagehand.report import Report, advise
 from stagehand.residency.blocks import (
@@ -76,6 +77,9 @@ class Runtime(PassListener):
         )
         self._parts, sites = assemble(finding, settings, self._counters)
         self._files: FileSet | None = None
+        self._finite = (
+            FiniteCheck(self._counters) if settings.checks_nonfinite else None
+        )
         self._manual = False
         self._ready = False
         self._closed = False
@@ -98,6 +102,8 @@ class Runtime(PassListener):
         )
         for site, block in sites:
             self._hooks.add_site(site, block)
+            if self._finite is not None:
+                self._hooks.add_look(site, self._finite.look_at)
         rows = RowGather(settings.device.torch_device, self._counters)
         for table, _ in finding.gathered:
             self._hooks.add_gather(table, rows)
@@ -253,6 +259,8 @@ class Runtime(PassListener):
     def _close_step(self) -> None:
         if self._measure.timed:
             self._parts.steering.note(*self._measure.collect())
+        if self._finite is not None:
+            self._finite.collect()
         self._measure.end_step(self._parts.weights, self._parts.pinned_arena)
 
     @contextmanager

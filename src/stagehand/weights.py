@@ -291,6 +291,16 @@ class _SiteEnd(_Hook):
             self._edges.leave(module)
 
 
+class _Look(_Hook):
+    __slots__ = ("_look",)
+
+    def __init__(self, look: Callable[[Any], None]) -> None:
+        self._look = look
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._look(output)
+
+
 class _RowsBegin(_Hook):
     __slots__ = ("_mode",)
 
@@ -466,6 +476,10 @@ class SiteHooks:
             _SiteEnd(block, self._after, self._edges), always_call=True
         )
         self._handles += (begin, end)
+
+    def add_look(self, module: nn.Module, look: Callable[[Any], None]) -> None:
+        """Show every output of a module to `look`."""
+        self._handles.append(module.register_forward_hook(_Look(look)))
 
     def add_gather(self, module: nn.Module, mode: RowGather) -> None:
         """Let a module look its rows up on the host."""
