@@ -30,7 +30,14 @@ from stagehand.residency.blocks import (
     tensor_bytes,
 )
 from stagehand.units import MIB, parse_bytes
-from stagehand.weights import Edges, PassListener, RowGather, SiteHooks, StrayUses
+from stagehand.weights import (
+    Edges,
+    PassListener,
+    RowGather,
+    SiteHooks,
+    StrayUses,
+    is_hooked,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -72,6 +79,9 @@ class Runtime(PassListener):
             settings.device, telemetry, timed=settings.timed, traced=settings.traced
         )
         self._counters = telemetry.counters
+        self._weight_bytes = sum(
+            tensor_bytes(t) for t in (*model.parameters(), *model.buffers())
+        )
         self._gathered_bytes = sum(
             {id(g): g.nbytes for _, g in finding.gathered}.values()
         )
@@ -408,7 +418,7 @@ class Runtime(PassListener):
         return Report(
             budget_bytes=parts.weights.limit_bytes,
             peak_device_bytes=parts.weights.peak_bytes,
-            weight_bytes=sum(b.nbytes for b in parts.blocks) + parts.odd_bytes,
+            weight_bytes=self._weight_bytes,
             resident_bytes=sum(b.nbytes for b in parts.scheduler.staying()),
             gathered_bytes=self._gathered_bytes,
             pinned_bytes=parts.pinned_arena.leased_bytes,
@@ -636,7 +646,7 @@ def _budgets(
 
 def _check_model(model: nn.Module, dtype: torch.dtype | None) -> None:
     for name, module in model.named_modules():
-        if _HANDLE in module.__dict__:
+        if module.__dict__.get(_HANDLE) is not None or is_hooked(module):
             where = f"its module {name!r}" if name else "it"
             raise ConfigError(
                 f"{type(model).__name__} cannot be streamed: {where} is streamed"

@@ -37,6 +37,7 @@ __all__ = [
     "RowGather",
     "SiteHooks",
     "StrayUses",
+    "is_hooked",
     "move_inputs",
 ]
 
@@ -427,6 +428,11 @@ _HARMLESS = frozenset(
         "stride",
     }
 )
+
+
+def is_hooked(module: nn.Module) -> bool:
+    """Whether some runtime has hooks on a module."""
+    return any(isinstance(hook, _Hook) for hook in module._forward_pre_hooks.values())
 
 
 class SiteHooks:

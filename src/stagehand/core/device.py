@@ -366,7 +366,10 @@ def find_device(device: torch.device | str | int | None) -> Device:
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if device is None:
         return HostDevice() if accelerator is None else AcceleratorDevice(accelerator)
-    wanted = torch.device(device)
+    try:
+        wanted = torch.device(device)
+    except RuntimeError as error:
+        raise ConfigError(f"device is {device!r}: {error}") from None
     if wanted.type == "cpu":
         return HostDevice()
     if accelerator is None or accelerator.type != wanted.type:

@@ -6,9 +6,11 @@ memory holds an image, and `BlockLayout.pack` fills one. The plan is data; nothi
 owns memory.
 """
 
+import ctypes
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 
@@ -99,6 +101,26 @@ class BlockLayout:
                 for entry in self.entries
             ]
 
+    def host_views(self, image: torch.Tensor) -> list[torch.Tensor]:
+        """Like `views`, of an image in host memory, but each with a storage of its own.
+
+        So that whoever saves one does not save its neighbours, or refuse to. Entries
+        that overlap have the image's storage in common.
+        """
+        views = self.views(image)
+        if self.overlaps:
+            return views
+        return [
+            _alone(view, entry.nbytes) if entry.nbytes else view
+            for view, entry in zip(views, self.entries, strict=True)
+        ]
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether two entries share bytes."""
+        ends = sorted((e.offset, e.offset + e.nbytes) for e in self.entries if e.nbytes)
+        return any(end > start for (_, end), (start, _) in pairwise(ends))
+
     def pack(self, tensors: Sequence[torch.Tensor], image: torch.Tensor) -> None:
         """Copy the values of one tensor per entry into the image.
 
@@ -139,6 +161,17 @@ class BlockLayout:
                 f"at least {self.nbytes} contiguous uint8 at a multiple of "
                 f"{_WIDEST_ITEM}"
             )
+
+
+def _alone(view: torch.Tensor, nbytes: int) -> torch.Tensor:
+    """The same memory as a storage of exactly the tensor's bytes; keeps it alive."""
+    memory = (ctypes.c_ubyte * nbytes).from_address(view.data_ptr())
+    memory.tensor = view  # type: ignore[attr-defined]
+    with plain_tensors():
+        storage = torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
+        return torch.empty(0, dtype=view.dtype).set_(
+            storage, 0, view.shape, view.stride()
+        )
 
 
 def layout_of(

@@ -1,12 +1,11 @@
 """Gives blocks their stores, and plain tensors back to the model."""
 
 from collections.abc import Sequence
-from itertools import pairwise
 
 import torch
 
 from stagehand.core.arena import Arena, Lease
-from stagehand.core.layout import BlockLayout, copy_values, plain_tensors
+from stagehand.core.layout import copy_values, plain_tensors
 from stagehand.errors import StagehandOOMError
 from stagehand.residency.blocks import Block
 from stagehand.stores.base import Store
@@ -147,14 +146,9 @@ def _on_host(tensor: torch.Tensor) -> torch.Tensor:
         return tensor if tensor.is_cpu else tensor.cpu()
 
 
-def _overlap(layout: BlockLayout) -> bool:
-    ends = sorted((e.offset, e.offset + e.nbytes) for e in layout.entries if e.nbytes)
-    return any(end > start for (_, end), (start, _) in pairwise(ends))
-
-
 def _plain_copies(block: Block, hosts: list[torch.Tensor]) -> list[torch.Tensor]:
     with plain_tensors():
-        if _overlap(block.layout):
+        if block.layout.overlaps:
             image = torch.empty(block.nbytes, dtype=torch.uint8)
             views = block.layout.views(image)
         else:

@@ -10,7 +10,7 @@ from stagehand.residency.scheduler import Scheduler
 __all__ = ["Steering"]
 
 _LINK_GUESS = 25e9  # bytes a second, until a copy has been timed
-_TIMED_BYTES = 1 << 20  # shorter copies tell of overhead, not of the link
+_TIMED_BYTES = 1 << 20  # shorter ones tell of overhead more than of the link
 
 
 class Steering:
@@ -112,7 +112,8 @@ class Steering:
 
     def note(self, uses: Sequence[UseTime], copies: Sequence[CopyTime]) -> None:
         """Take in the times of finished passes."""
-        large = [c for c in copies if c.lane == "H2D" and c.nbytes >= _TIMED_BYTES]
+        loads = [copy for copy in copies if copy.lane == "H2D"]
+        large = [copy for copy in loads if copy.nbytes >= _TIMED_BYTES] or loads
         seconds = sum(copy.duration_ms for copy in large) / 1e3
         if seconds > 0:
             self._link = sum(copy.nbytes for copy in large) / seconds

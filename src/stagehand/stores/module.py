@@ -52,7 +52,7 @@ class ModuleStore:
     ) -> "ModuleStore":
         """Copy the tensors into `image` and return a store whose truth is there."""
         layout.pack(tensors, image)
-        return cls(layout, layout.views(image), image)
+        return cls(layout, layout.host_views(image), image)
 
     @property
     def hosts(self) -> list[torch.Tensor]:
