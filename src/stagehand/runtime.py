@@ -170,7 +170,7 @@ class Runtime(PassListener):
         if parts.steering.steer():
             self._place_rest()
             measure.know(parts.scheduler.blocks)
-        watch = measure.timed or parts.steering.wants_times
+        watch = measure.timed or parts.steering.wants_times(measure.stopwatch.uses)
         parts.scheduler.stopwatch = measure.stopwatch if watch else None
         parts.engine.stopwatch = parts.scheduler.stopwatch
         return self._pass_context(module)
@@ -391,12 +391,13 @@ class Runtime(PassListener):
         The next pass brings them back.
         """
         self._check_open()
-        if self._edges.inside():
+        if self._edges.running():
             raise ConfigError("the model cannot be moved or copied while it runs")
         with self._edges.lock:
             self._parts.scheduler.park()
             self._take_in()
             self._parts.take_home_odd()
+            self._parts.device_arena.trim()
             self._ready = False
 
     # Telling

@@ -85,6 +85,12 @@ class Edges:
         """Return whether this thread runs inside the model."""
         return self._thread == threading.get_ident()
 
+    def running(self) -> bool:
+        """Like `inside`, but first close what an interrupt left open."""
+        if self.inside():
+            self._close_dead(sys._getframe())
+        return self.inside()
+
     def enter(
         self, module: nn.Module, args: Any, kwargs: Any, frame: FrameType
     ) -> tuple[Any, Any] | None:
@@ -194,7 +200,7 @@ def _put_back(model: nn.Module, known: Mapping[str, torch.Tensor]) -> None:
             given = place.get(leaf)
             if given is not None and given is not tensor:
                 tensor.data = given.data
-                place[leaf] = tensor
+                place[leaf] = tensor  # type: ignore[assignment]
 
 
 def _nothing(*_: Any) -> None:
@@ -211,6 +217,23 @@ class _Hook:
 
     def __reduce__(self) -> Any:
         return _get_nothing, ()
+
+
+class _StateAsked(_Hook):
+    """Brings everything home first: whoever saves wants one device, and whole storages.
+
+    In the middle of a pass, a state dict is of tensors wherever they are.
+    """
+
+    __slots__ = ("_edges", "_settle")
+
+    def __init__(self, edges: Edges, settle: Callable[[], None]) -> None:
+        self._edges = edges
+        self._settle = settle
+
+    def __call__(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        if not self._edges.running():
+            self._settle()
 
 
 class _StateLoaded(_Hook):
@@ -462,9 +485,13 @@ class SiteHooks:
         for edge in (model, *model.children()):
             if type(edge).forward is not nn.ModuleList.forward:
                 self._hook_edge(edge, settle)
-        self._handles.append(
-            model.register_load_state_dict_post_hook(_StateLoaded(_own_tensors(model)))
+        loaded: RemovableHandle = model.register_load_state_dict_post_hook(  # type: ignore[no-untyped-call]
+            _StateLoaded(_own_tensors(model))
         )
+        asked: RemovableHandle = model.register_state_dict_pre_hook(  # type: ignore[no-untyped-call]
+            _StateAsked(edges, settle)
+        )
+        self._handles += (loaded, asked)
 
     def _hook_edge(self, module: nn.Module, settle: Callable[[], None]) -> None:
         begin = module.register_forward_pre_hook(

@@ -89,7 +89,6 @@ def test_moving_to_the_cpu_brings_every_byte_home_until_the_next_pass(sim):
     model.cpu()
     assert {p.device.type for p in model.parameters()} == {"cpu"}
     assert_bitwise_equal(values(model), values(stack()), "at home")
-    del model[0][0].weight.grad
     torch.accelerator.synchronize()
     assert sim.allocated_bytes() == 0
     expect(model, "hpu")
@@ -120,7 +119,6 @@ def test_casting_a_part_of_a_streamed_model_never_goes_unnoticed(place):
     with torch.no_grad():
         model(batch())
         model[1].half()
-        model[3].half()
         with pytest.raises(stagehand.StagehandError, match=r"shutdown\(\)"):
             model(batch())
         expect(model, place)
@@ -187,7 +185,7 @@ def test_device_of_a_transformers_model_is_where_inputs_can_be_sent(place):
 
 def test_a_deep_copy_is_a_plain_model_with_the_same_values(place, streamed):
     plain = deepcopy(streamed)
-    assert not hasattr(plain, "_stagehand_layer_runtime")
+    assert plain._stagehand_layer_runtime is None
     assert {p.device.type for p in plain.parameters()} == {"cpu"}
     assert_bitwise_equal(values(plain), values(stack()), "the copy")
     with torch.no_grad():
@@ -222,7 +220,7 @@ def test_a_deep_copy_of_a_part_is_a_plain_module(place, streamed):
 def test_a_model_that_contains_a_streamed_one_can_be_copied_and_moved(place, streamed):
     outer = nn.Sequential(streamed, nn.Linear(WIDTH, WIDTH))
     plain = deepcopy(outer)
-    assert not hasattr(plain[0], "_stagehand_layer_runtime")
+    assert plain[0]._stagehand_layer_runtime is None
     assert_bitwise_equal(values(plain[0]), values(stack()), "the copy")
     outer.to(place)
     with torch.no_grad():
@@ -240,7 +238,7 @@ def test_a_pickled_model_comes_back_plain_with_the_same_values(place, streamed, 
         torch.save(streamed, file)
         file.seek(0)
         plain = torch.load(file, weights_only=False)
-    assert not hasattr(plain, "_stagehand_layer_runtime")
+    assert plain._stagehand_layer_runtime is None
     assert_bitwise_equal(values(plain), values(stack()), "unpickled")
     with torch.no_grad():
         assert_bitwise_equal(plain(batch()), stack()(batch()), "runs on the host")
@@ -261,6 +259,7 @@ def test_a_state_dict_is_whole_whenever_it_is_taken(place, streamed):
 
 def test_a_state_dict_taken_between_layers_of_a_pass_is_whole(place):
     model = stagehand.layer(stack(), vram_budget=BUDGET, device=place)
+    expect(model, place)  # in its first pass the runtime learns who reads which weight
     states = []
     for number in range(6):
         model[number].register_forward_hook(lambda *_: states.append(values(model)))
@@ -279,9 +278,31 @@ def test_safetensors_files_of_a_streamed_model_are_whole(place, streamed, tmp_pa
     )
     for name in ("model", "state"):
         loaded = safetensors.torch.load_file(tmp_path / f"{name}.safetensors")
-        assert_bitwise_equal(loaded, values(stack()), name)
+        whole = values(stack())
+        assert_bitwise_equal({k: loaded[k] for k in whole}, whole, name)
     safetensors.torch.load_model(streamed, str(tmp_path / "model.safetensors"))
     expect(streamed, place)
+
+
+def test_the_file_of_one_layer_has_the_size_of_one_layer(place, streamed):
+    file = io.BytesIO()
+    torch.save(streamed.state_dict()["1.0.weight"], file)
+    assert file.tell() < 2 * LAYER_BYTES
+
+
+def test_a_state_dict_survives_the_reuse_of_the_pinned_memory_it_was_in(sim):
+    first = stagehand.layer(stack(), vram_budget=BUDGET, device="hpu")
+    expect(first, "hpu")
+    state = first.state_dict()
+    pool = runtime_of(first).shutdown_keep_pool()
+    second = stack()
+    for parameter in second.parameters():
+        parameter.data.zero_()
+    stagehand.layer(second, vram_budget=BUDGET, device="hpu", pool=pool)
+    with torch.no_grad():
+        second(batch())
+    assert_bitwise_equal(state, values(stack()), "the first model's state")
+    runtime_of(second).shutdown()
 
 
 def test_save_pretrained_writes_what_a_plain_model_writes(place, tmp_path):
@@ -369,6 +390,7 @@ def test_shutdown_gives_back_the_plain_module(place, streamed):
             module._forward_hooks,
             module._forward_pre_hooks,
             module._load_state_dict_post_hooks,
+            module._state_dict_pre_hooks,
         )
         assert not any(hooks)
         assert not module._forward_hooks_always_called

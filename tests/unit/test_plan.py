@@ -321,6 +321,26 @@ def test_one_slot_is_limited_by_the_budget():
     assert made.limit == "budget"
 
 
+def test_a_byte_short_of_two_slots_is_one_slot():
+    workload = equal("ring", 6, c=1, b=0, t=1)
+    made = plan(workload, budget_bytes=2 * BLOCK - 1, max_lookahead=3)
+    assert made.slots == (BLOCK,)
+
+
+def test_residents_that_only_nearly_fit_do_not_stay():
+    workload = ring([0.0, 10.0], [23, 40], 10.0)
+    made = plan(workload, budget_bytes=61, max_lookahead=1)
+    assert sum(made.slots) <= 61
+
+
+def test_neighbours_that_must_share_a_slot_have_residents_between():
+    """Two slots and 13 streamed blocks: one pair shares, where that costs nothing."""
+    workload = equal("ring", 20, c=1, b=0, t=1.5)
+    made = plan(workload, budget_bytes=9 * BLOCK, max_lookahead=1)
+    assert conflicts(workload, made) == 1
+    assert execute(workload, made) == pytest.approx(20.5)
+
+
 def test_no_lookahead_means_one_slot():
     workload = equal("ring", 6, c=1, b=0, t=1)
     made = plan(workload, budget_bytes=4 * BLOCK, max_lookahead=0)
@@ -331,8 +351,9 @@ def test_no_lookahead_means_one_slot():
 def test_blocks_out_of_the_order_have_a_home_that_fits():
     workload = ring([1.0] * 4, [100] * 4, 100.0)
     workload = replace(workload, nbytes=(100, 100, 100, 100, 350, 20))
-    made = plan(workload, budget_bytes=360, max_lookahead=3)
-    assert made.slots[made.home[4]] >= 350
+    for budget in range(350, 700, 25):
+        made = plan(workload, budget_bytes=budget, max_lookahead=3)
+        assert made.slots[made.home[4]] >= 350
     made = plan(workload, budget_bytes=700, max_lookahead=3)
     assert made.streamed_bytes == 0, "what is used comes before what is not"
 

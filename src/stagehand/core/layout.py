@@ -23,6 +23,7 @@ __all__ = [
     "contiguous_stride",
     "copy_values",
     "layout_of",
+    "own_storage",
     "plain_tensors",
     "same_bits",
 ]
@@ -111,7 +112,7 @@ class BlockLayout:
         if self.overlaps:
             return views
         return [
-            _alone(view, entry.nbytes) if entry.nbytes else view
+            own_storage(view, entry.nbytes)
             for view, entry in zip(views, self.entries, strict=True)
         ]
 
@@ -163,8 +164,13 @@ class BlockLayout:
             )
 
 
-def _alone(view: torch.Tensor, nbytes: int) -> torch.Tensor:
-    """The same memory as a storage of exactly the tensor's bytes; keeps it alive."""
+def own_storage(view: torch.Tensor, nbytes: int) -> torch.Tensor:
+    """Return the same host memory under a storage of exactly `nbytes` bytes.
+
+    The new tensor keeps the memory of `view` alive.
+    """
+    if not nbytes:
+        return view
     memory = (ctypes.c_ubyte * nbytes).from_address(view.data_ptr())
     memory.tensor = view  # type: ignore[attr-defined]
     with plain_tensors():

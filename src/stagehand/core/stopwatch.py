@@ -62,12 +62,22 @@ class Stopwatch:
         self._device = device
         self._spare: list[Event] = []
         self._zero: Event | None = None
-        self._last: dict[Stream, Event] = {}  # of each stream
+        self._last: dict[Stream, Event] = {}  # of the uses, on each stream
         self._uses: list[tuple[int, Event, Event]] = []
         self._copies: list[tuple[int, str, int, Event, Event]] = []
 
+    @property
+    def uses(self) -> int:
+        """Number of uses that are noted and not resolved."""
+        return sum(block >= 0 for block, _, _ in self._uses)
+
     def mark(self, stream: Stream) -> Event:
-        """Return an event that stands for this moment of a stream."""
+        """Return an event that stands for this moment of a stream that computes."""
+        event = self._last[stream] = self.mark_copy(stream)
+        return event
+
+    def mark_copy(self, stream: Stream) -> Event:
+        """Return an event that stands for this moment of a lane."""
         if self._zero is None:
             self._zero = self._device.new_event(timing=True)
             self._zero.record(stream)
@@ -75,7 +85,6 @@ class Stopwatch:
             self._spare.pop() if self._spare else self._device.new_event(timing=True)
         )
         event.record(stream)
-        self._last[stream] = event
         return event
 
     def used(self, block: int, arrived: Event, begun: Event) -> None:
@@ -95,25 +104,35 @@ class Stopwatch:
         self._copies.append((block, lane, nbytes, start, end))
 
     def is_over(self) -> bool:
-        """Return whether everything noted so far has happened on the device."""
+        """Return whether all uses noted so far have happened on the device.
+
+        Copies may be under way: they are for uses to come.
+        """
         return all(event.query() for event in self._last.values())
 
     def resolve(self) -> tuple[list[UseTime], list[CopyTime]]:
-        """Return the times of everything noted since the last call, and forget it.
+        """Return the times of what was noted and not yet returned, and forget it.
 
-        Waits for the device if it is not over.
+        Waits for uses that are not over. Copies that are not over are left for later.
         """
         zero = self._zero
         if zero is None:
             return [], []
         for event in self._last.values():
             event.synchronize()
-        copies = [
-            CopyTime(
-                block, lane, size, zero.elapsed_time(start), start.elapsed_time(end)
+        copies = []
+        under_way = []
+        for copy in self._copies:
+            block, lane, size, start, end = copy
+            if not end.query():
+                under_way.append(copy)
+                continue
+            copies.append(
+                CopyTime(
+                    block, lane, size, zero.elapsed_time(start), start.elapsed_time(end)
+                )
             )
-            for block, lane, size, start, end in self._copies
-        ]
+            self._spare += (start, end)
         uses = [
             UseTime(
                 block,
@@ -124,11 +143,9 @@ class Stopwatch:
             for (block, arrived, begun), following in pairwise(self._uses)
             if block >= 0
         ]
-        for _, _, _, start, end in self._copies:
-            self._spare += (start, end)
         for block, arrived, begun in self._uses:
             self._spare += (arrived, begun) if block >= 0 else (arrived,)
         self._uses.clear()
-        self._copies.clear()
+        self._copies = under_way
         self._last.clear()
         return uses, copies

@@ -107,7 +107,9 @@ class Lane:
 
     Args:
         device: Whose link it is.
-        capacity: Copies in flight at most before speculation is denied, or None.
+        capacity: Copies in flight at most before speculation is denied, or None. A copy
+            that a use was queued behind is not counted: a host that is ahead of the
+            device would else find the lane full for ever.
         priority: The stream's priority; lower runs first.
     """
 
@@ -132,6 +134,11 @@ class Lane:
         """Count a submitted copy. Without a capacity nobody asks: nothing is kept."""
         if self.capacity is not None:
             self._in_flight.append(done)
+
+    def settle(self, done: Event) -> None:
+        """Count a copy no more, because a use was queued behind it."""
+        if done in self._in_flight:
+            self._in_flight.remove(done)
 
 
 class TransferEngine:
@@ -218,16 +225,18 @@ class TransferEngine:
             with self._device.on(stream):
                 self._device.copy(target, source)
             return
-        start = watch.mark(stream)
+        start = watch.mark_copy(stream)
         with self._device.on(stream):
             self._device.copy(target, source)
         block = -1 if slot.occupant is None else slot.occupant.index
-        watch.copied(block, lane, target.numel(), start, watch.mark(stream))
+        watch.copied(block, lane, target.numel(), start, watch.mark_copy(stream))
 
     def await_filled(self, slot: Slot, stream: Stream) -> None:
         """Let `stream` read the slot only after it is filled."""
         if slot._seen_by is None or slot._seen_by != stream:
             stream.wait_event(slot._filled)
+            if slot._seen_by is None:
+                self.h2d.settle(slot._filled)  # type: ignore[arg-type]
             slot._seen_by = stream
 
     def release(self, slot: Slot, stream: Stream) -> None:
@@ -266,6 +275,11 @@ class TransferEngine:
             self.h2d.stream.wait_event(slot._drained)
         slot._seen_by = slot._reader = None
         slot._used = False
+
+    def drain(self) -> None:
+        """Block the host until both lanes are idle: no host memory is in use then."""
+        self.h2d.stream.synchronize()
+        self.d2h.stream.synchronize()
 
     def disown(self, buffer: torch.Tensor) -> None:
         """Keep memory that somebody else holds from reuse while the caller's stream

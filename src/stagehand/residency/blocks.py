@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from stagehand.core.layout import ALIGNMENT
 from stagehand.errors import ConfigError
 from stagehand.residency.residency import Residency
 from stagehand.units import MIB, format_bytes
@@ -298,7 +299,9 @@ def find_layers(
     Modules that share memory become one block. Small parameters stay on the device as
     long as they are together at most 1/16 of the budget; other small neighbours are
     coalesced. If the weights exceed the budget, large embedding tables stay on the
-    host.
+    host. Where the budget is too small for such comforts the division is the finest
+    that there is, so the smallest budget that can work does not depend on the one that
+    was asked for.
 
     Args:
         model: Any module.
@@ -306,6 +309,15 @@ def find_layers(
         opaque: Module classes that read their children's parameters themselves: such a
             module and all below it are one block.
     """
+    finding = _divide(model, budget_bytes, opaque)
+    if _at_once(finding) <= budget_bytes:
+        return finding
+    return _divide(model, 0, opaque)
+
+
+def _divide(
+    model: nn.Module, budget_bytes: int, opaque: Sequence[type[nn.Module]]
+) -> Finding:
     cells = _cells(model, (nn.MultiheadAttention, *opaque))
     total = sum(c.nbytes for c in cells) + sum(tensor_bytes(b) for b in model.buffers())
     finding = Finding([], Group("rest"), [])
@@ -317,6 +329,21 @@ def find_layers(
     finding.streamed = list(_coalesce(away, target))
     _collect_rest(model, finding)
     return finding
+
+
+def _at_once(finding: Finding) -> int:
+    """Device bytes that are enough: for what stays, and one block at a time."""
+    stay = [finding.rest, *(g for g in finding.streamed if not g.sites)]
+    away = (_padded_bytes(group) for group in finding.streamed if group.sites)
+    return sum(map(_padded_bytes, stay)) + max(away, default=0)
+
+
+def _padded_bytes(group: Group) -> int:
+    """Bytes of a group's image, or a little more if its tensors overlap."""
+    return sum(
+        -(-tensor_bytes(tensor) // ALIGNMENT) * ALIGNMENT
+        for tensor in group.tensors.values()
+    )
 
 
 def _cells(model: nn.Module, opaque: tuple[type[nn.Module], ...]) -> list[Group]:

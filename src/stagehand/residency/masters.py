@@ -10,6 +10,7 @@ from stagehand.errors import StagehandOOMError
 from stagehand.residency.blocks import Block
 from stagehand.stores.base import Store
 from stagehand.stores.module import ModuleStore
+from stagehand.torch_private import storage_use_count
 from stagehand.units import format_at_least, format_bytes
 
 __all__ = ["Masters"]
@@ -28,6 +29,7 @@ class Masters:
     def __init__(self, arena: Arena) -> None:
         self._arena = arena
         self._images: dict[int, Lease] = {}
+        self._alone = 0  # an image's reference count when only its lease holds it
         self._origin: dict[int, list[torch.device]] = {}
 
     @property
@@ -56,6 +58,7 @@ class Masters:
         if lease is None:
             return False
         self._images[block.index] = lease
+        self._alone = storage_use_count(lease.buffer.untyped_storage())
         hosts = block.store.hosts
         block.set_store(ModuleStore.pack(block.layout, hosts, lease.buffer))
         block.point_to_host()
@@ -119,13 +122,15 @@ class Masters:
         if block.store is None:
             return
         hosts = block.store.hosts
+        host = None
         if lease is not None:
             hosts = _plain_copies(block, hosts)
         for number, (tensor, host) in enumerate(zip(block.tensors, hosts, strict=True)):
             tensor.data = host if origin is None else host.to(origin[number])
         block.set_store(None)
         if lease is not None:
-            lease.release()
+            del hosts, host
+            self._let_go(lease)
 
     def hand_over(self, block: Block, store: Store) -> None:
         """Let another store be a block's truth; the memory of the old one is given up.
@@ -138,6 +143,13 @@ class Masters:
         block.point_to_host()
         lease = self._images.pop(block.index, None)
         if lease is not None:
+            self._let_go(lease)
+
+    def _let_go(self, lease: Lease) -> None:
+        """Reuse an image's memory only if nobody kept a tensor of it, say a state dict."""
+        if storage_use_count(lease.buffer.untyped_storage()) > self._alone:
+            lease.abandon()
+        else:
             lease.release()
 
 

@@ -133,7 +133,10 @@ class Order:
             del self._follower[next(iter(self._follower))]
 
     def cycle(self) -> Route:
-        """Return the uses of the passes that are expected to repeat for ever."""
+        """Return the uses of the passes that are expected to repeat for ever.
+
+        It is the same cycle wherever in it the present pass is.
+        """
         seen: list[Route] = []
         route = self._route
         while route not in seen:
@@ -141,7 +144,9 @@ class Order:
                 return self._route
             seen.append(route)
             route = self._follower.get(route, route)
-        return sum(seen[seen.index(route) :], ())
+        routes = seen[seen.index(route) :]
+        first = routes.index(min(routes))
+        return sum(routes[first:] + routes[:first], ())
 
     def check(self) -> None:
         """Raise if an invariant is broken.

@@ -457,6 +457,7 @@ class Scheduler:
     def begin_pass(self) -> None:
         """The model is entered from outside."""
         self.release_fetched()
+        self._latest = None  # each pass has the same uses, whatever came before it
         length = self.order.length
         if self.order.turn() and not self.order.lost:
             self._front = max(self._front - length, -1)
@@ -478,6 +479,8 @@ class Scheduler:
         """
         if self.stopwatch is not None:
             self.stopwatch.end_pass(self._device.current_stream())
+        if self.order.cursor == self.order.length - 1 and not self.order.lost:
+            self._run_ahead()  # the last use has let go of its slot, and a pause may come
         for slot in self._slots:
             block = slot.occupant
             if block is None or block.stays or block.uses:
@@ -573,6 +576,7 @@ class Scheduler:
 
     def park(self) -> None:
         """Bring everything home: all tensors point to the host, all memory is free."""
+        self.release_fetched()
         self._forget_ahead()
         for slot in self._slots:
             if slot.occupant is not None:
@@ -580,3 +584,4 @@ class Scheduler:
             self.free_slot(slot)
         for block in self.blocks:
             self._loader.forget(block)
+        self._engine.drain()

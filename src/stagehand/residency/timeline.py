@@ -158,23 +158,19 @@ class Timeline:
             streams: Whether the block shares its slot, for every block.
         """
         loads = self._loads(home, streams)
-        busy = loads.nbytes / self._rate
         compute = self.compute_seconds
         if not loads.needed:
             return Steady(step_seconds=compute, streamed_bytes=0)
-        # A period without stall can still drain a lead that it does not rebuild: in
-        # the long run none is shorter than its loads.
-        floor = max(busy, compute)
-        count = len(loads.needed)
-        delays = [0.0] * (2 * count + 1)
+        delays = [0.0] * (2 * len(loads.needed) + 1)  # no lag reaches further back
         link, before, last = 0.0, -1.0, -2.0
         for _ in range(_MAX_PERIODS):
             delay = delays[-1]
             link = _run_period(loads, delays, link) - compute
             before, last = last, delays[-1] - delay
-            if math.isclose(before, last, rel_tol=1e-6, abs_tol=1e-9 * floor):
+            if math.isclose(before, last, rel_tol=1e-6, abs_tol=1e-9 * compute):
                 break
-        step = max(floor, compute + (before + last) / 2)
+        # Should periods still differ, they take turns: the mean of two of them.
+        step = compute + (before + last) / 2
         return Steady(step_seconds=step, streamed_bytes=loads.nbytes)
 
     def _loads(self, home: Sequence[int], streams: Sequence[bool]) -> _Loads:

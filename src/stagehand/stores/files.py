@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from stagehand.core.layout import contiguous_stride, plain_tensors
+from stagehand.core.layout import contiguous_stride, own_storage, plain_tensors
 from stagehand.errors import (
     ClosedError,
     ReadError,
@@ -121,12 +121,13 @@ class FileSet:
         if key not in self._mappings:
             self._mappings.setdefault(key, self._map(extent.path))
         with plain_tensors():
-            return torch.empty(0, dtype=extent.dtype).set_(
+            view = torch.empty(0, dtype=extent.dtype).set_(
                 self._mappings[key].untyped_storage(),
                 extent.offset // extent.dtype.itemsize,
                 extent.shape,
                 contiguous_stride(extent.shape),
             )
+            return own_storage(view, extent.nbytes)
 
     def close(self) -> None:
         """Let go of every file. Host tensors that were handed out stay valid."""

@@ -1,0 +1,581 @@
+"""Modules and parameters of every kind stream bit for bit, in layer and block mode."""
+
+from copy import deepcopy
+
+import pytest
+import torch
+from architectures.trees import assert_bitwise_equal
+from scenario.small import WIDTH, batch, run_resident, runtime_of, smallest_budget, values
+from torch import nn
+from torch.nn.utils import parametrizations, parametrize, spectral_norm, weight_norm
+
+import stagehand
+
+
+@pytest.fixture(params=["hpu", "cpu"])
+def place(request, sim):
+    return request.param
+
+
+@pytest.fixture(params=["layer", "block"])
+def mode(request):
+    return request.param
+
+
+def seeded(build):
+    """Build a model with the same weights at every call."""
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(0)
+        return build()
+
+
+def stream(model, place, mode, pattern=r"^\d+$"):
+    """Stream a model under a budget that cannot hold all of it."""
+    size = sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
+    if mode == "block":
+        mib = max(size * 0.6, _smallest_of_blocks(model, place, pattern)) / 2**20
+        config = stagehand.StagehandConfig(
+            vram_high_watermark_mb=mib, vram_low_watermark_mb=mib / 2
+        )
+        return stagehand.StagehandRuntime(model, config, pattern, device=place)
+    least = smallest_budget(model, place)
+    stagehand.layer(model, vram_budget=max(least, int(size * 0.6)), device=place)
+    return runtime_of(model)
+
+
+def _smallest_of_blocks(model, place, pattern):
+    config = stagehand.StagehandConfig(
+        vram_high_watermark_mb=1e-5, vram_low_watermark_mb=1e-6
+    )
+    with pytest.raises(stagehand.StagehandOOMError) as error:
+        stagehand.StagehandRuntime(model, config, pattern, device=place)
+    return error.value.needed_bytes
+
+
+def check(build, place, mode, *args, train=False, pattern=r"^\d+$", passes=4):
+    """Run a streamed and a resident model side by side, then compare all they hold."""
+    model = seeded(build).train(train)
+    plain = deepcopy(model).to(place)
+    runtime = stream(model, place, mode, pattern)
+    inputs = [a.to(place) for a in args]
+    with torch.no_grad():
+        for number in range(passes):
+            expected = plain(*inputs)
+            assert_bitwise_equal(model(*args), expected, f"pass {number}")
+            assert_bitwise_equal(values(model), values(plain), f"after pass {number}")
+    assert runtime._parts.weights.peak_bytes <= runtime._parts.weights.limit_bytes
+    runtime.shutdown()
+    assert_bitwise_equal(values(model), values(plain), "after shutdown")
+    return model
+
+
+def repeated(block, count=4):
+    return lambda: nn.Sequential(*(block() for _ in range(count)))
+
+
+def lin():
+    return nn.Linear(WIDTH, WIDTH)
+
+
+# Sharing
+
+
+class Tied(nn.Module):
+    """The embedding's table is the head's weight, and two layers share theirs."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(50, WIDTH)
+        self.layers = nn.ModuleList([lin() for _ in range(4)])
+        self.layers[3].weight = self.layers[0].weight
+        self.head = nn.Linear(WIDTH, 50, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return self.head(x)
+
+
+def test_tied_weights_are_one_tensor_before_during_and_after(place, mode):
+    ids = torch.arange(12).view(2, 6)
+    model = check(Tied, place, mode, ids, pattern=r"^layers\.\d+$")
+    assert model.head.weight is model.embed.weight
+    assert model.layers[3].weight is model.layers[0].weight
+
+
+class Repeating(nn.Module):
+    """Uses a layer twice in a pass, once inside itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([lin() for _ in range(5)])
+
+    def forward(self, x):
+        for number in (0, 1, 0, 2, 2, 3, 1, 4, 0):
+            x = self.layers[number](x).tanh()
+        return x
+
+
+def test_modules_used_several_times_in_a_pass_are_exact(place, mode):
+    check(Repeating, place, mode, batch(), pattern=r"^layers\.\d+$")
+
+
+class Recursive(nn.Module):
+    """A block that calls itself, with a child of its own at each depth."""
+
+    def __init__(self):
+        super().__init__()
+        self.own = lin()
+        self.children_ = nn.ModuleList([lin() for _ in range(3)])
+
+    def forward(self, x, depth=0):
+        x = self.own(x).tanh()
+        if depth < 3:
+            x = self.children_[depth](x) + self(x, depth + 1)
+        return self.own(x)
+
+
+def test_a_block_that_calls_itself_is_exact(place, mode):
+    check(repeated(Recursive, 3), place, mode, batch())
+
+
+def test_parameters_that_are_slices_of_one_storage_stay_slices_of_one(place, mode):
+    def build():
+        model = repeated(lin)()
+        for layer in model:
+            whole = torch.randn(WIDTH + 1, WIDTH)
+            layer.weight = nn.Parameter(whole[:WIDTH])
+            layer.bias = nn.Parameter(whole[WIDTH])
+        return model
+
+    check(build, place, mode, batch())
+
+
+class Overlapping(nn.Module):
+    """Two parameters over the same bytes: an edit of one is an edit of the other."""
+
+    def __init__(self):
+        super().__init__()
+        whole = torch.randn(WIDTH, WIDTH)
+        self.all = nn.Parameter(whole)
+        self.first = nn.Parameter(whole.view(-1)[: WIDTH * 4].view(4, WIDTH))
+
+    def forward(self, x):
+        self.first.add_(0.125)
+        return (x @ self.all).tanh() + self.first.sum(0)
+
+
+def test_parameters_over_the_same_bytes_stay_so_on_the_device(place):
+    model = repeated(Overlapping)()
+    plain = deepcopy(model)
+    for mine, theirs in zip(plain, model, strict=True):
+        mine.all.data = theirs.all.data.clone()  # a deep copy does not keep the sharing
+        mine.first.data = mine.all.data.view(-1)[: WIDTH * 4].view(4, WIDTH)
+    stream(model, place, "layer")
+    with torch.no_grad():
+        for number in range(3):
+            expected = plain(batch())
+            given = model(batch())
+            if place == "cpu":
+                assert_bitwise_equal(given, expected, f"pass {number}")
+            assert_bitwise_equal(values(model), values(plain), f"pass {number}")
+    runtime_of(model).shutdown()
+    assert_bitwise_equal(values(model), values(plain), "after shutdown")
+    assert model[0].first.data_ptr() == model[0].all.data_ptr()
+
+
+# Forms
+
+
+def odd_forms(number):
+    def reform(parameter):
+        data = parameter.data
+        return {
+            "transposed": lambda: data.t().contiguous().t(),
+            "strided": lambda: torch.randn(WIDTH, 2 * WIDTH)[:, ::2],
+            "offset": lambda: torch.randn(WIDTH * WIDTH + 3)[3:].view(WIDTH, WIDTH),
+            "expanded": lambda: torch.randn(1, WIDTH).expand(WIDTH, WIDTH),
+            "part": lambda: torch.randn(2 * WIDTH, 3 * WIDTH)[1 : WIDTH + 1, 5 : WIDTH + 5],
+        }[number]()
+
+    def build():
+        model = repeated(lin, 5)()
+        for layer in model:
+            layer.weight = nn.Parameter(reform(layer.weight))
+        return model
+
+    return build
+
+
+@pytest.mark.parametrize(
+    "form", ["transposed", "strided", "offset", "expanded", "part"]
+)
+def test_weights_of_odd_strides_are_exact(place, mode, form):
+    check(odd_forms(form), place, mode, batch())
+
+
+def test_channels_last_weights_stay_channels_last(place, mode):
+    def build():
+        conv = repeated(lambda: nn.Conv2d(8, 8, 3, padding=1), 5)()
+        return conv.to(memory_format=torch.channels_last)
+
+    x = batch(2, 8, 6, 6).to(memory_format=torch.channels_last)
+    model = check(build, place, mode, x)
+    for layer in model:
+        assert layer.weight.is_contiguous(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape"),
+    [
+        (nn.Conv1d, (2, 8, 9)),
+        (nn.Conv2d, (2, 8, 6, 6)),
+        (nn.Conv3d, (1, 8, 4, 4, 4)),
+        (nn.ConvTranspose1d, (2, 8, 9)),
+        (nn.ConvTranspose2d, (2, 8, 5, 5)),
+        (nn.ConvTranspose3d, (1, 8, 3, 3, 3)),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_convolutions_of_every_kind_stream(place, mode, kind, shape):
+    check(repeated(lambda: kind(8, 8, 3, padding=1)), place, mode, batch(*shape))
+
+
+class Mixed(nn.Module):
+    """One block with parameters of many element types, empty ones and scalars."""
+
+    DTYPES = (
+        torch.bool, torch.int8, torch.uint8, torch.int64, torch.float16,
+        torch.bfloat16, torch.float64, torch.complex64, torch.float8_e4m3fn,
+        torch.float8_e5m2,
+    )  # fmt: skip
+
+    def __init__(self):
+        super().__init__()
+        self.linear = lin()
+        for dtype in self.DTYPES:
+            values = (torch.randn(7, 5) * 3).to(dtype)
+            name = str(dtype).removeprefix("torch.")
+            setattr(self, name, nn.Parameter(values, requires_grad=False))
+        self.empty = nn.Parameter(torch.empty(0, 4))
+        self.scale = nn.Parameter(torch.tensor(0.75))
+        self.count = nn.Parameter(torch.tensor(3), requires_grad=False)
+
+    def forward(self, x):
+        x = self.linear(x).tanh() * self.scale + self.count + self.empty.sum()
+        for dtype in self.DTYPES:
+            value = getattr(self, str(dtype).removeprefix("torch."))
+            value = value.real if value.is_complex() else value
+            x = x + value.to(torch.float32).mean()
+        return x
+
+
+def test_parameters_of_every_element_type_cross_unchanged(place, mode):
+    check(repeated(Mixed), place, mode, batch())
+
+
+def test_models_of_empty_and_scalar_parameters_only_run(place):
+    class Scalars(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a = nn.Parameter(torch.tensor(2.0))
+            self.b = nn.Parameter(torch.empty(0))
+
+        def forward(self, x):
+            return x * self.a + self.b.sum()
+
+    check(repeated(Scalars), place, "layer", batch())
+
+
+def test_a_model_without_parameters_runs(place):
+    model = stagehand.layer(nn.Sequential(nn.ReLU(), nn.Tanh()), device=place)
+    with torch.no_grad():
+        assert_bitwise_equal(
+            model(batch()), run_resident(nn.Sequential(*model), place, batch()), "output"
+        )
+    assert "blocks" in str(runtime_of(model).report())
+    runtime_of(model).shutdown()
+
+
+# Buffers and modules with a state
+
+
+def test_running_statistics_learned_while_streaming_are_kept(place, mode):
+    def block():
+        return nn.Sequential(lin(), nn.BatchNorm1d(WIDTH))
+
+    model = check(repeated(block), place, mode, batch(), train=True)
+    assert int(model[0][1].num_batches_tracked) == 4
+
+
+class Growing(nn.Module):
+    """Replaces one buffer and edits another in every pass, and adds a third."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = lin()
+        self.register_buffer("seen", torch.zeros(()))
+        self.register_buffer("mean", torch.zeros(WIDTH))
+        self.register_buffer("hidden", torch.ones(WIDTH), persistent=False)
+
+    def forward(self, x):
+        x = self.linear(x)
+        self.seen += 1
+        self.mean = 0.5 * self.mean + 0.5 * x.mean(0)
+        self.hidden.data.mul_(0.5)
+        return x + self.mean * self.hidden
+
+
+def test_buffers_that_are_replaced_or_edited_in_a_pass_keep_their_values(place, mode):
+    check(repeated(Growing), place, mode, batch())
+
+
+def test_an_embedding_that_renormalizes_its_rows_keeps_them(place, mode):
+    class Renormalizing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Embedding(30, WIDTH, max_norm=1.0)
+            self.linear = lin()
+
+        def forward(self, x, ids):
+            return self.linear(x) + self.table(ids)
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList([Renormalizing() for _ in range(4)])
+
+        def forward(self, x, ids):
+            for layer in self.layers:
+                x = layer(x, ids)
+            return x
+
+    ids = torch.tensor([3, 4, 3, 29])
+    check(Model, place, mode, batch(), ids, pattern=r"^layers\.\d+$")
+
+
+@pytest.mark.parametrize("mode_", ["sum", "mean", "max"])
+def test_an_embedding_bag_is_exact(place, mode_):
+    def build():
+        bag = nn.EmbeddingBag(100, WIDTH, mode=mode_)
+        return nn.Sequential(bag, lin(), lin(), lin())
+
+    check(build, place, "layer", torch.arange(12).view(3, 4))
+
+
+def test_a_large_embedding_sends_rows_and_not_its_table(sim):
+    model = nn.Sequential(nn.Embedding(4000, WIDTH), lin(), lin(), lin())
+    ids = torch.tensor([[7, 8, 3999]])
+    expected = run_resident(model, "hpu", ids)
+    stagehand.layer(model, vram_budget=20_000, device="hpu")
+    sim.reset()
+    with torch.no_grad():
+        assert_bitwise_equal(model(ids), expected, "rows")
+    assert sim.h2d_bytes() < 40_000
+    assert runtime_of(model).report().gathered_bytes == 4000 * WIDTH * 4
+    runtime_of(model).shutdown()
+
+
+@pytest.mark.parametrize("wrap", [spectral_norm, parametrizations.spectral_norm])
+@pytest.mark.parametrize("train", [False, True], ids=["eval", "train"])
+def test_spectral_norm_is_exact_and_its_iteration_goes_on(place, mode, wrap, train):
+    check(repeated(lambda: wrap(lin())), place, mode, batch(), train=train)
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*deprecated:FutureWarning")
+@pytest.mark.parametrize("wrap", [weight_norm, parametrizations.weight_norm])
+def test_weight_norm_is_exact(place, mode, wrap):
+    check(repeated(lambda: wrap(lin())), place, mode, batch())
+
+
+def test_a_parametrized_weight_is_exact(place, mode):
+    class Symmetric(nn.Module):
+        def forward(self, weight):
+            return weight.triu() + weight.triu(1).t()
+
+    def build():
+        layer = lin()
+        parametrize.register_parametrization(layer, "weight", Symmetric())
+        return layer
+
+    check(repeated(build), place, mode, batch())
+
+
+class Recurrent(nn.Module):
+    def __init__(self, kind, **options):
+        super().__init__()
+        self.cell = kind(WIDTH, WIDTH, batch_first=True, **options)
+
+    def forward(self, x):
+        return self.cell(x)[0][..., :WIDTH]
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+@pytest.mark.parametrize("options", [{}, {"num_layers": 2, "bidirectional": True}])
+def test_recurrent_networks_stream(place, mode, kind, options):
+    check(repeated(lambda: Recurrent(kind, **options)), place, mode, batch(2, 5, WIDTH))
+
+
+# Modules that read what is not theirs
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(WIDTH, 4, batch_first=True)
+
+    def forward(self, x):
+        return self.attention(x, x, x, need_weights=False)[0] + x
+
+
+@pytest.mark.parametrize("train", [False, True], ids=["eval", "train"])
+def test_multihead_attention_whose_projection_is_never_called_is_exact(
+    place, mode, train
+):
+    check(repeated(Attention), place, mode, batch(2, 5, WIDTH), train=train)
+
+
+@pytest.mark.parametrize("train", [False, True], ids=["eval", "train"])
+def test_transformer_encoder_layers_with_their_fast_path_are_exact(place, mode, train):
+    def block():
+        return nn.TransformerEncoderLayer(
+            WIDTH, 4, dim_feedforward=64, batch_first=True, dropout=0.0
+        )
+
+    check(repeated(block), place, mode, batch(2, 5, WIDTH), train=train)
+
+
+class Reading(nn.Module):
+    """Reads its children's weights and never calls them."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = lin()
+        self.deep = nn.Sequential(lin())
+
+    def forward(self, x):
+        x = nn.functional.linear(x, self.inner.weight, self.inner.bias)
+        return x.tanh() @ torch.cat([self.deep[0].weight.t()], 0)
+
+
+def test_weights_read_by_another_module_are_found_in_the_first_pass(place, mode):
+    check(repeated(Reading, 2), place, mode, batch())
+
+
+class _LateReading(nn.Module):
+    """Begins to read another module's weight in its third pass."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([lin() for _ in range(4)])
+        self.passes = 0
+
+    def forward(self, x):
+        self.passes += 1
+        for layer in self.layers:
+            x = layer(x)
+        if self.passes > 2:
+            x = x @ self.layers[1].weight
+        return x
+
+
+# Data-dependent order
+
+
+class Experts(nn.Module):
+    """Calls its experts in an order, and as many, as the input says."""
+
+    def __init__(self, count=6):
+        super().__init__()
+        self.router = nn.Linear(WIDTH, count)
+        self.experts = nn.ModuleList([lin() for _ in range(count)])
+
+    def forward(self, x):
+        chosen = self.router(x.mean(0)).argsort().tolist()
+        for number in chosen[: 1 + chosen[0]]:
+            x = x + self.experts[number](x).tanh()
+        return x
+
+
+class Mixture(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([Experts() for _ in range(3)])
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def test_a_random_order_of_experts_in_every_pass_is_exact(place):
+    for pattern in (None, r"experts\.\d+$"):
+        model = seeded(Mixture)
+        plain = deepcopy(model).to(place)
+        stream(model, place, "block" if pattern else "layer", pattern)
+        with torch.no_grad():
+            for number in range(20):
+                x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(number))
+                assert_bitwise_equal(model(x), plain(x.to(place)), f"pass {number}")
+        runtime_of(model).shutdown()
+
+
+class Conditional(nn.Module):
+    """Leaves early, skips layers, or takes another branch, as it is told."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([lin() for _ in range(8)])
+        self.branch = lin()
+
+    def forward(self, x, way):
+        for number, layer in enumerate(self.layers):
+            if way == "early" and number == 3:
+                return x
+            if way == "skip" and number % 2:
+                continue
+            x = layer(x).tanh()
+        return self.branch(x) if way == "branch" else x
+
+
+def test_early_exits_skipped_layers_and_branches_are_exact(place, mode):
+    model = seeded(Conditional)
+    plain = deepcopy(model).to(place)
+    stream(model, place, mode, r"^layers\.\d+$|^branch$")
+    ways = ["all", "early", "skip", "branch", "all", "all", "early", "early", "branch"]
+    with torch.no_grad():
+        for number, way in enumerate(ways * 2):
+            expected = plain(batch().to(place), way)
+            assert_bitwise_equal(model(batch(), way), expected, f"{number}: {way}")
+    runtime_of(model).shutdown()
+
+
+def test_a_part_that_no_pass_has_used_yet_can_be_used_later(place, mode):
+    model = seeded(Conditional)
+    plain = deepcopy(model).to(place)
+    stream(model, place, mode, r"^layers\.\d+$|^branch$")
+    with torch.no_grad():
+        for _ in range(6):
+            model(batch(), "early")
+        for part in ("branch", "layers.7", "layers.2"):
+            expected = plain.get_submodule(part)(batch().to(place))
+            output = model.get_submodule(part)(batch())
+            assert_bitwise_equal(output, expected, part)
+    runtime_of(model).shutdown()
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiled_blocks_stream_in_block_mode(place, backend):
+    torch._dynamo.reset()
+    model = seeded(repeated(lambda: nn.Sequential(lin(), nn.GELU()), 4))
+    expected = run_resident(model, place, batch())
+    for block in model:
+        block.compile(backend=backend)
+    runtime = stream(model, place, "block")
+    with torch.no_grad():
+        for number in range(4):
+            assert_bitwise_equal(model(batch()), expected, f"pass {number}")
+    runtime.shutdown()
+    torch._dynamo.reset()
