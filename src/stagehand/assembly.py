@@ -83,7 +83,12 @@ class Parts:
     @property
     def streamed(self) -> list[Block]:
         """Blocks that come and go: not the rest, not the tables on the host."""
-        return self.scheduler.blocks[1:]
+        return [block for block in self.away if not block.hosted]
+
+    @property
+    def away(self) -> list[Block]:
+        """All blocks but the rest."""
+        return self.blocks[1:]
 
     @property
     def odd_bytes(self) -> int:
@@ -127,6 +132,8 @@ def assemble(
     tables = [group for _, group in finding.gathered if not group.sites]
     unique = {id(group): group for group in tables}
     hosted = [_block(len(blocks) + i, g) for i, g in enumerate(unique.values())]
+    for block in hosted:
+        block.hosted = True
     _check_slabs(blocks[1:], settings)
     device = settings.device
     weights = Account("device memory for weights", settings.budget_bytes)
@@ -151,6 +158,7 @@ def assemble(
     else:
         loader = LaneLoader(engine, pinned_arena, workers, counters)
     order = Order([block.index for block in blocks if block.index > 0])
+    blocks += hosted
     scheduler = Scheduler(
         device=device,
         engine=engine,
@@ -163,7 +171,7 @@ def assemble(
     odd = [t for t in finding.rest.tensors.values() if not can_stream(t)]
     odd_bytes = sum(tensor_bytes(t) for t in odd)
     weights.grant(min(odd_bytes, settings.budget_bytes), "tensors of other kinds")
-    stay = [0, *(b.index for b, g in zip(blocks, groups, strict=True) if not g.sites)]
+    stay = [0, *(i for i, group in enumerate(groups) if not group.sites)]
     steering = _steer(scheduler, blocks, stay, settings, odd_bytes)
     masters = Masters(pinned_arena)
     parts = Parts(
@@ -174,7 +182,7 @@ def assemble(
         engine,
         workers,
         loader,
-        blocks + hosted,
+        blocks,
         masters,
         scheduler,
         steering,
@@ -182,7 +190,7 @@ def assemble(
     )
     sites = [
         (site, block)
-        for block, group in zip(blocks, groups, strict=True)
+        for block, group in zip(blocks, groups, strict=False)
         for site in group.sites
     ]
     return parts, sites
@@ -226,7 +234,7 @@ def _steer(
     except StagehandOOMError as error:
         needed = error.needed_bytes + odd_bytes
         kept = sum(blocks[i].nbytes for i in stay) + odd_bytes
-        away = [b for b in blocks if b.index not in stay]
+        away = [b for b in blocks if b.index not in stay and not b.hosted]
         largest = max(away, key=lambda b: b.nbytes, default=None)
         most = (
             ""

@@ -28,20 +28,23 @@ class WeightHandle:
 
     Attributes:
         block: Whose bytes they are.
-        tensor: The parameter or buffer that the view was made from.
+        number: Which parameter or buffer of the block the view was made from.
+        offset: Where it starts, in elements from the start of the image.
         version: The parameter's version when it was saved.
     """
 
-    __slots__ = ("block", "dtype", "offset", "shape", "stride", "tensor", "version")
+    __slots__ = ("block", "dtype", "number", "offset", "shape", "stride", "version")
 
-    def __init__(self, block: Block, saved: torch.Tensor) -> None:
+    def __init__(
+        self, block: Block, number: int, saved: torch.Tensor, offset: int
+    ) -> None:
         self.block = block
+        self.number = number
         self.dtype = saved.dtype
         self.shape = saved.shape
         self.stride = saved.stride()
-        self.offset = int(saved.storage_offset())
-        self.tensor = _source(block, self.offset * saved.element_size())
-        self.version = 0 if self.tensor.is_inference() else self.tensor._version
+        self.offset = offset
+        self.version = _version(block.tensors[number])
 
     def view(self) -> torch.Tensor:
         """Return the view in the slot that holds the block now.
@@ -50,32 +53,39 @@ class WeightHandle:
             RuntimeError: If the parameter was changed in place since it was saved, as
                 autograd itself raises.
         """
-        slot = self.block.slot
-        if slot is None or slot.lease is None:
-            raise StagehandInternalError(
-                f"block {self.block.name!r} is not on the device"
-            )
-        version = 0 if self.tensor.is_inference() else self.tensor._version
+        block = self.block
+        target = block.target
+        if block.slot is None or target is None:
+            raise StagehandInternalError(f"block {block.name!r} is not on the device")
+        tensor = block.tensors[self.number]
+        version = _version(tensor)
         if version != self.version:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified"
-                f" by an inplace operation: a weight of block {self.block.name!r} of"
-                f" shape {list(self.tensor.shape)} is at version {version}; expected version"
+                f" by an inplace operation: a weight of block {block.name!r} of"
+                f" shape {list(tensor.shape)} is at version {version}; expected version"
                 f" {self.version} instead"
             )
-        base = slot.lease.buffer[: self.block.nbytes].view(self.dtype)
+        # A view of its own: who keeps it holds the memory, and the slot can tell.
+        base = block.views[self.number]
+        if base.dtype is not self.dtype:
+            base = target.view(self.dtype)
         return base.as_strided(self.shape, self.stride, self.offset)
 
 
-def _source(block: Block, offset: int) -> torch.Tensor:
-    """The tensor whose bytes include an offset of the image."""
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _number_at(block: Block, offset: int) -> int:
+    """Which tensor's bytes include an offset of the image."""
     found = 0
     for number, entry in enumerate(block.layout.entries):
         if entry.offset <= offset:
             found = number
             if offset < entry.offset + entry.nbytes:
                 break
-    return block.tensors[found]
+    return found
 
 
 class SavedTensors:
@@ -91,6 +101,7 @@ class SavedTensors:
     ) -> None:
         self._slots = slots
         self._fetch = fetch
+        self._numbers: dict[tuple[int, int], int] = {}  # by block and byte offset
 
     def hooks(self) -> AbstractContextManager[Any]:
         """Return a context inside which weights are saved as handles."""
@@ -99,9 +110,17 @@ class SavedTensors:
     def _pack(self, saved: torch.Tensor) -> "WeightHandle | _Kept":
         if saved.layout is torch.strided and not saved.is_nested:
             slot = self._slots.get(saved.untyped_storage().data_ptr())
-            if slot is not None and isinstance(slot.occupant, Block):
-                return WeightHandle(slot.occupant, saved)
+            if slot is not None and slot.occupant is not None:
+                return self._handle(slot.occupant, saved)
         return _Kept(saved)
+
+    def _handle(self, block: Block, saved: torch.Tensor) -> WeightHandle:
+        offset = int(saved.storage_offset())
+        place = block.index, offset * saved.itemsize
+        number = self._numbers.get(place)
+        if number is None:
+            number = self._numbers[place] = _number_at(block, place[1])
+        return WeightHandle(block, number, saved, offset)
 
     def _unpack(self, packed: "WeightHandle | _Kept") -> torch.Tensor:
         if isinstance(packed, _Kept):

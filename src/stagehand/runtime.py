@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from types import MethodType
@@ -16,7 +17,12 @@ from stagehand.config import StagehandConfig
 from stagehand.core.clock import Phase
 from stagehand.core.device import Device, find_device
 from stagehand.core.telemetry import Telemetry
-from stagehand.errors import ClosedError, ConfigError
+from stagehand.errors import (
+    ClosedError,
+    ConfigError,
+    StagehandOOMError,
+    StagehandWarning,
+)
 from stagehand.files import KeyMap, back_by_files
 from stagehand.graph import SavedTensors
 from stagehand.guards import FiniteCheck
@@ -95,6 +101,7 @@ class Runtime(PassListener):
         self._closed = False
         self._strays: list[Block] = []
         self._known: set[int] = set()
+        self._warned = False
         self._last_report: Report | None = None
         parts = self._parts
         for block in parts.blocks:
@@ -114,16 +121,18 @@ class Runtime(PassListener):
             self._hooks.add_site(site, block)
             if self._finite is not None:
                 self._hooks.add_look(site, self._finite.look_at)
-        rows = RowGather(settings.device.torch_device, self._counters)
-        for table, _ in finding.gathered:
-            self._hooks.add_gather(table, rows)
-        looked_up = {id(t) for _, g in finding.gathered for t in g.tensors.values()}
         self._owners = {
-            id(tensor): block
-            for _, block in sites
-            for tensor in block.tensors
-            if id(tensor) not in looked_up
+            id(tensor): block for block in parts.away for tensor in block.tensors
         }
+        self._rows = RowGather(
+            settings.device.torch_device,
+            self._counters,
+            self._owners,
+            join=parts.scheduler.join,
+            leave=parts.scheduler.after,
+        )
+        for table, _ in finding.gathered:
+            self._hooks.add_gather(table, self._rows)
         self._finalizer = weakref.finalize(model, parts.close)
         model.__dict__[_HANDLE] = self
         model.__dict__["_apply"] = _Apply(self)
@@ -183,18 +192,39 @@ class Runtime(PassListener):
             stack.enter_context(self._saved.hooks())
         if id(module) not in self._known:
             self._known.add(id(module))
-            stack.enter_context(StrayUses(self._owners, self._bring_stray))
+            watch = StrayUses(
+                self._owners,
+                self._rows,
+                bring=self._bring_stray,
+                let_go=self._parts.scheduler.after,
+            )
+            stack.enter_context(watch)
         return stack
 
     def end_pass(self) -> None:
         """See `PassListener.end_pass`."""
         strays, self._strays = self._strays, []
-        for block in strays:
-            self._parts.scheduler.after(block)
         self._parts.scheduler.end_pass()
         self._measure.end_pass()
         if strays:
-            self._parts.steering.keep(block.index for block in strays)
+            self._keep(strays)
+
+    def _keep(self, strays: Sequence[Block]) -> None:
+        """Let weights that others read stay; without room, look out for them again."""
+        try:
+            self._parts.steering.keep(strays)
+        except StagehandOOMError as error:
+            self._known.clear()
+            if not self._warned:
+                self._warned = True
+                warnings.warn(
+                    f"{len(strays)} blocks, {strays[0].name!r} first, are read by"
+                    " modules that do not own them and do not fit the budget together"
+                    f" ({error}): every call is watched from now on, which is slow;"
+                    " name the modules that read them in opaque=, or raise the budget",
+                    StagehandWarning,
+                    stacklevel=2,
+                )
 
     def abort_pass(self) -> None:
         """See `PassListener.abort_pass`."""
@@ -202,9 +232,10 @@ class Runtime(PassListener):
         self._parts.scheduler.reset_uses()
 
     def _bring_stray(self, block: Block) -> None:
-        """A module reads a weight that is not its own: the block stays from now on."""
+        """A module reads a weight that is not its own."""
         self._parts.scheduler.before(block)
-        self._strays.append(block)
+        if block not in self._strays:
+            self._strays.append(block)
 
     def _prepare(self) -> None:
         """Pin what is streamed, as far as the pool allows, and place what stays."""

@@ -1,21 +1,23 @@
 """Every private PyTorch name that the library uses, each tested at import.
 
-| name | used for | without it |
-|---|---|---|
-| `torch._C._storage_Use_Count` | does anyone else hold a slot's memory? | refused at
-import | | `torch._C._current_graph_task_id` | is this thread inside a backward pass? |
-refused at import |
+- `torch._C._storage_Use_Count`: does anyone else hold a slot's memory? Without it,
+  importing the library is refused.
+- `torch._C._current_graph_task_id`: is this thread inside a backward pass? Without it,
+  importing the library is refused.
+- `torch._disable_dynamo`: leave a function out of compiled graphs without importing the
+  compiler. Without it, compiled blocks warn of what they cannot trace.
 
 Tried with torch 2.9 to 2.13.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from stagehand.errors import StagehandError
 
-__all__ = ["in_backward", "storage_use_count"]
+__all__ = ["in_backward", "storage_use_count", "untraced"]
 
 
 def _required(name: str) -> Callable[..., int]:
@@ -40,3 +42,10 @@ def storage_use_count(storage: torch.UntypedStorage) -> int:
 def in_backward() -> bool:
     """Return whether this thread runs inside autograd's backward pass."""
     return _graph_task_id() != -1
+
+
+def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that compiled code calls as it is."""
+    disable = getattr(torch, "_disable_dynamo", None)
+    wrapped: Callable[..., Any] = function if disable is None else disable(function)
+    return wrapped

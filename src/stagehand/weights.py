@@ -19,7 +19,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.compiler import is_dynamo_compiling
 from torch.overrides import TorchFunctionMode
+
+from stagehand.torch_private import untraced
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -55,6 +58,70 @@ class PassListener:
         """A pass was left without a word; close what it left open."""
 
 
+class _Turn:
+    """A reentrant lock that can be taken over from a thread that forgot it.
+
+    An interrupt skips the hooks that would have released it, and its thread may be gone
+    or never come back. Whoever waits looks now and then whether that has happened.
+
+    Args:
+        left: Whether what the owner entered is no longer running.
+        take_over: Called by the new owner, before anything else.
+    """
+
+    def __init__(self, left: Callable[[], bool], take_over: Callable[[], None]) -> None:
+        self._left = left
+        self._take_over = take_over
+        self._lock = threading.Lock()
+        self._ownership = threading.Lock()
+        self._owner: int | None = None
+        self._count = 0
+        self._sorting = False  # the owner is back, and may be closing what it left
+
+    def acquire(self) -> None:
+        """Wait for one's turn."""
+        me = threading.get_ident()
+        with self._ownership:
+            if self._owner == me:
+                self._count += 1
+                self._sorting = True
+                return
+        while not self._lock.acquire(timeout=_LOOK_SECONDS):
+            with self._ownership:
+                if not self._is_forgotten():
+                    continue
+                self._owner, self._count = me, 1
+            self._take_over()
+            return
+        self._owner, self._count = me, 1
+
+    def _is_forgotten(self) -> bool:
+        if self._owner is None or self._sorting:
+            return False
+        return self._owner not in sys._current_frames() or self._left()
+
+    def sorted(self) -> None:
+        """Say that all that the owner has entered is running."""
+        self._sorting = False
+
+    def release(self) -> None:
+        """End what the latest `acquire` began."""
+        self._sorting = False
+        self._count -= 1
+        if not self._count:
+            self._owner = None
+            self._lock.release()
+
+    def __enter__(self) -> None:
+        self.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+_LOOK_SECONDS = 0.05
+
+
 class _Frame:
     """One entry through an edge that has not been left."""
 
@@ -75,11 +142,12 @@ class Edges:
     """
 
     def __init__(self, listener: PassListener, device: torch.device) -> None:
-        self.lock = threading.RLock()
+        self.lock = _Turn(self._is_left, self._bury)
         self._listener = listener
         self._device = device
         self._stack: list[_Frame] = []
         self._thread: int | None = None
+        self._unclosed: dict[int, list[AbstractContextManager[Any]]] = {}
 
     def inside(self) -> bool:
         """Return whether this thread runs inside the model."""
@@ -88,7 +156,8 @@ class Edges:
     def running(self) -> bool:
         """Like `inside`, but first close what an interrupt left open."""
         if self.inside():
-            self._close_dead(sys._getframe())
+            with self.lock:
+                self._close_dead()
         return self.inside()
 
     def enter(
@@ -105,7 +174,8 @@ class Edges:
         """
         self.lock.acquire()
         try:
-            self._close_dead(frame)
+            self._close_dead()
+            self.lock.sorted()
             entry = _Frame(module, frame)
             self._stack.append(entry)
             if len(self._stack) > 1:
@@ -136,26 +206,44 @@ class Edges:
         finally:
             self.lock.release()
 
-    def _close_dead(self, frame: FrameType) -> None:
+    def _close_dead(self) -> None:
         """Close entries whose frame is gone: an interrupt skipped their hooks."""
-        if not self._stack or _is_running(self._stack[-1].frame, frame):
+        if self._unclosed:
+            for context in self._unclosed.pop(threading.get_ident(), ()):
+                context.__exit__(None, None, None)
+        if not self._stack or _is_running(self._stack[-1].frame):
             return
-        while self._stack and not _is_running(self._stack[-1].frame, frame):
+        while self._stack and not _is_running(self._stack[-1].frame):
             entry = self._stack.pop()
             if entry.context is not None:
                 entry.context.__exit__(None, None, None)
             self.lock.release()
+        self._abort()
+
+    def _is_left(self) -> bool:
+        return bool(self._stack) and not _is_running(self._stack[0].frame)
+
+    def _bury(self) -> None:
+        """Close what another thread left open; its contexts are its own to leave."""
+        contexts = [e.context for e in reversed(self._stack) if e.context is not None]
+        if self._thread is not None and contexts:
+            self._unclosed[self._thread] = contexts
+        self._stack.clear()
+        self._abort()
+
+    def _abort(self) -> None:
         self._listener.abort_pass()
         if not self._stack:
             self._thread = None
             self._listener.end_pass()
 
 
-def _is_running(frame: FrameType, inside: FrameType | None) -> bool:
-    while inside is not None:
-        if inside is frame:
-            return True
-        inside = inside.f_back
+def _is_running(frame: FrameType) -> bool:
+    """Whether a frame has not returned, in whichever thread. A finished one is cleared."""
+    try:
+        frame.clear()
+    except RuntimeError:
+        return True
     return False
 
 
@@ -205,6 +293,23 @@ def _put_back(model: nn.Module, known: Mapping[str, torch.Tensor]) -> None:
 
 def _nothing(*_: Any) -> None:
     """Stand where a hook was in a copy of the model: the copy is a plain model."""
+
+
+@untraced
+def _call_untraced(hook: Callable[..., Any], *args: Any) -> Any:
+    """Run a hook of a compiled module: it belongs to no graph."""
+    return hook(*args)
+
+
+def _module_frame() -> FrameType:
+    """The frame in which a module runs, together with the hooks that it calls."""
+    frame = sys._getframe(2)
+    while frame.f_code.co_filename != _MODULE_FILE and frame.f_back is not None:
+        frame = frame.f_back
+    return frame
+
+
+_MODULE_FILE = nn.modules.module.__file__
 
 
 class _Hook:
@@ -258,7 +363,9 @@ class _EdgeBegin(_Hook):
         self._settle = settle
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        return self._edges.enter(module, args, kwargs, sys._getframe(1))
+        if is_dynamo_compiling():
+            return _call_untraced(self, module, args, kwargs)
+        return self._edges.enter(module, args, kwargs, _module_frame())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
         self._settle()  # a module's hooks are copied before its children's parameters
@@ -276,6 +383,9 @@ class _EdgeEnd(_Hook):
         self._edges = edges
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        if is_dynamo_compiling():
+            _call_untraced(self, module, args, output)
+            return
         self._edges.leave(module)
 
 
@@ -290,9 +400,11 @@ class _SiteBegin(_Hook):
         self._edges = edges
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if is_dynamo_compiling():
+            return _call_untraced(self, module, args, kwargs)
         moved = None
         if self._edges._thread != threading.get_ident():
-            moved = self._edges.enter(module, args, kwargs, sys._getframe(1))
+            moved = self._edges.enter(module, args, kwargs, _module_frame())
         self._before(self._block)
         return moved
 
@@ -308,6 +420,9 @@ class _SiteEnd(_Hook):
         self._edges = edges
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        if is_dynamo_compiling():
+            _call_untraced(self, module, args, output)
+            return
         if self._block.uses:
             self._after(self._block)
         stack = self._edges._stack
@@ -354,12 +469,28 @@ class RowGather(TorchFunctionMode):
     Args:
         device: Where the rows go.
         counters: Where lookups are counted.
+        tables: The block of each table, by the table's id.
+        join: Called with the block before a lookup in a table that is on the device.
+        leave: Called with the block after it.
     """
 
-    def __init__(self, device: torch.device, counters: Counters) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        counters: Counters,
+        tables: Mapping[int, Block],
+        *,
+        join: Callable[[Block], None],
+        leave: Callable[[Block], None],
+    ) -> None:
         super().__init__()
+        self.busy = False
+        """Whether rows are looked up at this moment."""
         self._device = device
         self._counters = counters
+        self._tables = tables
+        self._join = join
+        self._leave = leave
 
     def __torch_function__(
         self,
@@ -370,9 +501,13 @@ class RowGather(TorchFunctionMode):
     ) -> Any:
         """Replace a lookup in a table on the host; pass everything else on."""
         kwargs = kwargs or {}
-        if func is nn.functional.embedding:
+        if func is not nn.functional.embedding:
+            return func(*args, **kwargs)
+        self.busy = True
+        try:
             return self._lookup(*args, **kwargs)
-        return func(*args, **kwargs)
+        finally:
+            self.busy = False
 
     def _lookup(
         self,
@@ -381,6 +516,13 @@ class RowGather(TorchFunctionMode):
         *args: Any,
         **kwargs: Any,
     ) -> torch.Tensor:
+        block = self._tables.get(id(weight))
+        if block is not None and block.bound:
+            self._join(block)
+            try:
+                return nn.functional.embedding(input, weight, *args, **kwargs)
+            finally:
+                self._leave(block)
         if weight.device == input.device == self._device:
             return nn.functional.embedding(input, weight, *args, **kwargs)
         self._counters.gathers += 1
@@ -397,15 +539,24 @@ class StrayUses(TorchFunctionMode):
 
     Args:
         owners: The streamed block of each parameter, by the parameter's id.
-        bring: Called with a block that is read while it is not in use.
+        rows: Reads of tables where it looks rows up are no strays.
+        bring: Called with a block that a call reads while it is not in use.
+        let_go: Called with the block after that call.
     """
 
     def __init__(
-        self, owners: Mapping[int, Block], bring: Callable[[Block], None]
+        self,
+        owners: Mapping[int, Block],
+        rows: RowGather,
+        *,
+        bring: Callable[[Block], None],
+        let_go: Callable[[Block], None],
     ) -> None:
         super().__init__()
         self._owners = owners
+        self._rows = rows
         self._bring = bring
+        self._let_go = let_go
 
     def __torch_function__(
         self,
@@ -414,27 +565,49 @@ class StrayUses(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Bring what the call reads, then pass it on."""
+        """Bring what the call reads, pass it on, and let go of what was brought."""
         kwargs = kwargs or {}
-        if getattr(func, "__name__", "") not in _HARMLESS:
+        if self._rows.busy or _is_harmless(func):
+            return func(*args, **kwargs)
+        brought: list[Block] = []
+        try:
             for value in (*args, *kwargs.values()):
-                self._look_at(value)
-        return func(*args, **kwargs)
+                self._look_at(value, brought)
+            return func(*args, **kwargs)
+        finally:
+            for block in brought:
+                self._let_go(block)
 
-    def _look_at(self, value: Any) -> None:
+    def _look_at(self, value: Any, brought: list[Block]) -> None:
         if isinstance(value, torch.Tensor):
             block = self._owners.get(id(value))
             if block is not None and not block.uses:
                 self._bring(block)
+                brought.append(block)
         elif isinstance(value, list | tuple):
             for item in value:
                 if isinstance(item, torch.Tensor):
-                    self._look_at(item)
+                    self._look_at(item, brought)
+
+
+def _is_harmless(func: Callable[..., Any]) -> bool:
+    """Whether a call only asks what a tensor is like.
+
+    `weight.T` reads the tensor, and `weight.device` is asked where to put what shall
+    meet it.
+    """
+    name = getattr(func, "__name__", "")
+    if name == "__get__":
+        attribute = func.__self__  # type: ignore[attr-defined]
+        return getattr(attribute, "__name__", "") not in _READING
+    return name in _HARMLESS
+
+
+_READING = frozenset({"H", "T", "device", "imag", "mH", "mT", "real"})
 
 
 _HARMLESS = frozenset(
     {
-        "__get__",
         "__len__",
         "__set__",
         "data_ptr",

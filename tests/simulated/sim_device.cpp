@@ -13,7 +13,6 @@
 #include <ATen/core/CachingHostAllocator.h>
 #include <ATen/detail/HPUHooksInterface.h>
 #include <ATen/native/CPUFallback.h>
-#include <ATen/ops/_foreach_copy_native.h>
 #include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/unfold_native.h>
@@ -548,7 +547,8 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     merge(s.seen, e->seen);
     s.now = std::max(s.now, e->at);
     auto& queue = sim.streams[e->stream].queue;
-    if (!queue.empty() && queue.front().seq <= e->seq) s.queue.push_back({s.seq, e->stream, e->seq});
+    if (!queue.empty() && queue.front().seq <= e->seq)
+      s.queue.push_back({s.seq, e->stream, e->seq});
   }
   bool queryEvent(void* handle) const override {
     Lock lock;
@@ -689,8 +689,8 @@ void require_one_device(const char* name, at::ArrayRef<at::Tensor> arguments) {
     device |= !t.is_cpu();
     cpu |= t.is_cpu() && t.dim() > 0;
   }
-  TORCH_CHECK(!(device && cpu), "Expected all tensors to be on the same device, but found at least ",
-              "two devices, hpu:0 and cpu! (in ", name, ")");
+  TORCH_CHECK(!(device && cpu), "Expected all tensors to be on the same device, but found at ",
+              "least two devices, hpu:0 and cpu! (in ", name, ")");
 }
 
 // Tensors and lists of tensors. Lists of optional tensors are indices, which may be anywhere.
@@ -815,7 +815,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> sim_convolution_backward(
 }
 
 // Takes integers, as CUDA's does and the CPU's does not.
-at::Tensor sim_histc(const at::Tensor& x, int64_t bins, const at::Scalar& lo, const at::Scalar& hi) {
+at::Tensor sim_histc(const at::Tensor& x, int64_t bins, const at::Scalar& lo,
+                     const at::Scalar& hi) {
   Kernel kernel(static_cast<double>(x.nbytes()));
   auto values = to_host(x);
   if (!values.is_floating_point()) values = values.to(at::kFloat);
@@ -831,7 +832,6 @@ TORCH_LIBRARY_IMPL(aten, HPU, m) {
   m.impl("empty_strided", &sim_empty_strided);
   m.impl("_copy_from", &sim_copy);
   m.impl("_copy_from_and_resize", &sim_copy_resize);
-  m.impl("_foreach_copy_", &at::native::foreach_tensor_copy_list_kernel_slow_);
   m.impl("set_.source_Storage_storage_offset", &sim_set);
   m.impl("as_strided", &sim_as_strided);
   m.impl("view", &sim_view);

@@ -542,6 +542,13 @@ def test_numbers_and_indices_may_stay_on_the_host(sim):
     assert ((a + torch.tensor(1.0))[torch.tensor([0])] == 2).all()
 
 
+def test_lists_of_tensors_are_copied_across_the_link(sim):
+    target = torch.zeros(2, device=device)
+    torch._foreach_copy_([target], [torch.ones(2)])
+    assert sim.h2d_copies() == 1
+    assert (target.cpu() == 1).all()
+
+
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_copy_queued_in_a_grad_mode_runs_outside_it(sim, mode):
     source = torch.nn.Parameter(pinned(400, value=2))
@@ -585,6 +592,27 @@ def test_parameter_data_may_change_sides(sim):
 def test_lazy_conjugation_survives_the_link(sim):
     values = torch.tensor([1 + 2j, 3 - 4j])
     assert torch.equal(values.to(device).conj().cpu(), values.conj().resolve_conj())
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda a: a.view(3, 2),
+        lambda a: a.reshape(-1),
+        lambda a: a.t(),
+        lambda a: a.unfold(1, 2, 1),
+        torch.view_as_complex,
+        lambda a: torch.view_as_real(torch.view_as_complex(a)),
+        lambda a: a.view(torch.int32),
+    ],
+    ids=["view", "reshape", "t", "unfold", "complex", "real", "dtype"],
+)
+def test_view_shares_memory(sim, view):
+    values = torch.ones(3, 2, device=device)
+    seen = view(values)
+    assert seen.untyped_storage().data_ptr() == values.untyped_storage().data_ptr()
+    values.zero_()
+    assert (seen == 0).all()
 
 
 def test_resize_keeps_bytes_and_views(sim):

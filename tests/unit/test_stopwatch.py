@@ -30,11 +30,11 @@ class Bench:
     def copy(self, megabytes, block=0, lane="H2D"):
         size = megabytes * MB
         pair = [self.on_device[:size], self.on_host[:size]]
-        start = self.watch.mark(self.lane)
+        start = self.watch.mark_copy(self.lane)
         with self.lane:
             to, of = pair if lane == "H2D" else pair[::-1]
             to.copy_(of, non_blocking=True)
-        self.watch.copied(block, lane, size, start, self.watch.mark(self.lane))
+        self.watch.copied(block, lane, size, start, self.watch.mark_copy(self.lane))
 
     def use(self, block, megabytes, awaited=None):
         arrived = self.watch.mark(self.compute)
@@ -73,6 +73,7 @@ def test_copies_of_both_lanes_carry_their_own_times(sim):
     bench = Bench(sim)
     bench.copy(2, block=3)
     bench.copy(1, block=4, lane="D2H")
+    bench.lane.synchronize()
     _, copies = bench.watch.resolve()
     assert [(c.block, c.lane, c.nbytes) for c in copies] == [
         (3, "H2D", 2 * MB),
@@ -92,24 +93,39 @@ def test_marking_never_makes_the_host_wait(sim):
     torch.accelerator.synchronize()
 
 
-def test_it_is_over_only_when_every_stream_is(sim):
-    """The lanes end in any order: the last mark that was made may be the first over."""
+def test_copies_under_way_are_left_for_later_and_lose_no_time(sim):
+    """A prefetch for the next pass is under way when this pass is read."""
     bench = Bench(sim)
-    slow = bench.device.new_stream()
-    start = bench.watch.mark(slow)
-    with slow:
-        bench.on_device[: 6 * MB].copy_(bench.on_host[: 6 * MB], non_blocking=True)
-    bench.watch.copied(0, "H2D", 6 * MB, start, bench.watch.mark(slow))
-    bench.use(0, 1)
+    bench.copy(2, block=0)
+    bench.use(0, 1, bench.done())
+    bench.copy(7, block=1)
     bench.watch.end_pass(bench.compute)
-    bench.watch.copied(
-        1, "D2H", 0, bench.watch.mark(bench.lane), bench.watch.mark(bench.lane)
-    )
-    torch.accelerator.current_stream().synchronize()
-    assert not bench.watch.is_over()
-    uses, copies = bench.watch.resolve()  # waits
-    assert copies[0].duration_ms == pytest.approx(6)
+    bench.compute.synchronize()
+    assert bench.watch.is_over()
+    uses, copies = bench.watch.resolve()
     assert [use.block for use in uses] == [0]
+    assert [copy.block for copy in copies] == [0]
+    bench.lane.synchronize()
+    expected = CopyTime(1, "H2D", 7 * MB, pytest.approx(2), pytest.approx(7))
+    assert bench.watch.resolve() == ([], [expected])
+    assert bench.watch.resolve() == ([], [])
+
+
+def test_it_is_over_only_when_the_uses_of_every_stream_are(sim):
+    """The stream that was used last may be the first to end."""
+    bench = Bench(sim)
+    bench.use(0, 5)
+    bench.use(1, 1)
+    other = bench.device.new_stream()
+    with other:
+        arrived = bench.watch.mark(other)
+        bench.watch.used(2, arrived, bench.watch.mark(other))
+    other.synchronize()
+    assert not bench.watch.is_over()
+    assert bench.watch.uses == 3
+    uses, _ = bench.watch.resolve()  # waits
+    assert [use.block for use in uses] == [0, 1]
+    assert bench.watch.uses == 0
     assert bench.watch.is_over()
 
 
@@ -144,7 +160,7 @@ def test_time_between_passes_belongs_to_no_use(sim):
     assert uses[1].start_ms == pytest.approx(5)
 
 
-def test_events_are_used_again(sim, monkeypatch):
+def test_events_are_used_again_and_each_for_one_mark(sim, monkeypatch):
     bench = Bench(sim)
     made = []
     new_event = bench.device.new_event
@@ -159,8 +175,12 @@ def test_events_are_used_again(sim, monkeypatch):
             bench.copy(1)
             bench.use(number, 1)
         bench.watch.end_pass(bench.compute)
+        bench.watch.end_pass(bench.compute)  # has nothing to end
+        bench.device.synchronize()
         bench.watch.resolve()
     assert len(made) == 1 + 2 * 4 + 2 * 4 + 1  # zero, copies, uses, the pass's end
+    marks = [bench.watch.mark(bench.compute) for _ in made]
+    assert len({id(mark) for mark in marks}) == len(marks)
 
 
 def test_resolved_times_stay_on_one_clock(sim):

@@ -27,22 +27,23 @@ __all__ = ["Arena", "Lease", "live_leases"]
 
 _WARN_AFTER_SECONDS = 0.1
 
-_live: "weakref.WeakSet[Lease]" = weakref.WeakSet()
+_arenas: "weakref.WeakSet[Arena]" = weakref.WeakSet()
 
 
 def live_leases() -> int:
     """Return how many leases of all arenas of this process are not released."""
-    return len(_live)
+    return sum(arena._out for arena in _arenas)
 
 
 class Lease:
     """A holding of one buffer; ended exactly once, by `release()` or `abandon()`."""
 
+    __slots__ = ("_arena", "_grant", "buffer")
+
     def __init__(self, arena: "Arena", buffer: torch.Tensor, grant: Grant) -> None:
         self.buffer = buffer
         self._arena = arena
         self._grant: Grant | None = grant
-        _live.add(self)
 
     def __repr__(self) -> str:
         state = "released" if self._grant is None else self._grant.holder
@@ -60,7 +61,6 @@ class Lease:
                 f"a lease of {self.nbytes} bytes of {self._arena.name} was released"
                 " twice"
             )
-        _live.discard(self)
         return grant
 
     def release(self) -> None:
@@ -106,9 +106,15 @@ class Arena:
         self._make = make
         self._spare = spare
         self._kept: list[tuple[torch.Tensor, Grant]] = []
-        self._changed = threading.Condition()
+        self._kept_holder = f"kept {name}"
+        # Reentrant: the garbage collector may run a finalizer that releases a lease.
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
+        self._waiters = 0
         self._closed = False
         self._leased = 0
+        self._out = 0  # leases that are not ended
+        _arenas.add(self)
 
     def __repr__(self) -> str:
         return (
@@ -136,7 +142,7 @@ class Arena:
         Raises:
             ClosedError: After `close()`.
         """
-        with self._changed:
+        with self._lock:
             return self._acquire(nbytes, holder)
 
     def acquire(self, nbytes: int, holder: str) -> Lease:
@@ -147,16 +153,23 @@ class Arena:
             StagehandOOMError: If waiting is useless: it is more than the account's
                 limit, or nobody holds anything that could come back.
         """
-        with self._changed:
+        with self._lock:
             lease = self._acquire(nbytes, holder)
             if lease is None:
                 lease = self._wait(nbytes, holder)
             return lease
 
     def _wait(self, nbytes: int, holder: str) -> Lease:
+        self.wait_count += 1
+        self._waiters += 1
+        try:
+            return self._wait_turn(nbytes, holder)
+        finally:
+            self._waiters -= 1
+
+    def _wait_turn(self, nbytes: int, holder: str) -> Lease:
         start = time.perf_counter()
         warned = False
-        self.wait_count += 1
         while True:
             if nbytes > self.account.limit_bytes or not self._leased:
                 raise StagehandOOMError(
@@ -189,65 +202,73 @@ class Arena:
             raise ClosedError(
                 f"the arena of {self.name} is closed; {holder} came too late"
             )
+        found = self._take_kept(nbytes, holder) or self._make_new(nbytes, holder)
+        if found is None:
+            return None
+        buffer, grant = found
+        self._leased += grant.nbytes
+        self._out += 1
+        return Lease(self, buffer, grant)
+
+    def _make_new(self, nbytes: int, holder: str) -> tuple[torch.Tensor, Grant] | None:
         if nbytes > self.account.free_bytes + self.kept_bytes:
             return None  # freeing what is kept would not help
-        buffer, grant = self._take_kept(nbytes, holder)
-        if grant is None:
-            grant = self.account.grant(nbytes, holder)
+        grant = self.account.grant(nbytes, holder)
         while grant is None and self._kept:
             self._free_one()
             grant = self.account.grant(nbytes, holder)
         if grant is None:
             return None
-        if buffer is None:
-            try:
-                buffer = self._make(nbytes)
-            except BaseException:
-                grant.release()
-                raise
-        self._leased += buffer.numel()
-        return Lease(self, buffer, grant)
+        try:
+            return self._make(nbytes), grant
+        except BaseException:
+            grant.release()
+            raise
 
-    def _take_kept(
-        self, nbytes: int, holder: str
-    ) -> tuple[torch.Tensor | None, Grant | None]:
+    def _take_kept(self, nbytes: int, holder: str) -> tuple[torch.Tensor, Grant] | None:
         best = -1
-        for i, (buffer, _) in enumerate(self._kept):
-            size = buffer.numel()
-            if nbytes <= size <= nbytes * self._spare and (
-                best < 0 or size < self._kept[best][0].numel()
+        smallest = nbytes * self._spare
+        for i, (_, grant) in enumerate(self._kept):
+            if nbytes <= grant.nbytes <= smallest and (
+                best < 0 or grant.nbytes < smallest
             ):
-                best = i
+                best, smallest = i, grant.nbytes
         if best < 0:
-            return None, None
-        buffer, kept = self._kept.pop(best)
-        kept.release()
-        grant = self.account.grant(buffer.numel(), holder)
-        return (None, None) if grant is None else (buffer, grant)
+            return None
+        buffer, grant = self._kept.pop(best)
+        if self.account.overdraft_bytes:  # the limit was lowered
+            grant.release()
+            return None
+        grant.holder = holder
+        return buffer, grant
 
     def _free_one(self) -> None:
         _, grant = self._kept.pop(0)
         grant.release()
 
     def _take_back(self, buffer: torch.Tensor, grant: Grant) -> None:
-        with self._changed:
-            self._leased -= buffer.numel()
-            grant.release()
-            if not self._closed:
-                kept = self.account.grant(buffer.numel(), f"kept {self.name}")
-                if kept is not None:
-                    self._kept.append((buffer, kept))
-            self._changed.notify_all()
+        with self._lock:
+            self._leased -= grant.nbytes
+            self._out -= 1
+            if self._closed or self.account.overdraft_bytes:
+                grant.release()
+            else:
+                grant.holder = self._kept_holder
+                self._kept.append((buffer, grant))
+            if self._waiters:
+                self._changed.notify_all()
 
     def _forget(self, grant: Grant) -> None:
-        with self._changed:
+        with self._lock:
             self._leased -= grant.nbytes
+            self._out -= 1
             grant.release()
-            self._changed.notify_all()
+            if self._waiters:
+                self._changed.notify_all()
 
     def trim(self) -> None:
         """Free all kept buffers."""
-        with self._changed:
+        with self._lock:
             while self._kept:
                 self._free_one()
 
@@ -256,7 +277,7 @@ class Arena:
 
         Leases that are out stay valid; their memory is freed as they come back.
         """
-        with self._changed:
+        with self._lock:
             self._closed = True
             while self._kept:
                 self._free_one()

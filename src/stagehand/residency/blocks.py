@@ -43,8 +43,10 @@ class Block(Residency):
         "filled_in",
         "home",
         "host_addresses",
+        "hosted",
         "image",
         "layout",
+        "lingers",
         "nbytes",
         "seal",
         "slot",
@@ -74,12 +76,16 @@ class Block(Residency):
         self.store: Store | None = None
         self.image: torch.Tensor | None = None
         """The store's bytes, if they lie in pinned memory; else a load stages them."""
+        self.hosted = False
+        """Whether it only has rows looked up on the host: it has no home then."""
         self.home: Slot | None = None
         """The slot that the plan gives to the block."""
         self.slot: Slot | None = None
         """The slot that holds the block now."""
         self.bound = False
         """Whether the tensors point into the slot."""
+        self.lingers = False
+        """Whether others held views of the slot when the latest use ended."""
         self.addresses: list[int] = []
         """Where the tensors were pointed to."""
         self.host_addresses: list[int] = []

@@ -24,12 +24,12 @@ from stagehand.errors import (
 )
 from stagehand.residency.loader import Loader, sample
 from stagehand.torch_private import storage_use_count
-from stagehand.units import format_bytes
+from stagehand.units import format_at_least, format_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Collection, Iterable, Sequence
 
-    from stagehand.core.arena import Arena
+    from stagehand.core.arena import Arena, Lease
     from stagehand.core.device import Device, Stream
     from stagehand.core.stopwatch import Stopwatch
     from stagehand.core.telemetry import Counters
@@ -83,6 +83,9 @@ class Scheduler:
         self._line_version = -1
         self._latest: Block | None = None
         self._fetched: Block | None = None
+        self._fixed: Collection[int] = ()
+        self.strained = False
+        """Whether memory was taken from the plan's slots: follow it again."""
         self.slots_by_memory: dict[int, Slot] = {}
         """Slots that have memory, by its address."""
 
@@ -138,6 +141,15 @@ class Scheduler:
         slot = block.slot
         if slot is not None:
             self._engine.release(slot, self._device.current_stream())
+            holders = storage_use_count(slot.storage) - slot.alone
+            block.lingers = holders > len(block.tensors)
+
+    def join(self, block: Block) -> None:
+        """Use a block where it is bound, outside of the order, until `after(block)`."""
+        if not block.uses:
+            stream = self._device.current_stream()
+            self._engine.await_filled(block.slot, stream)  # type: ignore[arg-type]
+        block.uses += 1
 
     def fetch(self, block: Block) -> None:
         """Make a block usable for backward, until the next fetch or pass."""
@@ -213,16 +225,7 @@ class Scheduler:
     def _settle_in(self, block: Block, slot: Slot) -> None:
         """Give the slot memory and the block its views of it, where it has none yet."""
         if slot.lease is None:
-            lease = self._arena.acquire_nowait(slot.nbytes, block.name)
-            if lease is None:
-                raise StagehandOOMError(
-                    f"block {block.name!r} needs {format_bytes(slot.nbytes)} of device"
-                    f" memory, but of {format_bytes(self._arena.account.limit_bytes)}"
-                    f" only {format_bytes(self._arena.account.free_bytes)} are free",
-                    needed_bytes=slot.nbytes,
-                    limit_bytes=self._arena.account.limit_bytes,
-                )
-            slot.lease = lease
+            lease = slot.lease = self._lease(slot.nbytes, block)
             slot.storage = lease.buffer.untyped_storage()
             slot.alone = storage_use_count(slot.storage)
             self.slots_by_memory[slot.storage.data_ptr()] = slot
@@ -236,6 +239,25 @@ class Scheduler:
         block.view_addresses = [view.data_ptr() for view in block.views]
         block.views_in = slot
         slot.alone += storage_use_count(slot.storage) - before
+
+    def _lease(self, nbytes: int, block: Block) -> Lease:
+        lease = self._arena.acquire_nowait(nbytes, block.name)
+        if lease is None:
+            self._free_idle()
+            lease = self._arena.acquire_nowait(nbytes, block.name)
+        if lease is not None:
+            return lease
+        account = self._arena.account
+        used = [s.occupant.name for s in self._slots if s.occupant and s.occupant.uses]
+        raise StagehandOOMError(
+            f"block {block.name!r} needs {format_bytes(nbytes)} of device memory while"
+            f" {', '.join(map(repr, used[:5])) or 'what stays'} is in use, and of"
+            f" {format_bytes(account.limit_bytes)} only"
+            f" {format_bytes(account.free_bytes)} are free; raise the budget to at"
+            f" least {format_at_least(account.held_bytes + nbytes)}",
+            needed_bytes=account.held_bytes + nbytes,
+            limit_bytes=account.limit_bytes,
+        )
 
     def _drop_views(self, block: Block) -> None:
         slot = block.views_in
@@ -251,14 +273,9 @@ class Scheduler:
     def _clear_slot(self, block: Block) -> Slot:
         """Return an empty slot for a block that is needed now."""
         slot = block.home
-        if slot is None:
-            raise StagehandInternalError(
-                f"block {block.name!r} has no home in the plan"
-            )
-        other = slot.occupant
-        if other is not None and other.uses:
+        if slot is None or (slot.occupant is not None and slot.occupant.uses):
             slot = self._another_slot(block)
-            other = slot.occupant
+        other = slot.occupant
         if other is not None:
             if other.awaited:
                 self._forget_ahead()
@@ -274,19 +291,28 @@ class Scheduler:
                 slot.occupant is None or not (slot.occupant.uses or slot.occupant.stays)
             )
         ]
-        if not free:
-            used = [
-                s.occupant.name for s in self._slots if s.occupant and s.occupant.uses
-            ]
-            raise StagehandOOMError(
-                f"block {block.name!r} ({format_bytes(block.nbytes)}) is needed while"
-                f" {', '.join(map(repr, used[:5]))} are in use and no slot is left;"
-                f" raise the budget of {format_bytes(self._arena.account.limit_bytes)} by"
-                f" {format_bytes(block.nbytes)}",
-                needed_bytes=self._arena.account.limit_bytes + block.nbytes,
-                limit_bytes=self._arena.account.limit_bytes,
-            )
-        return min(free, key=lambda s: (s.occupant is not None, s.nbytes))
+        if free:
+            return min(free, key=lambda s: (s.occupant is not None, s.nbytes))
+        self._free_idle()
+        slot = Slot(len(self._slots), block.nbytes)
+        self._slots.append(slot)
+        return slot
+
+    def _free_idle(self) -> None:
+        """Give back the memory of all slots that nobody uses, against the plan.
+
+        Until the plan is followed again nothing is loaded ahead: there may be no room.
+        """
+        self._forget_ahead()
+        self._lookahead = 0
+        self.strained = True
+        for slot in self._slots:
+            block = slot.occupant
+            if block is None:
+                self.free_slot(slot)
+            elif not block.uses and block.index not in self._fixed:
+                self.evict(block, verify=block.stays)
+                self.free_slot(slot)
 
     def evict(self, block: Block, *, verify: bool = False) -> None:
         """Give up a block's slot, bringing its bytes home first if they changed.
@@ -301,11 +327,14 @@ class Scheduler:
             raise StagehandInternalError(f"block {block.name!r} is not on the device")
         if block.filled_in != self._pass or verify:
             self.take_in(block)
-        if not block.bound:
-            self._loader.forget(block)
-        elif (changed := block.is_changed()) or verify:
+        changed = block.bound and block.is_changed()
+        if changed or verify or block.lingers:
             # Edits and reads since its last use count as uses of the slot.
             self._engine.release(slot, self._device.current_stream())
+            block.lingers = False
+        if not block.bound:
+            self._loader.forget(block)
+        elif changed or verify:
             block.to(BlockState.EVICTING)
             self._loader.save(block, only_if_different=not changed)
         self._vacate(block, slot)
@@ -418,7 +447,7 @@ class Scheduler:
     def _load_ahead(self, block: Block) -> bool:
         slot = block.home
         if slot is None:
-            return False
+            return block.hosted  # if so it is brought when it is needed, if ever
         other = slot.occupant
         if other is not None:
             if not other.evictable:
@@ -431,7 +460,7 @@ class Scheduler:
         position = max(position, self._staged_front + 1)
         while position < last:
             block = self._line[position]
-            if block.slot is None and block.image is None:
+            if block.slot is None and block.image is None and not block.hosted:
                 self._loader.request(block)
                 if block.state is not BlockState.HOST_STAGED:
                     return
@@ -480,7 +509,7 @@ class Scheduler:
         if self.stopwatch is not None:
             self.stopwatch.end_pass(self._device.current_stream())
         if self.order.cursor == self.order.length - 1 and not self.order.lost:
-            self._run_ahead()  # the last use has let go of its slot, and a pause may come
+            self._run_ahead()  # the last use has let go of its slot; a pause may come
         for slot in self._slots:
             block = slot.occupant
             if block is None or block.stays or block.uses:
@@ -506,13 +535,19 @@ class Scheduler:
 
     # Plans
 
-    def follow(self, plan: Plan) -> None:
+    def follow(self, plan: Plan, *, fixed: Collection[int] = ()) -> None:
         """Lay out the slots anew; blocks that keep their place stay where they are.
 
         A block that shall no longer stay leaves even so: it may have been edited there.
         Nothing may be in use.
+
+        Args:
+            plan: Which slots there are, and whose.
+            fixed: Blocks that are read without a use: they never leave their slots.
         """
         self._forget_ahead()
+        self._fixed = fixed
+        self.strained = False
         old = {slot.occupant.index: slot for slot in self._slots if slot.occupant}
         spare = [slot for slot in self._slots if slot.occupant is None]
         slots: list[Slot | None] = [None] * len(plan.slots)
@@ -534,8 +569,9 @@ class Scheduler:
         for number, slot in enumerate(self._slots):
             slot.index = number
         for block in self.blocks:
-            block.home = self._slots[plan.home[block.index]]
-            block.stays = block.index in plan.resident
+            index = block.index
+            block.home = None if block.hosted else self._slots[plan.home[index]]
+            block.stays = index in plan.resident and not block.hosted
         self._lookahead = plan.lookahead
 
     def _move_out(self, block: Block, slot: Slot) -> None:

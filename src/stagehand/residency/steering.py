@@ -80,7 +80,7 @@ class Steering:
         cycle = self._scheduler.order.cycle()
         return Workload(
             order=cycle,
-            nbytes=tuple(block.nbytes for block in self._blocks),
+            nbytes=tuple(0 if b.hosted else b.nbytes for b in self._blocks),
             seconds=self._seconds if cycle == self._planned else None,
             link_bytes_per_second=self._link,
             must_stay=self._must_stay,
@@ -104,17 +104,22 @@ class Steering:
             raise
         self._due = True
 
-    def keep(self, blocks: Iterable[int]) -> None:
+    def keep(self, blocks: Sequence[Block]) -> None:
         """Let more blocks stay on the device, from the next pass on.
 
         Raises:
             StagehandOOMError: If the budget is too small for that; nothing changes.
         """
-        old, self._must_stay = self._must_stay, self._must_stay | frozenset(blocks)
+        old, hosted = self._must_stay, [block for block in blocks if block.hosted]
+        self._must_stay = old | frozenset(block.index for block in blocks)
+        for block in hosted:
+            block.hosted = False
         try:
             self._make()
         except BaseException:
             self._must_stay = old
+            for block in hosted:
+                block.hosted = True
             raise
         self._due = True
 
@@ -148,15 +153,19 @@ class Steering:
         settled = cycle == self._seen
         self._seen = cycle
         if cycle != self._planned and (settled or self._scheduler.order.passes <= 1):
-            self._seconds = None
-            self._times = []
             self._due = True
         if not self._due:
+            if self._scheduler.strained:
+                self._scheduler.follow(self.plan, fixed=self._must_stay)
+                return True
             return False
+        if cycle != self._planned:
+            self._seconds = None
+            self._times = []
         self.plan = self._make()
         self._planned = cycle
         self._due = False
-        self._scheduler.follow(self.plan)
+        self._scheduler.follow(self.plan, fixed=self._must_stay)
         return True
 
     def _make(self) -> Plan:

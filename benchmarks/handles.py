@@ -1,0 +1,63 @@
+"""What it costs that autograd keeps handles of weights, and not the weights."""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import functional
+
+from benchmarks.models import Stack, make_runtime, streamed_blocks
+from benchmarks.results import Result
+from benchmarks.timing import take_turns
+from stagehand.graph import SavedTensors
+
+__all__ = ["measure"]
+
+_TARGET_US = 2.0
+
+
+def measure(rounds: int = 15, calls: int = 1_000) -> Iterator[Result]:
+    """Yield the time of one pack and one unpack over hooks that do nothing."""
+    model = Stack(2)
+    runtime = make_runtime(model)
+    try:
+        with torch.inference_mode():
+            model(torch.zeros(1, 16))  # now all blocks are there
+        scheduler = runtime._parts.scheduler
+        saved = SavedTensors(scheduler.slots_by_memory, scheduler.fetch)
+        # A frozen weight: it is all that the layer saves.
+        weight = streamed_blocks(runtime)[0].tensors[0].requires_grad_(False)
+        functions = {
+            "identity": _step(weight, lambda: saved_tensors_hooks(_same, _same)),
+            "handle": _step(weight, saved.hooks),
+        }
+        times = take_turns(functions, rounds=rounds, calls=calls)
+        scheduler.release_fetched()
+    finally:
+        runtime.shutdown()
+    yield Result.of(
+        "pack and unpack a weight, over identity hooks",
+        times["handle"].over(times["identity"]),
+        "us",
+        scale=1e6,
+        target=_TARGET_US,
+    )
+
+
+def _same(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def _step(
+    weight: torch.Tensor, hooks: Callable[[], AbstractContextManager[Any]]
+) -> Callable[[], None]:
+    x = torch.zeros(1, 16, requires_grad=True)
+
+    def run() -> None:
+        with hooks():
+            y = functional.linear(x, weight)
+        y.backward(y)
+
+    return run

@@ -1,0 +1,86 @@
+"""What streaming costs the host for each block, over the same modules left alone."""
+
+from collections.abc import Callable, Iterator
+
+import torch
+
+from benchmarks.models import LOOKAHEAD, Stack, make_runtime, streamed_blocks
+from benchmarks.results import Result
+from benchmarks.timing import Times, take_turns
+from stagehand.runtime import Runtime
+
+__all__ = ["measure"]
+
+_SETTLING = 6  # passes until the order is learned, timed once and planned for good
+_MICRO = 1e6
+_TARGET_US = 10.0
+_TARGET_GROWTH = 1.2
+
+# Parts of all blocks' bytes; with none, only the ring of slots is left.
+_SHARES = {"all": 2.0, "a third": 1 / 3, "none": 0.0}
+
+
+def measure(
+    depths: tuple[int, int, int] = (100, 1_000, 10_000),
+    *,
+    blocks_timed: int = 150_000,
+) -> Iterator[Result]:
+    """Yield the overhead at each depth with all, a third and none of the blocks kept.
+
+    In inference mode, one thread, no telemetry: how a settled loop runs.
+
+    Args:
+        depths: Blocks of the three models; the last two are compared.
+        blocks_timed: How many uses of blocks to time for each figure.
+    """
+    _, thousand, many = depths
+    found: dict[str, dict[int, Times]] = {name: {} for name in _SHARES}
+    for depth in depths:
+        for name, times in _overheads(depth, max(1, blocks_timed // depth)):
+            found[name][depth] = times
+            target = None if depth == depths[0] else _TARGET_US
+            yield Result.of(
+                f"host overhead a block, {depth:,} blocks, {name} resident",
+                times,
+                "us",
+                scale=_MICRO,
+                target=target,
+            )
+    for name, by_depth in found.items():
+        yield Result.of(
+            f"overhead at {many:,} over {thousand:,} blocks, {name} resident",
+            by_depth[many].part_of(by_depth[thousand]),
+            "x",
+            target=_TARGET_GROWTH,
+        )
+
+
+def _overheads(depth: int, rounds: int) -> Iterator[tuple[str, Times]]:
+    bare, model = Stack(depth), Stack(depth)
+    runtime = make_runtime(model)
+    try:
+        for name, share in _SHARES.items():
+            _settle(runtime, model, share)
+            functions = {"bare": _pass(bare), "streamed": _pass(model)}
+            times = take_turns(functions, rounds=rounds)
+            yield name, times["streamed"].over(times["bare"], depth)
+    finally:
+        runtime.shutdown()
+
+
+def _settle(runtime: Runtime, model: Stack, share: float) -> None:
+    sizes = [block.nbytes for block in streamed_blocks(runtime)]
+    ring = (LOOKAHEAD + 1) * max(sizes)
+    runtime.set_budget(max(ring, int(share * sum(sizes))))
+    for _ in range(_SETTLING):
+        _pass(model)()
+
+
+def _pass(model: Stack) -> Callable[[], torch.Tensor]:
+    x = torch.zeros(1, 16)
+
+    @torch.inference_mode()
+    def run() -> torch.Tensor:
+        return model(x)
+
+    return run

@@ -1,0 +1,58 @@
+"""Times of functions that take turns, so that they share the machine's moods."""
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+__all__ = ["Times", "take_turns"]
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """Seconds of one function's calls on the calling thread's own clock.
+
+    The smallest is the cost; how far the median lies above it is the machine's noise.
+    """
+
+    smallest: float
+    median: float
+
+    def over(self, other: "Times", count: int = 1) -> "Times":
+        """Return by how much these are longer, for each of `count`."""
+        return Times(
+            (self.smallest - other.smallest) / count,
+            (self.median - other.median) / count,
+        )
+
+    def part_of(self, other: "Times") -> "Times":
+        """Return the ratio of these to the other's."""
+        return Times(self.smallest / other.smallest, self.median / other.median)
+
+
+def take_turns(
+    functions: Mapping[str, Callable[[], object]], *, rounds: int, calls: int = 1
+) -> dict[str, Times]:
+    """Time functions in turn, after one call of each that is not counted.
+
+    Time in which the thread did not run is not counted, so neighbours on the machine
+    disturb only through its caches and its clock rate.
+
+    Args:
+        functions: What to time, by name.
+        rounds: How many times each is measured.
+        calls: How many calls one measurement takes; times are of one call.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in functions}
+    for function in functions.values():
+        function()
+    for _ in range(rounds):
+        for name, function in functions.items():
+            start = time.thread_time()
+            for _ in range(calls):
+                function()
+            seconds[name].append((time.thread_time() - start) / calls)
+    return {
+        name: Times(min(values), statistics.median(values))
+        for name, values in seconds.items()
+    }

@@ -1,0 +1,646 @@
+"""Whatever goes wrong: the error says what, nothing is lost, the next pass works."""
+
+import itertools
+import json
+import threading
+from copy import deepcopy
+
+import pytest
+import safetensors.torch
+import torch
+from architectures.trees import assert_bitwise_equal
+from scenario.small import (
+    LAYER_BYTES,
+    WIDTH,
+    assert_passes_equal,
+    batch,
+    blocks_of,
+    run_resident,
+    runtime_of,
+    smallest_budget,
+    stack,
+    values,
+)
+from torch import nn
+
+import stagehand
+from stagehand.core.arena import live_leases
+from stagehand.core.states import BlockState
+
+BUDGET = 4 * LAYER_BYTES
+
+
+@pytest.fixture(params=["hpu", "cpu"])
+def place(request, sim):
+    return request.param
+
+
+def streamed_stack(place, **options):
+    options.setdefault("vram_budget", BUDGET)
+    return stagehand.layer(stack(), device=place, **options)
+
+
+def assert_whole(model, place):
+    """No block in use, every tensor readable and right, and passes are exact."""
+    for block in blocks_of(model):
+        assert block.uses == 0
+        if not block.stays:
+            assert not block.bound
+    assert_bitwise_equal(values(model), values(stack()), "the weights")
+    assert_passes_equal(model, run_resident(stack(), place, batch()), batch())
+
+
+def end(model):
+    runtime_of(model).shutdown()
+    assert_bitwise_equal(values(model), values(stack()), "after shutdown")
+
+
+# Exceptions in forward
+
+
+class Stop(Exception):
+    pass
+
+
+class Halt(BaseException):
+    """Like KeyboardInterrupt: PyTorch runs no hook of a module that it leaves."""
+
+
+def raising_at(module, kind, where):
+    """Let a module raise once, in one of the places where users' code runs."""
+
+    def fail(*_):
+        if armed:
+            raise armed.pop()
+
+    armed = [kind()]
+    if where == "before":
+        module.register_forward_pre_hook(fail)
+    elif where == "after":
+        module.register_forward_hook(fail)
+    else:
+        inner = module.forward
+
+        def forward(*args):
+            output = inner(*args)
+            fail()
+            return output
+
+        module.forward = forward
+
+
+MODULES = ["", "0", "0.0", "2", "2.0", "2.1", "5.0", "5"]
+
+
+@pytest.mark.parametrize("where", ["before", "inside", "after"])
+@pytest.mark.parametrize("kind", [Stop, Halt, KeyboardInterrupt])
+@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize("passes", [0, 2])
+def test_after_an_exception_at_any_depth_the_next_pass_is_exact(
+    place, name, kind, where, passes
+):
+    model = streamed_stack(place)
+    with torch.no_grad():
+        for _ in range(passes):
+            model(batch())
+        raising_at(model.get_submodule(name), kind, where)
+        with pytest.raises(kind):
+            model(batch())
+        output = model(batch())
+    assert_bitwise_equal(output, run_resident(stack(), place, batch()), "next pass")
+    assert_whole(model, place)
+    model.__dict__.pop("forward", None)
+    end(model)
+
+
+@pytest.mark.parametrize("kind", [Stop, KeyboardInterrupt])
+def test_after_an_exception_shutdown_gives_back_a_whole_model(place, kind):
+    model = streamed_stack(place)
+    raising_at(model[2][0], kind, "inside")
+    with torch.no_grad(), pytest.raises(kind):
+        model(batch())
+    end(model)
+    with torch.no_grad():
+        assert_bitwise_equal(model(batch()), stack()(batch()), "plain")
+
+
+@pytest.mark.parametrize("kind", [Stop, KeyboardInterrupt])
+def test_after_an_exception_the_model_can_be_copied_and_saved(place, kind):
+    model = streamed_stack(place)
+    raising_at(model[2][0], kind, "inside")
+    with torch.no_grad(), pytest.raises(kind):
+        model(batch())
+    assert_bitwise_equal(values(deepcopy(model)), values(stack()), "the copy")
+    assert_bitwise_equal(values(model), values(stack()), "the model")
+    assert_whole(model, place)
+    end(model)
+
+
+def test_exceptions_in_every_pass_do_not_add_up(sim):
+    model = streamed_stack("hpu")
+    expected = run_resident(stack(), "hpu", batch())
+    held = set()
+    for number in range(30):
+        module = model[number % 6][0]
+        kind = (Stop, KeyboardInterrupt)[number % 2]
+        handle = module.register_forward_pre_hook(lambda *_, kind=kind: _raise(kind()))
+        with torch.no_grad(), pytest.raises(kind):
+            model(batch())
+        handle.remove()
+        if number > 12:
+            held.add((live_leases(), sim.allocated_bytes()))
+    assert len(held) <= 3
+    assert sim.peak_bytes() <= BUDGET + 64 * 1024
+    assert_passes_equal(model, expected, batch())
+    assert len(runtime_of(model)._edges._stack) == 0
+    end(model)
+
+
+def _raise(error):
+    raise error
+
+
+def test_a_change_made_before_an_exception_is_kept(place):
+    class Fragile(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.eye(WIDTH))
+
+        def forward(self, x, fail):
+            with torch.no_grad():
+                self.weight.add_(0.125)
+            if fail == "raise":
+                raise Stop
+            if fail == "interrupt":
+                raise KeyboardInterrupt
+            return x @ self.weight
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList([Fragile() for _ in range(6)])
+
+        def forward(self, x, at, fail):
+            for number, layer in enumerate(self.layers):
+                x = layer(x, fail if number == at else None)
+            return x
+
+    model = Model()
+    plain = deepcopy(model).to(place)
+    stagehand.layer(model, vram_budget=3 * LAYER_BYTES, device=place)
+    for at, fail in itertools.product((5, 0, 3), ("raise", "interrupt")):
+        for run, x in ((model, batch()), (plain, batch().to(place))):
+            with torch.no_grad(), pytest.raises((Stop, KeyboardInterrupt)):
+                run(x, at, fail)
+        expected = plain(batch().to(place), 0, None)
+        with torch.no_grad():
+            assert_bitwise_equal(model(batch(), 0, None), expected, f"{fail} at {at}")
+    runtime_of(model).shutdown()
+    assert_bitwise_equal(values(model), values(plain), "after shutdown")
+
+
+def test_wrong_inputs_raise_what_the_plain_model_raises(place):
+    model = streamed_stack(place)
+    with torch.no_grad():
+        for wrong in (batch(4, WIDTH + 1), None):
+            with pytest.raises((RuntimeError, TypeError, AttributeError)):
+                model(wrong)
+    with pytest.raises(TypeError):
+        model(batch(), surprise=1)
+    assert_whole(model, place)
+    end(model)
+
+
+# Budgets
+
+
+def two_sizes():
+    return nn.Sequential(
+        nn.Linear(WIDTH, 4 * WIDTH),
+        nn.LayerNorm(4 * WIDTH),
+        nn.Linear(4 * WIDTH, WIDTH),
+        nn.LayerNorm(WIDTH),
+        nn.Linear(WIDTH, WIDTH),
+        nn.BatchNorm1d(WIDTH),
+    ).eval()
+
+
+MODELS = {
+    "equal": stack,
+    "unequal": two_sizes,
+    "embedding": lambda: nn.Sequential(
+        nn.Embedding(300, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 300)
+    ),
+    "norms": lambda: nn.Sequential(*(nn.LayerNorm(WIDTH) for _ in range(9))),
+    "one": lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH)),
+    "attention": lambda: nn.TransformerDecoderLayer(WIDTH, 4, 2 * WIDTH).eval(),
+}
+
+
+def inputs_of(name):
+    if name == "embedding":
+        return (torch.arange(6),)
+    return (batch(), batch()) if name == "attention" else (batch(),)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_smallest_budget_that_an_error_names_really_works(place, name):
+    model = MODELS[name]()
+    before = values(model)
+    budget = 1
+    for _ in range(4):  # with more room more may stay: what is named may grow, but ends
+        try:
+            stagehand.layer(model, vram_budget=budget, device=place)
+            break
+        except stagehand.StagehandOOMError as error:
+            assert error.limit_bytes == budget
+            assert error.needed_bytes > budget
+            assert "raise the budget to at least" in str(error)
+            budget = error.needed_bytes
+    expected = run_resident(MODELS[name](), place, *inputs_of(name))
+    assert runtime_of(model).report().budget_bytes == budget
+    again = deepcopy(model)
+    runtime_of(model).shutdown()
+    assert_bitwise_equal(values(model), before, "after shutdown")
+    del expected, again
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_at_the_smallest_budget_passes_are_exact_and_one_byte_less_is_refused(
+    sim, name
+):
+    torch.manual_seed(0)
+    model = MODELS[name]()
+    expected = run_resident(model, "hpu", *inputs_of(name))
+    budget = smallest_budget(model, "hpu")
+    with pytest.raises(stagehand.StagehandOOMError):
+        stagehand.layer(model, vram_budget=budget - 1)
+    stagehand.layer(model, vram_budget=budget)
+    assert_passes_equal(model, expected, *inputs_of(name))
+    assert runtime_of(model).report().peak_device_bytes <= budget
+    runtime_of(model).shutdown()
+
+
+def test_a_budget_that_cannot_work_leaves_the_model_as_it_was(place):
+    model = stack()
+    state = {id(m): dict(m.__dict__) for m in model.modules()}
+    with pytest.raises(stagehand.StagehandOOMError, match="raise the budget to at"):
+        stagehand.layer(model, vram_budget=100, device=place)
+    assert {id(m): m.__dict__ for m in model.modules()} == state
+    assert not any(m._forward_pre_hooks for m in model.modules())
+    with torch.no_grad():
+        assert_bitwise_equal(model(batch()), stack()(batch()), "plain")
+
+
+def test_the_smallest_watermark_that_block_mode_names_works(place):
+    model = stack()
+    low = stagehand.StagehandConfig(
+        vram_high_watermark_mb=0.001, vram_low_watermark_mb=0.0005
+    )
+    with pytest.raises(stagehand.StagehandOOMError) as error:
+        stagehand.StagehandRuntime(model, low, r"^\d$", device=place)
+    enough = stagehand.StagehandConfig(
+        vram_high_watermark_mb=error.value.needed_bytes / 2**20,
+        vram_low_watermark_mb=0.0005,
+    )
+    runtime = stagehand.StagehandRuntime(model, enough, r"^\d$", device=place)
+    assert_passes_equal(model, run_resident(stack(), place, batch()), batch())
+    runtime.shutdown()
+
+
+def test_a_block_larger_than_a_slab_is_refused_with_both_sizes(place):
+    model = nn.Sequential(*(nn.Linear(600, 600) for _ in range(2)))
+    config = stagehand.StagehandConfig(pinned_slab_mb=1, pinned_pool_mb=8)
+    with pytest.raises(stagehand.StagehandOOMError, match=r"1\.44\d* MB.*1\.0\d* MB"):
+        stagehand.StagehandRuntime(model, config, r"^\d$", device=place)
+    config = stagehand.StagehandConfig(pinned_slab_mb=2, pinned_pool_mb=8)
+    stagehand.StagehandRuntime(model, config, r"^\d$", device=place).shutdown()
+
+
+def test_pinned_memory_that_holds_no_block_is_refused_with_the_least_that_works(sim):
+    model = streamed_stack("hpu", ram_budget=LAYER_BYTES - 1)
+    with torch.no_grad(), pytest.raises(stagehand.StagehandOOMError) as error:
+        model(batch())
+    assert "ram_budget" in str(error.value)
+    runtime_of(model).shutdown()
+    model = streamed_stack("hpu", ram_budget=error.value.needed_bytes)
+    assert_whole(model, "hpu")
+    assert sim.peak_pinned_bytes() <= error.value.needed_bytes
+    end(model)
+
+
+# Files
+
+
+def save(model, folder):
+    safetensors.torch.save_file(model.state_dict(), folder / "model.safetensors")
+    return folder / "model.safetensors"
+
+
+def test_a_file_that_is_truncated_while_in_use_is_named_and_whole_again_works(
+    place, tmp_path
+):
+    model = streamed_stack(place)
+    path = save(stack(), tmp_path)
+    runtime_of(model).convert_registry_to_file_backed_sharded(tmp_path)
+    expected = run_resident(stack(), place, batch())
+    assert_passes_equal(model, expected, batch())
+    content = path.read_bytes()
+    stamp = path.stat()
+    with path.open("r+b") as file:
+        file.truncate(len(content) // 2)
+    with torch.no_grad(), pytest.raises(stagehand.CheckpointError) as error:
+        model(batch())
+    assert str(path) in str(error.value)
+    with path.open("r+b") as file:
+        file.write(content)
+    with torch.no_grad(), pytest.raises(stagehand.CheckpointError, match="load the"):
+        model(batch())  # a file that was written to is not trusted
+    _restore(path, stamp)
+    runtime_of(model).convert_registry_to_file_backed_sharded(tmp_path)
+    assert_passes_equal(model, expected, batch())
+    end(model)
+
+
+def _restore(path, stamp):
+    import os
+
+    os.utime(path, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))
+
+
+@pytest.mark.parametrize("passes", [0, 2])
+def test_a_reader_that_fails_raises_where_the_block_is_needed_and_then_recovers(
+    place, tmp_path, monkeypatch, passes
+):
+    model = streamed_stack(place)
+    save(stack(), tmp_path)
+    runtime_of(model).convert_registry_to_file_backed_sharded(tmp_path)
+    files = runtime_of(model)._files
+    with torch.no_grad():
+        for _ in range(passes):
+            model(batch())
+    read = files.read
+    failing = stagehand.CheckpointError("model.safetensors cannot be read at byte 7")
+
+    def fail(*args):
+        raise failing
+
+    for attempt in range(3):
+        monkeypatch.setattr(files, "read", fail)
+        with torch.no_grad(), pytest.raises(stagehand.CheckpointError) as error:
+            model(batch())
+            model(batch())
+        assert error.value is failing, attempt
+        monkeypatch.setattr(files, "read", read)
+        assert_whole(model, place)
+    end(model)
+
+
+def test_a_failed_read_ahead_is_not_raised_in_a_pass_that_does_not_need_it(
+    place, tmp_path, monkeypatch
+):
+    model = streamed_stack(place)
+    save(stack(), tmp_path)
+    runtime_of(model).convert_registry_to_file_backed_sharded(tmp_path)
+    files = runtime_of(model)._files
+    with torch.no_grad():
+        model(batch())
+    read = files.read
+    monkeypatch.setattr(files, "read", lambda *_: _raise(stagehand.ClosedError("no")))
+    with torch.no_grad(), pytest.raises(stagehand.ClosedError):
+        model(batch())
+    monkeypatch.setattr(files, "read", read)
+    with torch.no_grad():
+        model[3](batch())  # the first blocks were read ahead, and failed
+    assert_whole(model, place)
+    end(model)
+
+
+def broken_files(state):
+    """Folders that cannot back `stack()`, with what the error has to say."""
+    name = "2.0.weight"
+    without = {k: v for k, v in state.items() if k != name}
+    yield "missing", without, [name]
+    yield "shape", {**state, name: torch.zeros(3, 5)}, [name, "[3, 5]", "[32, 32]"]
+    half = state[name].half()
+    yield "dtype", {**state, name: half}, [name, "float32", "float16"]
+
+
+@pytest.mark.parametrize("case", ["missing", "shape", "dtype"])
+def test_a_checkpoint_that_does_not_fit_changes_nothing(place, tmp_path, case):
+    model = streamed_stack(place)
+    expected = run_resident(stack(), place, batch())
+    assert_passes_equal(model, expected, batch(), passes=1)
+    cases = {name: rest for name, *rest in broken_files(stack().state_dict())}
+    state, words = cases[case]
+    safetensors.torch.save_file(state, tmp_path / "model.safetensors")
+    stores = [b.store for b in blocks_of(model)]
+    with pytest.raises(stagehand.CheckpointError) as error:
+        runtime_of(model).convert_registry_to_file_backed_sharded(tmp_path)
+    for word in (*words, "model.safetensors" if case != "missing" else str(tmp_path)):
+        assert word in str(error.value)
+    assert [b.store for b in blocks_of(model)] == stores
+    assert runtime_of(model)._files is None
+    assert_passes_equal(model, expected, batch())
+    end(model)
+
+
+def test_a_truncated_checkpoint_is_refused_at_conversion(place, tmp_path):
+    model = streamed_stack(place)
+    path = save(stack(), tmp_path)
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(stagehand.CheckpointError, match="truncated"):
+        runtime_of(model).convert_registry_to_file_backed_sharded(tmp_path)
+    assert_whole(model, place)
+    end(model)
+
+
+def test_an_index_that_names_a_missing_shard_is_refused_at_conversion(place, tmp_path):
+    model = streamed_stack(place)
+    save(stack(), tmp_path)
+    names = dict.fromkeys(stack().state_dict(), "model.safetensors")
+    names["2.0.bias"] = "gone.safetensors"
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"metadata": {}, "weight_map": names}))
+    with pytest.raises(stagehand.CheckpointError, match=r"gone\.safetensors"):
+        runtime_of(model).convert_registry_to_file_backed_sharded(tmp_path)
+    assert_whole(model, place)
+    end(model)
+
+
+def test_a_second_checkpoint_that_does_not_fit_leaves_the_first_in_use(place, tmp_path):
+    model = streamed_stack(place)
+    (tmp_path / "good").mkdir()
+    (tmp_path / "bad").mkdir()
+    save(stack(), tmp_path / "good")
+    save(stack(3), tmp_path / "bad")
+    runtime_of(model).convert_registry_to_file_backed_sharded(tmp_path / "good")
+    assert_whole(model, place)
+    with pytest.raises(stagehand.CheckpointError):
+        runtime_of(model).convert_registry_to_file_backed_sharded(tmp_path / "bad")
+    assert_whole(model, place)
+    end(model)
+
+
+# The device
+
+
+def test_after_activations_run_out_of_device_memory_a_smaller_batch_works(sim):
+    model = streamed_stack("hpu")
+    expected = run_resident(stack(), "hpu", batch())
+    with torch.no_grad():
+        model(batch())
+    sim.configure(capacity_bytes=sim.allocated_bytes() + 200_000)
+    for rows in (4000, 1500, 900):
+        with torch.no_grad(), pytest.raises(torch.OutOfMemoryError):
+            model(batch(rows, WIDTH))
+        assert_passes_equal(model, expected, batch(), passes=2)
+    sim.configure()
+    assert_whole(model, "hpu")
+    end(model)
+
+
+def test_when_the_device_has_no_room_for_a_slot_the_next_pass_works_once_it_has(sim):
+    model = streamed_stack("hpu")
+    expected = run_resident(stack(), "hpu", batch())
+    hog = torch.empty(0)
+    sim.configure(capacity_bytes=sim.allocated_bytes() + LAYER_BYTES + 5000)
+    with torch.no_grad(), pytest.raises((torch.OutOfMemoryError, RuntimeError)):
+        model(batch())
+    del hog
+    sim.configure()
+    assert_passes_equal(model, expected, batch())
+    end(model)
+
+
+# Threads
+
+
+def in_threads(count, work):
+    """Run `work(number)` in threads, and return what they raised."""
+    errors = []
+
+    def guarded(number):
+        try:
+            work(number)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=guarded, args=(n,)) for n in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    assert not any(thread.is_alive() for thread in threads)
+    return errors
+
+
+def test_four_threads_call_one_runtime_and_all_get_exact_results(place):
+    model = streamed_stack(place)
+    inputs = [batch(n + 1, WIDTH) for n in range(4)]
+    expected = [run_resident(stack(), place, x) for x in inputs]
+
+    def work(number):
+        with torch.no_grad():
+            for _ in range(15):
+                output = model(inputs[number])
+                assert_bitwise_equal(output, expected[number], f"thread {number}")
+
+    assert in_threads(4, work) == []
+    assert_whole(model, place)
+    end(model)
+
+
+def test_exceptions_in_one_thread_do_not_disturb_the_others(place):
+    model = streamed_stack(place)
+    failing = threading.local()
+    expected = run_resident(stack(), place, batch())
+
+    def maybe(*_):
+        kind = getattr(failing, "kind", None)
+        if kind is not None:
+            raise kind
+
+    model[3][0].register_forward_pre_hook(maybe)
+
+    def work(number):
+        with torch.no_grad():
+            for _ in range(10):
+                if number % 2:
+                    failing.kind = (Stop, KeyboardInterrupt)[number // 2]
+                    with pytest.raises(failing.kind):
+                        model(batch())
+                else:
+                    assert_bitwise_equal(model(batch()), expected, "quiet thread")
+
+    assert in_threads(4, work) == []
+    assert_whole(model, place)
+    end(model)
+
+
+def test_a_thread_that_was_interrupted_and_is_gone_holds_nobody_up(place):
+    model = streamed_stack(place)
+
+    def interrupted(_):
+        handle = model[2].register_forward_pre_hook(lambda *_: _raise(Halt()))
+        try:
+            model(batch())
+        finally:
+            handle.remove()
+
+    errors = in_threads(1, interrupted)
+    assert [type(error) for error in errors] == [Halt]
+    errors.clear()
+    assert in_threads(1, lambda _: assert_whole(model, place)) == []
+    end(model)
+
+
+def test_shutdown_while_another_thread_runs_waits_for_its_pass(place):
+    model = streamed_stack(place)
+    inside, go_on = threading.Event(), threading.Event()
+    outputs = []
+
+    def pause(*_):
+        inside.set()
+        go_on.wait(10)
+
+    handle = model[3].register_forward_pre_hook(pause)
+
+    def work(number):
+        if number == 0:
+            with torch.no_grad():
+                outputs.append(model(batch()))
+        else:
+            inside.wait(10)
+            threading.Timer(0.05, go_on.set).start()
+            runtime_of(model).shutdown()
+
+    assert in_threads(2, work) == []
+    handle.remove()
+    assert_bitwise_equal(outputs[0], run_resident(stack(), place, batch()), "output")
+    assert_bitwise_equal(values(model), values(stack()), "after shutdown")
+
+
+def test_shutdown_inside_a_pass_is_refused(place):
+    model = streamed_stack(place)
+    handle = model[3].register_forward_pre_hook(
+        lambda *_: runtime_of(model).shutdown()
+    )
+    with torch.no_grad(), pytest.raises(stagehand.ConfigError, match="while it runs"):
+        model(batch())
+    handle.remove()
+    assert_whole(model, place)
+    end(model)
+
+
+def test_no_block_is_in_a_state_that_it_cannot_leave_after_a_failure(place):
+    model = streamed_stack(place)
+    for name in MODULES:
+        raising_at(model.get_submodule(name), Stop, "before")
+    for _ in MODULES:
+        with torch.no_grad(), pytest.raises(Stop):
+            model(batch())
+        for block in blocks_of(model):
+            assert (block.state is BlockState.UNLOADED) == (block.slot is None)
+    assert_whole(model, place)
+    end(model)

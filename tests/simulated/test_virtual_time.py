@@ -1,0 +1,462 @@
+"""How long streamed passes take in virtual time, against bounds and against policies.
+
+Published workloads, scaled down: what counts is compute over load time, the number of
+blocks, and how many of them fit. Toy blocks of some tens of KB stand for real ones,
+with the real seconds for compute and load. A pass ends when the compute stream is done;
+in a *waiting* loop the host waits for that before the next pass, as decoding does, else
+it runs ahead as far as it can.
+"""
+
+from dataclasses import dataclass, field
+from types import ModuleType
+
+import pytest
+import torch
+from schedules import evenly_spaced, follow
+from torch import nn
+
+import stagehand
+from stagehand.core.device import AcceleratorDevice
+from stagehand.residency import blocks
+from stagehand.residency.plan import Workload
+from stagehand.runtime import Runtime
+from stagehand.units import MIB
+
+WIDTH, BATCH = 16, 4
+FLOP = 2 * BATCH * WIDTH * WIDTH  # of one matrix product
+BLOCK = 1 << 16
+PASSES = 4
+
+waiting = pytest.mark.parametrize("waits", [False, True], ids=["ahead", "waiting"])
+
+
+class Unit(nn.Module):
+    """A block whose bytes and matrix products are chosen freely."""
+
+    def __init__(self, nbytes, products):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(WIDTH, WIDTH).uniform_(-0.3, 0.3))
+        rest = nbytes // 4 - WIDTH * WIDTH
+        self.rest = nn.Parameter(torch.empty(rest).uniform_(-1, 1))
+        self.products = products
+
+    def forward(self, x):
+        x = x + self.rest[:WIDTH]
+        for _ in range(self.products):
+            x = nn.functional.linear(x, self.weight)
+        return x
+
+
+class Chain(nn.Module):
+    """Two halves of units, one after the other, and then the first `again` of them."""
+
+    def __init__(self, units, again=0):
+        super().__init__()
+        self.again = again
+        self.first = nn.Sequential(*units[: len(units) // 2])
+        self.second = nn.Sequential(*units[len(units) // 2 :])
+
+    def forward(self, x):
+        x = self.second(self.first(x))
+        return self.first[: self.again](x)
+
+
+@dataclass(frozen=True)
+class Case:
+    """What runs: the bytes of each block, its matrix products, and what they cost."""
+
+    nbytes: list[int]
+    product_seconds: float
+    rate: float
+    products: list[int] = field(default_factory=list)
+    """One for each block if left out."""
+
+    @property
+    def seconds(self):
+        return [count * self.product_seconds for count in self.counts]
+
+    @property
+    def counts(self):
+        return self.products or [1] * len(self.nbytes)
+
+    @property
+    def compute(self):
+        return sum(self.seconds)
+
+    def bound(self, budget):
+        return max(self.compute, (sum(self.nbytes) - budget) / self.rate)
+
+    def best_policy(self, budget, residents=()):
+        """The shortest pass that any policy of the independent simulator achieves."""
+        workload = Workload(
+            order=tuple(range(len(self.nbytes))),
+            nbytes=tuple(self.nbytes),
+            seconds=tuple(self.seconds),
+            link_bytes_per_second=self.rate,
+        )
+        policies = [("belady", ()), ("lru", ()), ("sync", ())]
+        policies += [("belady", pinned) for pinned in residents]
+        return min(
+            follow(workload, policy, capacity_bytes=budget, pinned=pinned)
+            for policy, pinned in policies
+        )
+
+    def model(self, again=0):
+        torch.manual_seed(1)
+        units = [Unit(*unit) for unit in zip(self.nbytes, self.counts, strict=True)]
+        return Chain(units, again)
+
+
+def equal(count, compute, load):
+    """`count` equal blocks, by the seconds that each computes and loads."""
+    return Case([BLOCK] * count, compute, BLOCK / load)
+
+
+def pieces(case, parts):
+    """The same work with every block cut into equal parts."""
+    nbytes = [size // parts for size in case.nbytes for _ in range(parts)]
+    return Case(nbytes, case.product_seconds / parts, case.rate)
+
+
+# LTX-2, 48 blocks of 772 MB, by its video tokens and the device.
+LTX2 = {
+    "768 H100": equal(48, 1.05e-3, 14.04e-3),
+    "6144 H100": equal(48, 8.28e-3, 14.04e-3),
+    "768 3090": equal(48, 10.48e-3, 30.89e-3),
+}
+RINGS = {name: (case, 16) for name, case in LTX2.items()}
+RINGS["t = 1.5 c"] = (equal(48, 1e-3, 1.5e-3), 18)
+
+# FLUX.1 on an H100: 19 blocks of 680 MB and 38 of 283 MB, all of the same compute.
+DOUBLE, SINGLE = 60 << 10, 25 << 10
+GB = DOUBLE / 0.680  # toy bytes
+FLUX = Case([DOUBLE] * 19 + [SINGLE] * 38, 2.61e-3, 55 * GB)
+FLUX_IN_PIECES = Case(
+    [DOUBLE // 8] * 19 * 8 + [SINGLE // 4] * 38 * 4,
+    2.61e-3 / 8,
+    55 * GB,
+    [1] * 19 * 8 + [2] * 38 * 4,
+)
+
+
+def wait():
+    """Wait for the compute stream, as `item()` does; copies may go on."""
+    torch.accelerator.current_stream().synchronize()
+
+
+@dataclass
+class Loop:
+    """A model that runs over and over."""
+
+    sim: ModuleType
+    model: nn.Module
+    runtime: Runtime | None = None
+    pause: float = 0.0
+    """Seconds that the host spends between passes of a waiting loop."""
+
+    def run(self, passes, *, waits):
+        x = torch.ones(BATCH, WIDTH, device="hpu")
+        for _ in range(passes):
+            with torch.no_grad():
+                output = self.model(x)
+            if waits:
+                wait()
+                self.sim.advance_host_us(self.pause * 1e6)
+        return output
+
+    def seconds(self, *, waits):
+        """The mean time of a pass."""
+        wait()
+        start = self.sim.host_seconds()
+        self.run(PASSES, waits=waits)
+        wait()
+        return (self.sim.host_seconds() - start) / PASSES
+
+    @property
+    def plan(self):
+        return self.runtime._parts.steering.plan
+
+    @property
+    def streamed(self):
+        return [b for b in self.runtime._parts.streamed if not b.stays]
+
+
+@pytest.fixture
+def start(sim, monkeypatch):
+    """Streams a case's model and shuts it down after the test."""
+    monkeypatch.setattr(blocks, "_SMALL_BYTES", 0)  # toy blocks stand for large ones
+    loops = []
+
+    def start(case, budget, *, mode="layers", host_us=0.0, again=0, **options):
+        sim.configure(
+            h2d_gbps=case.rate / 1e9,
+            tflops=FLOP / case.product_seconds / 1e12,
+            hbm_gbps=1e12,
+            launch_us=0,
+            host_launch_us=host_us,
+        )
+        model = case.model(again)
+        if mode == "resident":
+            return Loop(sim, model.to("hpu"))
+        if mode == "blocks":
+            config = stagehand.StagehandConfig(
+                vram_high_watermark_mb=(budget + BLOCK / 8) / MIB,
+                vram_low_watermark_mb=budget / MIB,
+                telemetry_enabled=False,
+            )
+            runtime = stagehand.StagehandRuntime(model, config, r"\.\d+$")
+        else:
+            stagehand.layer(model, vram_budget=budget, **options)
+            runtime = model._stagehand_layer_runtime
+        loops.append(Loop(sim, model, runtime))
+        return loops[-1]
+
+    yield start
+    for loop in loops:
+        loop.runtime.shutdown()
+
+
+@pytest.fixture
+def settled(start):
+    """Streams as `start` does, and runs until the plan is made with measured times."""
+
+    def settled(case, budget, **options):
+        loop = start(case, budget, **options)
+        loop.run(6, waits=True)
+        assert loop.plan.limit != "unknown"
+        return loop
+
+    return settled
+
+
+# Link-bound
+
+
+@waiting
+@pytest.mark.parametrize("mode", ["layers", "blocks"])
+@pytest.mark.parametrize("name", RINGS)
+def test_whole_blocks_are_within_three_percent_of_the_best_policy(
+    settled, name, mode, waits
+):
+    case, count = RINGS[name]
+    residents = [evenly_spaced(48, count - slots) for slots in (2, 4)]
+    loop = settled(case, count * BLOCK, mode=mode)
+    best = case.best_policy(count * BLOCK, residents)
+    assert loop.seconds(waits=waits) <= 1.03 * best
+
+
+@pytest.mark.parametrize("name", LTX2)
+def test_pieces_of_blocks_are_within_three_percent_of_the_bound(settled, name):
+    case, budget = pieces(LTX2[name], 8), 16 * BLOCK
+    loop = settled(case, budget)
+    for waits in (False, True):
+        assert loop.seconds(waits=waits) <= 1.03 * case.bound(budget)
+
+
+@waiting
+@pytest.mark.parametrize(("gigabytes", "over"), [(2, 1.03), (8, 1.03), (16, 1.07)])
+def test_unequal_blocks_are_near_the_best_policy(settled, gigabytes, over, waits):
+    """Near compute-bound, two sizes in fixed slots cost a little; pieces do not."""
+    budget = int(gigabytes * GB)
+    loop = settled(FLUX, budget)
+    assert loop.seconds(waits=waits) <= over * FLUX.best_policy(budget)
+
+
+def test_water_filling_hides_all_loads_of_unequal_pieces(settled):
+    loop = settled(FLUX_IN_PIECES, int(16 * GB))
+    for waits in (False, True):
+        assert loop.seconds(waits=waits) <= 1.02 * FLUX.compute
+
+
+@waiting
+@pytest.mark.parametrize("budget_kib", [300, 375])
+def test_a_huge_head_behind_mixed_layers_is_near_the_best_policy(
+    settled, budget_kib, waits
+):
+    nbytes = [8 << 10, 8 << 10, 29 << 10, 29 << 10, 29 << 10] * 24 + [256 << 10]
+    products = [size >> 10 for size in nbytes]
+    case = Case(nbytes, 5.4e-6 * 4, 25e6, products)
+    loop = settled(case, budget_kib << 10)
+    best = case.best_policy(budget_kib << 10)
+    assert loop.seconds(waits=waits) <= 1.03 * best
+
+
+# Compute-bound
+
+
+COMPUTE_BOUND = {
+    "two slots": (equal(48, 14.04e-3, 8.28e-3), 2),
+    "22 of 48": (LTX2["6144 H100"], 22),
+    "47 of 48": (LTX2["6144 H100"], 47),
+    "t = 1.5 c": (equal(48, 1e-3, 1.5e-3), 18),
+}
+compute_bound = pytest.mark.parametrize(
+    ("case", "count"), COMPUTE_BOUND.values(), ids=COMPUTE_BOUND
+)
+
+
+@waiting
+@pytest.mark.parametrize("mode", ["layers", "blocks"])
+@compute_bound
+def test_a_compute_bound_loop_is_within_two_percent_of_resident(
+    start, settled, case, count, mode, waits
+):
+    resident = start(case, 0, mode="resident")
+    expected = resident.run(1, waits=True)
+    seconds = resident.seconds(waits=waits)
+    del resident  # its memory counts at the watermarks
+    loop = settled(case, count * BLOCK, mode=mode)
+    assert loop.seconds(waits=waits) <= 1.02 * seconds
+    assert torch.equal(loop.run(1, waits=True), expected)
+
+
+@waiting
+@pytest.mark.parametrize("count", [2, 18])
+def test_a_compute_bound_loop_never_stalls_and_only_hits(settled, count, waits):
+    case, _ = COMPUTE_BOUND["two slots" if count == 2 else "t = 1.5 c"]
+    loop = settled(case, count * BLOCK, telemetry=True)
+    loop.run(4, waits=waits)
+    for record in loop.runtime.telemetry.records[-3:]:
+        assert record.prefetch_hits == len(loop.streamed)
+        assert record.resident_uses == 48 - len(loop.streamed)
+        assert record.prefetch_misses == record.stall_count == 0
+        assert record.stall_time_ms == 0
+        assert record.compute_time_ms == pytest.approx(1e3 * case.compute)
+
+
+def test_a_pass_prefetches_the_start_of_the_next(settled):
+    """Else every pass of a decoding loop would begin with a stall of a whole load."""
+    case = equal(8, 1e-3, 0.9e-3)
+    loop = settled(case, 3 * BLOCK)
+    assert loop.seconds(waits=True) == pytest.approx(case.compute)
+
+
+@pytest.mark.parametrize("mode", ["layers", "blocks"])
+def test_copies_go_on_while_the_host_pauses_between_passes(settled, mode):
+    """A link-bound loop has no idle link to give: the pause has to hide in the loads."""
+    case = equal(48, 0.1e-3, 1.5e-3)
+    loop = settled(case, 18 * BLOCK, mode=mode)
+    loads = len(loop.streamed) * 1.5e-3
+    loop.pause = 2.5e-3
+    loop.run(1, waits=True)
+    assert loop.seconds(waits=True) <= 1.005 * loads
+
+
+@waiting
+@pytest.mark.parametrize("load", [0.8e-3, 1.5e-3])
+def test_a_host_that_is_slow_to_launch_still_prefetches_in_time(
+    start, settled, load, waits
+):
+    """The host takes 0.9 of the device's time, so it is never far ahead."""
+    count = 2 if load < 1e-3 else 18
+    case = Case([BLOCK] * 48, 1e-3 / 20, BLOCK / load, [20] * 48)
+    resident = start(case, 0, mode="resident", host_us=900 / 22)
+    expected = resident.seconds(waits=waits)
+    loop = settled(case, count * BLOCK, host_us=900 / 22)
+    assert loop.seconds(waits=waits) <= 1.02 * expected
+
+
+# What a settled pass does not do
+
+
+@waiting
+@pytest.mark.parametrize("mode", ["layers", "blocks"])
+@pytest.mark.parametrize("name", ["768 H100", "t = 1.5 c"])
+def test_a_settled_pass_copies_each_streamed_block_once_and_nothing_else(
+    settled, monkeypatch, sim, name, mode, waits
+):
+    case, count = RINGS[name]
+    loop = settled(case, count * BLOCK, mode=mode)
+    allocated = []
+    for kind in ("empty", "pinned"):
+        monkeypatch.setattr(AcceleratorDevice, kind, lambda *args: allocated.append(1))
+    before = sim.h2d_copies(), sim.h2d_bytes(), sim.syncs()
+    loop.run(PASSES, waits=waits)
+    copies, nbytes, syncs = sim.h2d_copies(), sim.h2d_bytes(), sim.syncs()
+    streamed = len(loop.streamed)
+    assert 48 - count < streamed < 48
+    assert copies - before[0] == PASSES * streamed
+    assert nbytes - before[1] == PASSES * streamed * BLOCK
+    assert syncs - before[2] == PASSES * waits
+    assert not allocated
+
+
+# Measuring
+
+
+@pytest.mark.parametrize(("waits", "host_us"), [(False, 2000), (True, 0)])
+def test_measured_compute_has_no_stalls_in_it(start, waits, host_us):
+    case = LTX2["768 H100"]
+    loop = start(case, 16 * BLOCK, host_us=host_us)
+    loop.run(12, waits=waits)
+    workload = loop.runtime._parts.steering.workload()
+    assert workload.seconds == pytest.approx(case.seconds, rel=0.05)
+    assert workload.link_bytes_per_second == pytest.approx(case.rate, rel=0.01)
+
+
+@pytest.mark.parametrize("host_us", [200, 990])
+def test_a_host_that_never_waits_gets_measured_times_too(start, host_us):
+    """Each pass begins while the one before is not over on the device."""
+    case = equal(48, 1e-3, 1.5e-3)
+    loop = start(case, 18 * BLOCK, host_us=host_us)
+    loop.run(20, waits=False)
+    assert loop.plan.limit != "unknown"
+    assert loop.runtime._measure.stopwatch.uses == 0
+
+
+@pytest.mark.parametrize("name", ["768 H100", "t = 1.5 c"])
+def test_telemetry_costs_no_time_on_the_device(settled, name):
+    """It is read while copies for the next pass are under way."""
+    case, count = RINGS[name]
+    plain = settled(case, count * BLOCK).seconds(waits=True)
+    timed = settled(case, count * BLOCK, telemetry=True).seconds(waits=True)
+    assert timed == pytest.approx(plain, rel=1e-3)
+
+
+def test_one_slow_pass_does_not_spoil_the_measured_times(start, sim):
+    """The first decoding pass loads its kernels: what it takes tells nothing."""
+    case = equal(48, 1e-3, 1.5e-3)
+    loop = start(case, 18 * BLOCK, host_us=1)
+    loop.run(1, waits=True)
+    hook = loop.model.first[5].register_forward_pre_hook(
+        lambda module, args: sim.advance_host_us(50_000)
+    )
+    loop.run(1, waits=True)
+    hook.remove()
+    loop.run(4, waits=True)
+    seconds = loop.runtime._parts.steering.workload().seconds
+    assert seconds == pytest.approx(case.seconds, rel=0.05)
+
+
+def test_a_cycle_of_two_routes_is_planned_as_one(start):
+    """Halves that are called by turns: each entry is a pass of its own."""
+    case = equal(48, 1e-3, 1.5e-3)
+    loop = start(case, 18 * BLOCK)
+    x = torch.ones(BATCH, WIDTH, device="hpu")
+
+    def step():
+        began = loop.sim.host_seconds()
+        for half in (loop.model.first, loop.model.second):
+            with torch.no_grad():
+                half(x)
+            wait()
+        return loop.sim.host_seconds() - began
+
+    for _ in range(8):
+        step()
+    made = loop.plan
+    assert made.limit == "compute"
+    assert step() <= 1.02 * case.compute
+    assert loop.plan is made
+
+
+def test_a_block_that_begins_and_ends_the_pass_keeps_its_plan(start):
+    """Its first use follows its last: a use all the same, whether it stays or not."""
+    case = equal(12, 1e-3, 1.5e-3)
+    loop = start(case, 7 * BLOCK, again=1)
+    plans = []
+    for _ in range(12):
+        loop.run(1, waits=True)
+        plans.append(loop.plan)
+    assert plans[-1].limit != "unknown"
+    assert plans[6:] == plans[-1:] * 6
