@@ -46,7 +46,7 @@ def _measure(*, quick: bool) -> Iterator[Result]:
         yield from overhead.measure((10, 30, 100), blocks_timed=100)
         yield from planning.measure(blocks=100, rounds=1)
         yield from memory.measure(rounds=1)
-        yield from handles.measure(rounds=1, calls=10)
+        yield from handles.measure(rounds=1)
         return
     yield from overhead.measure()
     yield from planning.measure()

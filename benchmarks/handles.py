@@ -15,10 +15,11 @@ from stagehand.graph import SavedTensors
 
 __all__ = ["measure"]
 
+_LAYERS = 100
 _TARGET_US = 2.0
 
 
-def measure(rounds: int = 15, calls: int = 1_000) -> Iterator[Result]:
+def measure(rounds: int = 200) -> Iterator[Result]:
     """Yield the time of one pack and one unpack over hooks that do nothing."""
     model = Stack(2)
     runtime = make_runtime(model)
@@ -27,19 +28,19 @@ def measure(rounds: int = 15, calls: int = 1_000) -> Iterator[Result]:
             model(torch.zeros(1, 16))  # now all blocks are there
         scheduler = runtime._parts.scheduler
         saved = SavedTensors(scheduler.slots_by_memory, scheduler.fetch)
-        # A frozen weight: it is all that the layer saves.
+        # Frozen: then it is all that a layer saves.
         weight = streamed_blocks(runtime)[0].tensors[0].requires_grad_(False)
         functions = {
             "identity": _step(weight, lambda: saved_tensors_hooks(_same, _same)),
             "handle": _step(weight, saved.hooks),
         }
-        times = take_turns(functions, rounds=rounds, calls=calls)
+        times = take_turns(functions, rounds=rounds)
         scheduler.release_fetched()
     finally:
         runtime.shutdown()
     yield Result.of(
         "pack and unpack a weight, over identity hooks",
-        times["handle"].over(times["identity"]),
+        times["handle"].over(times["identity"], _LAYERS),
         "us",
         scale=1e6,
         target=_TARGET_US,
@@ -56,8 +57,10 @@ def _step(
     x = torch.zeros(1, 16, requires_grad=True)
 
     def run() -> None:
+        y = x
         with hooks():
-            y = functional.linear(x, weight)
+            for _ in range(_LAYERS):
+                y = functional.linear(y, weight)
         y.backward(y)
 
     return run

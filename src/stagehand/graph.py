@@ -36,15 +36,22 @@ class WeightHandle:
     __slots__ = ("block", "dtype", "number", "offset", "shape", "stride", "version")
 
     def __init__(
-        self, block: Block, number: int, saved: torch.Tensor, offset: int
+        self,
+        block: Block,
+        number: int,
+        dtype: torch.dtype,
+        shape: torch.Size,
+        stride: tuple[int, ...],
+        offset: int,
+        version: int,
     ) -> None:
         self.block = block
         self.number = number
-        self.dtype = saved.dtype
-        self.shape = saved.shape
-        self.stride = saved.stride()
+        self.dtype = dtype
+        self.shape = shape
+        self.stride = stride
         self.offset = offset
-        self.version = _version(block.tensors[number])
+        self.version = version
 
     def view(self) -> torch.Tensor:
         """Return the view in the slot that holds the block now.
@@ -54,27 +61,21 @@ class WeightHandle:
                 autograd itself raises.
         """
         block = self.block
-        target = block.target
-        if block.slot is None or target is None:
+        if block.slot is None or block.target is None:
             raise StagehandInternalError(f"block {block.name!r} is not on the device")
         tensor = block.tensors[self.number]
-        version = _version(tensor)
-        if version != self.version:
+        if tensor._version != self.version:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified"
                 f" by an inplace operation: a weight of block {block.name!r} of"
-                f" shape {list(tensor.shape)} is at version {version}; expected version"
-                f" {self.version} instead"
+                f" shape {list(tensor.shape)} is at version {tensor._version};"
+                f" expected version {self.version} instead"
             )
         # A view of its own: who keeps it holds the memory, and the slot can tell.
         base = block.views[self.number]
         if base.dtype is not self.dtype:
-            base = target.view(self.dtype)
+            base = block.target.view(self.dtype)
         return base.as_strided(self.shape, self.stride, self.offset)
-
-
-def _version(tensor: torch.Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
 
 
 def _number_at(block: Block, offset: int) -> int:
@@ -101,26 +102,40 @@ class SavedTensors:
     ) -> None:
         self._slots = slots
         self._fetch = fetch
-        self._numbers: dict[tuple[int, int], int] = {}  # by block and byte offset
+        # Which tensor of a block begins or lies at an offset, noted once.
+        self._numbers: dict[tuple[int, int, torch.dtype], int] = {}
 
     def hooks(self) -> AbstractContextManager[Any]:
         """Return a context inside which weights are saved as handles."""
         return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
 
     def _pack(self, saved: torch.Tensor) -> "WeightHandle | _Kept":
-        if saved.layout is torch.strided and not saved.is_nested:
-            slot = self._slots.get(saved.untyped_storage().data_ptr())
-            if slot is not None and slot.occupant is not None:
-                return self._handle(slot.occupant, saved)
-        return _Kept(saved)
-
-    def _handle(self, block: Block, saved: torch.Tensor) -> WeightHandle:
+        kind = type(saved)
+        if kind is not torch.Tensor and type(saved.data) is not torch.Tensor:
+            return _Kept(saved)  # a wrapper around other tensors
+        try:
+            address = saved.untyped_storage().data_ptr()
+        except NotImplementedError:  # sparse, or otherwise without a storage
+            return _Kept(saved)
+        slot = self._slots.get(address)
+        if slot is None or slot.occupant is None or saved.is_nested:
+            return _Kept(saved)
+        block: Block = slot.occupant
         offset = int(saved.storage_offset())
-        place = block.index, offset * saved.itemsize
+        dtype = saved.dtype
+        place = block.index, offset, dtype
         number = self._numbers.get(place)
         if number is None:
-            number = self._numbers[place] = _number_at(block, place[1])
-        return WeightHandle(block, number, saved, offset)
+            number = self._numbers[place] = _number_at(block, offset * dtype.itemsize)
+        return WeightHandle(
+            block,
+            number,
+            dtype,
+            saved.shape,
+            saved.stride(),
+            offset,
+            block.tensors[number]._version,
+        )
 
     def _unpack(self, packed: "WeightHandle | _Kept") -> torch.Tensor:
         if isinstance(packed, _Kept):

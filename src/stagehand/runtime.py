@@ -426,6 +426,7 @@ class Runtime(PassListener):
             raise ConfigError("the model cannot be moved or copied while it runs")
         with self._edges.lock:
             self._parts.scheduler.park()
+            self._parts.loader.set_slabs(0, 0)
             self._take_in()
             self._parts.take_home_odd()
             self._parts.device_arena.trim()

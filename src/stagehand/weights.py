@@ -58,6 +58,16 @@ class PassListener:
         """A pass was left without a word; close what it left open."""
 
 
+class _Here(threading.local):
+    """This thread, by its object: the numbers of threads that ended are used again."""
+
+    def __init__(self) -> None:
+        self.thread = threading.current_thread()
+
+
+_HERE = _Here()
+
+
 class _Turn:
     """A reentrant lock that can be taken over from a thread that forgot it.
 
@@ -74,15 +84,15 @@ class _Turn:
         self._take_over = take_over
         self._lock = threading.Lock()
         self._ownership = threading.Lock()
-        self._owner: int | None = None
+        self._owner: threading.Thread | None = None
         self._count = 0
         self._sorting = False  # the owner is back, and may be closing what it left
 
     def acquire(self) -> None:
         """Wait for one's turn."""
-        me = threading.get_ident()
+        me = _HERE.thread
         with self._ownership:
-            if self._owner == me:
+            if self._owner is me:
                 self._count += 1
                 self._sorting = True
                 return
@@ -98,7 +108,7 @@ class _Turn:
     def _is_forgotten(self) -> bool:
         if self._owner is None or self._sorting:
             return False
-        return self._owner not in sys._current_frames() or self._left()
+        return not self._owner.is_alive() or self._left()
 
     def sorted(self) -> None:
         """Say that all that the owner has entered is running."""
@@ -146,12 +156,12 @@ class Edges:
         self._listener = listener
         self._device = device
         self._stack: list[_Frame] = []
-        self._thread: int | None = None
-        self._unclosed: dict[int, list[AbstractContextManager[Any]]] = {}
+        self._thread: threading.Thread | None = None
+        self._unclosed: dict[threading.Thread, list[AbstractContextManager[Any]]] = {}
 
     def inside(self) -> bool:
         """Return whether this thread runs inside the model."""
-        return self._thread == threading.get_ident()
+        return self._thread is _HERE.thread
 
     def running(self) -> bool:
         """Like `inside`, but first close what an interrupt left open."""
@@ -180,7 +190,7 @@ class Edges:
             self._stack.append(entry)
             if len(self._stack) > 1:
                 return None
-            self._thread = threading.get_ident()
+            self._thread = _HERE.thread
             entry.context = self._listener.begin_pass(module)
             if entry.context is not None:
                 entry.context.__enter__()
@@ -209,7 +219,7 @@ class Edges:
     def _close_dead(self) -> None:
         """Close entries whose frame is gone: an interrupt skipped their hooks."""
         if self._unclosed:
-            for context in self._unclosed.pop(threading.get_ident(), ()):
+            for context in self._unclosed.pop(_HERE.thread, ()):
                 context.__exit__(None, None, None)
         if not self._stack or _is_running(self._stack[-1].frame):
             return
@@ -226,7 +236,7 @@ class Edges:
     def _bury(self) -> None:
         """Close what another thread left open; its contexts are its own to leave."""
         contexts = [e.context for e in reversed(self._stack) if e.context is not None]
-        if self._thread is not None and contexts:
+        if self._thread is not None and self._thread.is_alive():
             self._unclosed[self._thread] = contexts
         self._stack.clear()
         self._abort()
@@ -239,7 +249,7 @@ class Edges:
 
 
 def _is_running(frame: FrameType) -> bool:
-    """Whether a frame has not returned, in whichever thread. A finished one is cleared."""
+    """Whether a frame has not returned, in whichever thread; else it is cleared."""
     try:
         frame.clear()
     except RuntimeError:
@@ -403,7 +413,7 @@ class _SiteBegin(_Hook):
         if is_dynamo_compiling():
             return _call_untraced(self, module, args, kwargs)
         moved = None
-        if self._edges._thread != threading.get_ident():
+        if self._edges._thread is not _HERE.thread:
             moved = self._edges.enter(module, args, kwargs, _module_frame())
         self._before(self._block)
         return moved

@@ -1,7 +1,9 @@
 """Whatever goes wrong: the error says what, nothing is lost, the next pass works."""
 
+import gc
 import itertools
 import json
+import os
 import threading
 from copy import deepcopy
 
@@ -147,9 +149,11 @@ def test_exceptions_in_every_pass_do_not_add_up(sim):
         with torch.no_grad(), pytest.raises(kind):
             model(batch())
         handle.remove()
+        del kind, module
         if number > 12:
-            held.add((live_leases(), sim.allocated_bytes()))
-    assert len(held) <= 3
+            gc.collect()  # tracebacks keep activations in cycles
+            held.add((live_leases(), sim.allocated_bytes() // LAYER_BYTES))
+    assert len(held) == 1
     assert sim.peak_bytes() <= BUDGET + 64 * 1024
     assert_passes_equal(model, expected, batch())
     assert len(runtime_of(model)._edges._stack) == 0
@@ -311,7 +315,7 @@ def test_the_smallest_watermark_that_block_mode_names_works(place):
 def test_a_block_larger_than_a_slab_is_refused_with_both_sizes(place):
     model = nn.Sequential(*(nn.Linear(600, 600) for _ in range(2)))
     config = stagehand.StagehandConfig(pinned_slab_mb=1, pinned_pool_mb=8)
-    with pytest.raises(stagehand.StagehandOOMError, match=r"1\.44\d* MB.*1\.0\d* MB"):
+    with pytest.raises(stagehand.StagehandOOMError, match=r"1\.45 MB.*1\.05 MB"):
         stagehand.StagehandRuntime(model, config, r"^\d$", device=place)
     config = stagehand.StagehandConfig(pinned_slab_mb=2, pinned_pool_mb=8)
     stagehand.StagehandRuntime(model, config, r"^\d$", device=place).shutdown()
@@ -363,8 +367,6 @@ def test_a_file_that_is_truncated_while_in_use_is_named_and_whole_again_works(
 
 
 def _restore(path, stamp):
-    import os
-
     os.utime(path, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))
 
 
@@ -591,8 +593,70 @@ def test_a_thread_that_was_interrupted_and_is_gone_holds_nobody_up(place):
     errors = in_threads(1, interrupted)
     assert [type(error) for error in errors] == [Halt]
     errors.clear()
-    assert in_threads(1, lambda _: assert_whole(model, place)) == []
+    expected = run_resident(stack(), place, batch())
+    assert in_threads(1, lambda _: assert_passes_equal(model, expected, batch())) == []
+    assert_whole(model, place)
     end(model)
+
+
+def test_a_thread_that_was_interrupted_and_lives_on_holds_nobody_up(place):
+    model = streamed_stack(place)
+    expected = run_resident(stack(), place, batch())
+    left, done = threading.Event(), threading.Event()
+
+    def work(number):
+        if number == 1:
+            left.wait(10)
+            assert_passes_equal(model, expected, batch())
+            done.set()
+            return
+        handle = model[2].register_forward_pre_hook(lambda *_: _raise(Halt()))
+        with pytest.raises(Halt):
+            model(batch())
+        handle.remove()
+        left.set()
+        done.wait(10)
+        assert_passes_equal(model, expected, batch())
+        assert torch.is_grad_enabled()
+
+    assert in_threads(2, work) == []
+    assert_whole(model, place)
+    end(model)
+
+
+def test_a_long_pass_in_one_thread_is_never_taken_for_a_forgotten_one(place):
+    model = streamed_stack(place)
+    expected = run_resident(stack(), place, batch())
+    inside = threading.Event()
+
+    def pause(*_):
+        inside.set()
+        _wait_for(lambda: len(waiting) == 3)
+        for _ in range(20):
+            threading.Event().wait(0.01)
+
+    waiting = []
+
+    def work(number):
+        if number:
+            inside.wait(10)
+            waiting.append(number)
+        with torch.no_grad():
+            assert_bitwise_equal(model(batch()), expected, f"thread {number}")
+
+    handle = model[3].register_forward_pre_hook(pause)
+    assert in_threads(4, work) == []
+    handle.remove()
+    assert_whole(model, place)
+    end(model)
+
+
+def _wait_for(condition):
+    for _ in range(1000):
+        if condition():
+            return
+        threading.Event().wait(0.01)
+    raise AssertionError("waited in vain")
 
 
 def test_shutdown_while_another_thread_runs_waits_for_its_pass(place):

@@ -477,14 +477,11 @@ def test_weights_read_by_another_module_are_found_in_the_first_pass(place, mode)
 
 
 @pytest.mark.filterwarnings("ignore:.*opaque=:stagehand.StagehandWarning")
-def test_more_weights_read_by_other_modules_than_fit_name_what_would(place):
+def test_more_weights_read_by_other_modules_than_fit_stream_all_the_same(place):
     model = seeded(repeated(Reading, 3))
     size = sum(p.nbytes for p in model.parameters())
     expected = run_resident(model, place, batch())
     stagehand.layer(model, vram_budget=size // 2, device=place)
-    with torch.no_grad(), pytest.raises(stagehand.StagehandOOMError, match="raise"):
-        model(batch())
-    runtime_of(model).set_budget(2 * size)
     with torch.no_grad():
         for number in range(3):
             assert_bitwise_equal(model(batch()), expected, f"pass {number}")

@@ -12,10 +12,10 @@ from types import ModuleType
 
 import pytest
 import torch
-from schedules import evenly_spaced, follow
 from torch import nn
 
 import stagehand
+from schedules import evenly_spaced, follow
 from stagehand.core.device import AcceleratorDevice
 from stagehand.residency import blocks
 from stagehand.residency.plan import Workload
@@ -333,7 +333,7 @@ def test_a_pass_prefetches_the_start_of_the_next(settled):
 
 @pytest.mark.parametrize("mode", ["layers", "blocks"])
 def test_copies_go_on_while_the_host_pauses_between_passes(settled, mode):
-    """A link-bound loop has no idle link to give: the pause has to hide in the loads."""
+    """A link-bound loop has no link time to give: pauses have to hide in the loads."""
     case = equal(48, 0.1e-3, 1.5e-3)
     loop = settled(case, 18 * BLOCK, mode=mode)
     loads = len(loop.streamed) * 1.5e-3
@@ -453,7 +453,7 @@ def test_a_cycle_of_two_routes_is_planned_as_one(start):
 def test_a_block_that_begins_and_ends_the_pass_keeps_its_plan(start):
     """Its first use follows its last: a use all the same, whether it stays or not."""
     case = equal(12, 1e-3, 1.5e-3)
-    loop = start(case, 7 * BLOCK, again=1)
+    loop = start(case, 5 * BLOCK, again=1)
     plans = []
     for _ in range(12):
         loop.run(1, waits=True)

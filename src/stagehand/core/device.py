@@ -10,7 +10,6 @@ import contextlib
 import mmap
 import time
 import warnings
-from collections.abc import Iterator
 from typing import Any, Protocol
 
 import psutil
@@ -385,10 +384,3 @@ def find_device(device: torch.device | str | int | None) -> Device:
             " counted from 0"
         )
     return AcceleratorDevice(wanted)
-
-
-@contextlib.contextmanager
-def no_inference() -> Iterator[None]:
-    """Make ordinary tensors inside, even where the caller is in inference mode."""
-    with torch.inference_mode(False), torch.no_grad():
-        yield

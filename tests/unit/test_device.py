@@ -1,0 +1,350 @@
+"""Devices: the host, an accelerator (the simulated one), and how one is found."""
+
+import contextlib
+import gc
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+from stagehand.core import device as device_module
+from stagehand.core.device import AcceleratorDevice, HostDevice, find_device
+from stagehand.errors import ConfigError, StagehandWarning
+
+MIB = 1 << 20
+GIB = 1 << 30
+HPU = torch.device("hpu")
+
+
+def accelerator():
+    return AcceleratorDevice(HPU)
+
+
+# --------------------------------------------------------------------------- both kinds
+
+
+@pytest.mark.parametrize("make", [HostDevice, accelerator])
+@pytest.mark.parametrize("mode", [torch.inference_mode, contextlib.nullcontext])
+def test_memory_is_of_the_size_asked_for_and_usable_in_every_mode(sim, make, mode):
+    device = make()
+    with mode():
+        on_device, on_host = device.empty(1000), device.pinned(1000)
+    for buffer, place in ((on_device, device.torch_device.type), (on_host, "cpu")):
+        assert (buffer.dtype, buffer.shape) == (torch.uint8, (1000,))
+        assert buffer.device.type == place
+        assert buffer.untyped_storage().nbytes() == 1000
+        assert not buffer.is_inference()
+
+
+@pytest.mark.parametrize("make", [HostDevice, accelerator])
+def test_copy_arrives_in_both_directions(sim, make):
+    device = make()
+    lane = device.new_stream()
+    with device.on(lane):
+        there = device.empty(1000)
+        out, back = device.pinned(1000).fill_(7), device.pinned(1000)
+        device.copy(there, out)
+        device.copy(back, there)
+    lane.synchronize()
+    assert torch.equal(back, out)
+    device.synchronize()
+
+
+@pytest.mark.parametrize("make", [HostDevice, accelerator])
+def test_events_order_streams_and_tell_time(sim, make):
+    device = make()
+    first, second = (device.new_event(timing=True) for _ in range(2))
+    stream = device.new_stream(-1)
+    first.record(stream)
+    device.current_stream().wait_event(first)
+    second.record(device.current_stream())
+    second.synchronize()
+    assert first.query()
+    assert first.elapsed_time(second) >= 0
+
+
+# ----------------------------------------------------------------------------- the host
+
+
+def test_host_counts_nothing_and_knows_what_is_free():
+    device = HostDevice()
+    counts = (
+        *(device.allocated_bytes(), device.peak_allocated_bytes()),
+        device.reserved_bytes(),
+    )
+    assert counts == (None, None, None)
+    assert MIB < device.free_bytes() < 2**60
+    assert device.is_host
+    assert repr(device) == "HostDevice()"
+    assert device.new_stream() == device.current_stream()
+
+
+def test_host_event_tells_milliseconds():
+    start, end = HostDevice().new_event(), HostDevice().new_event()
+    start._at, end._at = 1.0, 1.25
+    assert start.elapsed_time(end) == 250
+
+
+# ----------------------------------------------------------------------- an accelerator
+
+
+def test_accelerator_without_index_is_the_current_one(sim):
+    device = AcceleratorDevice(torch.device("hpu"))
+    assert device.torch_device == torch.device("hpu", 0)
+    assert not device.is_host
+    assert repr(device) == "AcceleratorDevice('hpu:0')"
+
+
+def test_accelerator_counts_its_memory(sim):
+    sim.configure(capacity_bytes=10_000 + sim.allocated_bytes())
+    device = accelerator()
+    before = device.allocated_bytes()
+    kept = device.empty(3000)
+    device.empty(2000)
+    assert device.allocated_bytes() - before == 3000
+    assert device.peak_allocated_bytes() - before == 5000
+    assert device.reserved_bytes() >= 3000
+    assert device.free_bytes() == 7000
+    del kept
+
+
+def test_memory_cached_by_the_allocator_is_free(sim, monkeypatch):
+    device = accelerator()
+    for name, value in (
+        ("get_memory_info", (500, 2000)),
+        ("memory_reserved", 1200),
+        ("memory_allocated", 900),
+    ):
+        monkeypatch.setattr(torch.accelerator, name, lambda index, v=value: v)
+    assert device.free_bytes() == 500 + (1200 - 900)
+
+
+def test_pinned_memory_is_pinned_and_of_the_exact_size(sim):
+    before = sim.pinned_bytes()
+    buffer = accelerator().pinned(1025)
+    assert buffer.is_pinned()
+    assert sim.pinned_bytes() - before == 1025
+    assert accelerator().pinned(0).numel() == 0
+
+
+def test_memory_is_that_of_the_stream_it_is_made_on(sim):
+    device = accelerator()
+    lane, other = device.new_stream(), device.new_stream()
+    with device.on(lane):
+        buffer = device.empty(64).zero_()
+    del buffer  # the lane's own: nothing to wait for
+    with device.on(lane):
+        buffer = device.empty(64)
+    with sim.expect_races("freed while"):
+        with device.on(other):
+            buffer.zero_()
+        del buffer
+
+
+def test_without_page_locking_copies_still_arrive_and_it_is_said_once(sim, monkeypatch):
+    device = accelerator()
+    empty = torch.empty
+
+    def refuse(*args, **options):
+        if options.pop("pin_memory", False):
+            raise RuntimeError("out of locked memory")
+        return empty(*args, **options)
+
+    monkeypatch.setattr(torch, "empty", refuse)
+    with pytest.warns(
+        StagehandWarning, match="1000 bytes .* hpu:0 .out of locked"
+    ) as w:
+        buffer = device.pinned(1000)
+    assert len(w) == 1
+    assert not buffer.is_pinned()
+    there = device.empty(1000)
+    device.copy(there, buffer.fill_(3))
+    assert torch.equal(there.cpu(), buffer)
+    device.pinned(1000)  # a second warning would be an error
+
+
+# -------------------------------------------------------- CUDA's page locking, dry
+
+
+class FakeCudart:
+    """Writes down what is locked, and refuses from the n-th call on."""
+
+    def __init__(self, refuse_from=1000):
+        self.locked = {}
+        self.log = []
+        self.refuse_from = refuse_from
+
+    def cudaHostRegister(self, address, nbytes, flags):
+        if len(self.log) >= self.refuse_from:
+            return 2
+        self.locked[address] = nbytes
+        self.log.append(("lock", address, nbytes, flags))
+        return 0
+
+    def cudaHostUnregister(self, address):
+        self.log.append(("unlock", address, is_mapped(address)))
+        del self.locked[address]
+        return 0
+
+
+def is_mapped(address):
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        start, end = (int(n, 16) for n in line.split()[0].split("-"))
+        if start <= address < end:
+            return True
+    return False
+
+
+@pytest.fixture
+def cudart(monkeypatch):
+    fake = FakeCudart()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: fake)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: fake.log.append(("sync",)))
+    return fake
+
+
+def registering():
+    device = accelerator()
+    device._registers = True
+    return device
+
+
+@pytest.mark.parametrize("nbytes", [1, 5000, 2 * MIB, 2 * MIB + 1, 5 * MIB + 77])
+def test_registered_memory_has_the_exact_size_and_is_locked_whole(sim, cudart, nbytes):
+    buffer = registering().pinned(nbytes)
+    assert buffer.numel() == nbytes
+    [(address, locked)] = cudart.locked.items()
+    assert address == buffer.data_ptr()
+    assert nbytes <= locked < nbytes + 2 * MIB
+    assert cudart.log[0][3] == 1  # portable: every device may copy from it
+
+
+def test_memory_is_locked_in_chunks_below_2_gib_without_gap_or_overlap(cudart):
+    memory = device_module._RegisteredMemory(-1, 4096)
+    memory.lock(1 << 40, 5 * GIB + 4096)
+    expected = 1 << 40
+    for _, address, nbytes, _ in cudart.log:
+        assert address == expected
+        assert 0 < nbytes < 2 * GIB
+        expected += nbytes
+    assert expected == (1 << 40) + 5 * GIB + 4096
+    del memory
+    assert cudart.locked == {}
+
+
+def test_memory_is_unlocked_after_all_copies_and_before_it_is_unmapped(sim, cudart):
+    buffer = registering().pinned(3 * MIB)
+    address = buffer.data_ptr()
+    part = buffer[5:10]
+    del buffer
+    gc.collect()
+    assert len(cudart.log) == 1  # a view keeps it
+    del part
+    gc.collect()
+    assert cudart.log[1:] == [("sync",), ("unlock", address, True)]
+    assert not is_mapped(address)
+
+
+def test_refused_chunk_unlocks_the_earlier_ones_and_falls_back(
+    sim, cudart, monkeypatch
+):
+    monkeypatch.setattr(device_module, "_REGISTER_CHUNK", 2 * MIB)
+    cudart.refuse_from = 2
+    device = registering()
+    with pytest.warns(StagehandWarning, match="cudaHostRegister gave error 2"):
+        buffer = device.pinned(5 * MIB)
+    assert cudart.locked == {}
+    assert [step[0] for step in cudart.log] == ["lock", "lock", "unlock", "unlock"]
+    assert buffer.numel() == 5 * MIB
+    buffer.fill_(1)
+    assert not buffer.is_pinned()
+
+
+def test_refusal_is_not_told_again_by_the_next_kernel(sim, cudart, monkeypatch):
+    """CUDA keeps an error until somebody asks; a kernel's launch does."""
+    pending = ["out of memory"]
+    ones = torch.ones
+
+    def launch(*args, **options):
+        if pending:
+            raise RuntimeError(pending.pop())
+        return ones(*args, **options)
+
+    monkeypatch.setattr(torch, "ones", launch)
+    cudart.refuse_from = 0
+    with pytest.warns(StagehandWarning):
+        registering().pinned(100)
+    torch.ones(1, device=HPU)
+
+
+def test_copy_never_spans_two_registrations(sim, cudart, monkeypatch):
+    monkeypatch.setattr(device_module, "_REGISTER_CHUNK", 2 * MIB)
+    copied = []
+    copy_ = torch.Tensor.copy_
+
+    def spy(self, source, **options):
+        copied.append((source.data_ptr(), source.numel(), options))
+        return copy_(self, source)
+
+    device = registering()
+    source = device.pinned(5 * MIB + 3)
+    source.copy_(torch.arange(source.numel()) % 251)
+    target = device.empty(source.numel())
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.Tensor, "copy_", spy)
+        device.copy(target, source)
+    assert [nbytes for _, nbytes, _ in copied] == [2 * MIB, 2 * MIB, MIB + 3]
+    for address, nbytes, options in copied:
+        start = max(a for a in cudart.locked if a <= address)
+        assert address + nbytes <= start + cudart.locked[start]
+        assert options == {"non_blocking": True}
+    assert torch.equal(target.cpu(), source)
+    del source
+    gc.collect()
+
+
+def test_memory_that_cannot_be_locked_is_unmapped_without_a_sync(sim, cudart):
+    cudart.refuse_from = 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        registering().pinned(100)
+    gc.collect()
+    assert cudart.log == []
+
+
+# --------------------------------------------------------------------- finding a device
+
+
+def test_the_accelerator_is_found_by_default_and_by_every_name(sim):
+    for name in (None, "hpu", "hpu:0", 0, torch.device("hpu", 0)):
+        assert find_device(name).torch_device == torch.device("hpu", 0)
+    assert isinstance(find_device("cpu"), HostDevice)
+
+
+def test_without_an_accelerator_the_host_is_found(monkeypatch):
+    monkeypatch.setattr(
+        torch.accelerator, "current_accelerator", lambda check_available=False: None
+    )
+    assert isinstance(find_device(None), HostDevice)
+    with pytest.raises(ConfigError, match=r"'xpu:1', but .* accelerator is none; pass"):
+        find_device("xpu:1")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        (
+            "cuda",
+            "device is 'cuda', but this machine's accelerator is hpu; pass device=",
+        ),
+        ("meta", "device is 'meta', but this machine's accelerator is hpu"),
+        ("hpu:1", "device is 'hpu:1', but this machine has 1 of that kind"),
+        ("gpu", "device is 'gpu': "),
+        ("hpu:x", "device is 'hpu:x': "),
+    ],
+)
+def test_device_that_is_not_there_is_refused_by_name(sim, name, message):
+    with pytest.raises(ConfigError) as caught:
+        find_device(name)
+    assert str(caught.value).startswith(message)
