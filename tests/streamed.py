@@ -1,17 +1,18 @@
-"""Run small models resident and streamed, and compare: outputs, memory, what is left."""
+"""Run small real models resident and streamed, and say what must be the same."""
 
 import functools
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from copy import deepcopy
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import torch
-from architectures import Architecture, assert_bitwise_equal, flatten, to_device
 from torch import nn
 
 import stagehand
+from architectures import Architecture, flatten, to_device
 from stagehand.runtime import Runtime
 from stagehand.units import MIB
 
@@ -30,8 +31,51 @@ def original(architecture: Architecture) -> nn.Module:
 
 def weight_bytes(model: nn.Module) -> int:
     """Return the bytes of all parameters and buffers, each counted once."""
-    return sum(
-        t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers())
+    return total_bytes([*model.parameters(), *model.buffers()])
+
+
+def total_bytes(tensors: list[torch.Tensor]) -> int:
+    """Return the bytes of all elements."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+# Resident
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resident:
+    """What a model does when all of its weights are on the device."""
+
+    outputs: dict[str, list[torch.Tensor]]
+    """What it returns in each mode of `GRAD_MODES`, on the CPU."""
+    tracked: dict[str, list[bool]]
+    """Which of that autograd would differentiate."""
+    activation_bytes: dict[str, int]
+    """The most that the device held besides weights and inputs, if it is simulated."""
+    modules: dict[str, tuple[list[str], list[int]]]
+    """See `Shape.modules`; some models keep something from one pass to the next."""
+
+
+@functools.cache
+def resident(architecture: Architecture, device: str, sim: ModuleType) -> Resident:
+    """Run the resident model once in each mode."""
+    model = deepcopy(original(architecture)).to(device)
+    inputs = to_device(architecture.inputs(), device)
+    held = sim.allocated_bytes()
+    outputs, tracked, activations = {}, {}, {}
+    for mode, entered in GRAD_MODES.items():
+        sim.reset_peak()
+        with entered():
+            found = flatten(architecture.call(model, inputs))
+        outputs[mode] = [tensor.detach().cpu() for tensor in found]
+        tracked[mode] = [tensor.requires_grad for tensor in found]
+        activations[mode] = sim.peak_bytes() - held
+        del found
+    return Resident(
+        outputs=outputs,
+        tracked=tracked,
+        activation_bytes=activations,
+        modules=Shape.of(model).modules,
     )
 
 
@@ -54,6 +98,7 @@ def stream(
     )
 
 
+@functools.cache
 def smallest_budget(architecture: Architecture, mode: str, device: str) -> int:
     """Ask for a KiB and take what the refusal says would work."""
     model = deepcopy(original(architecture))
@@ -80,6 +125,7 @@ class Shape:
 
     @classmethod
     def of(cls, model: nn.Module) -> "Shape":
+        """Take down a model's shape."""
         named = dict(model.named_parameters(remove_duplicate=False))
         named.update(model.named_buffers(remove_duplicate=False))
         return cls(

@@ -126,6 +126,7 @@ def assemble(
     Raises:
         StagehandOOMError: If the budget or the pool cannot work; it names the smallest
             that can.
+        ClosedError: If the pool of an earlier runtime is closed.
     """
     groups = [finding.rest, *finding.streamed]
     blocks = [_block(number, group) for number, group in enumerate(groups)]
@@ -135,6 +136,8 @@ def assemble(
     for block in hosted:
         block.hosted = True
     _check_slabs(blocks[1:], settings)
+    if settings.pool is not None:
+        settings.pool.check_open()
     device = settings.device
     weights = Account("device memory for weights", settings.budget_bytes)
     engine = TransferEngine(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 import weakref
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -76,10 +77,12 @@ class Runtime(PassListener):
         self._model_ref = weakref.ref(model)
         self._settings = settings
         self._device = settings.device
+        self._budget_bytes = settings.budget_bytes
         telemetry = Telemetry(
             path=settings.telemetry_file,
             interval_steps=settings.log_interval,
             checks_nonfinite=settings.checks_nonfinite,
+            times_uses=settings.timed or settings.traced,
         )
         self._measure = Measure(
             settings.device, telemetry, timed=settings.timed, traced=settings.traced
@@ -100,7 +103,8 @@ class Runtime(PassListener):
         self._ready = False
         self._closed = False
         self._strays: list[Block] = []
-        self._known: set[int] = set()
+        self._known: set[int] = set()  # edges whose passes are not watched any more
+        self._watched: int | None = None
         self._warned = False
         self._last_report: Report | None = None
         parts = self._parts
@@ -138,6 +142,7 @@ class Runtime(PassListener):
         model.__dict__["_apply"] = _Apply(self)
         try:
             parts.steering.steer()
+            self._measure.know(parts.scheduler.blocks)
             self._place_rest()
         except BaseException:
             self.shutdown()
@@ -191,7 +196,7 @@ class Runtime(PassListener):
         elif torch.is_grad_enabled():
             stack.enter_context(self._saved.hooks())
         if id(module) not in self._known:
-            self._known.add(id(module))
+            self._watched = id(module)
             watch = StrayUses(
                 self._owners,
                 self._rows,
@@ -204,6 +209,9 @@ class Runtime(PassListener):
     def end_pass(self) -> None:
         """See `PassListener.end_pass`."""
         strays, self._strays = self._strays, []
+        watched, self._watched = self._watched, None
+        if watched is not None and sys.exc_info()[0] is None:
+            self._known.add(watched)  # a pass that failed did not show all
         self._parts.scheduler.end_pass()
         self._measure.end_pass()
         if strays:
@@ -229,6 +237,7 @@ class Runtime(PassListener):
     def abort_pass(self) -> None:
         """See `PassListener.abort_pass`."""
         self._strays = []
+        self._watched = None
         self._parts.scheduler.reset_uses()
 
     def _bring_stray(self, block: Block) -> None:
@@ -240,6 +249,12 @@ class Runtime(PassListener):
     def _prepare(self) -> None:
         """Pin what is streamed, as far as the pool allows, and place what stays."""
         parts = self._parts
+        empty = next((b for b in parts.blocks if b.store is None), None)
+        if empty is not None:
+            raise ConfigError(
+                f"block {empty.name!r} has no values: it is on the meta device; call"
+                " convert_registry_to_file_backed_sharded() before the first pass"
+            )
         if not self._device.is_host:
             self._take_in()
             staged = parts.masters.pin_all(parts.streamed, self._settings.lookahead)
@@ -254,7 +269,7 @@ class Runtime(PassListener):
         """
         parts = self._parts
         staying = parts.scheduler.staying() if self._ready else parts.blocks[:1]
-        parts.scheduler.settle(b for b in staying if b.store is not None)
+        parts.scheduler.settle(b for b in staying if b.store is not None and b.tensors)
         parts.place_odd()
 
     def _take_in(self) -> None:
@@ -270,8 +285,8 @@ class Runtime(PassListener):
         weights = self._parts.weights
         target = marks.target(weights.limit_bytes, weights.held_bytes, allocated)
         target = max(
-            min(target, self._settings.budget_bytes),
-            self._parts.steering.smallest_budget(),
+            min(target, self._budget_bytes),
+            self._parts.steering.smallest_budget() + self._parts.odd_bytes,
         )
         if target != weights.limit_bytes:
             self._limit_to(target)
@@ -411,6 +426,7 @@ class Runtime(PassListener):
         )
         with self._edges.lock:
             self._limit_to(nbytes)
+            self._budget_bytes = nbytes
 
     def _limit_to(self, nbytes: int) -> None:
         self._parts.steering.set_budget(nbytes - self._parts.odd_bytes)

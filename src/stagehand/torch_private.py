@@ -17,7 +17,7 @@ import torch
 
 from stagehand.errors import StagehandError
 
-__all__ = ["in_backward", "storage_use_count", "untraced"]
+__all__ = ["in_backward", "storage_use_count", "untraced", "use_count_of"]
 
 
 def _required(name: str) -> Callable[..., int]:
@@ -30,13 +30,14 @@ def _required(name: str) -> Callable[..., int]:
     return found
 
 
-_use_count = _required("_storage_Use_Count")
+use_count_of = _required("_storage_Use_Count")
+"""`storage_use_count` of a storage's `_cdata`, where a call more is too slow."""
 _graph_task_id = _required("_current_graph_task_id")
 
 
 def storage_use_count(storage: torch.UntypedStorage) -> int:
     """Return how many tensors and handles hold a storage, the argument included."""
-    return _use_count(storage._cdata)
+    return use_count_of(storage._cdata)
 
 
 def in_backward() -> bool:

@@ -84,7 +84,7 @@ class _Turn:
         self._take_over = take_over
         self._lock = threading.Lock()
         self._ownership = threading.Lock()
-        self._owner: threading.Thread | None = None
+        self._owner: Any = None  # a thread
         self._count = 0
         self._sorting = False  # the owner is back, and may be closing what it left
 
@@ -156,8 +156,8 @@ class Edges:
         self._listener = listener
         self._device = device
         self._stack: list[_Frame] = []
-        self._thread: threading.Thread | None = None
-        self._unclosed: dict[threading.Thread, list[AbstractContextManager[Any]]] = {}
+        self._thread: Any = None
+        self._unclosed: dict[Any, list[AbstractContextManager[Any]]] = {}  # by thread
 
     def inside(self) -> bool:
         """Return whether this thread runs inside the model."""

@@ -4,10 +4,10 @@ from copy import deepcopy
 from typing import Any
 
 import torch
-from architectures.trees import assert_bitwise_equal
 from torch import nn
 
 import stagehand
+from architectures.trees import assert_bitwise_equal
 from stagehand.core.device import Device
 from stagehand.residency.blocks import Block
 from stagehand.runtime import Runtime

@@ -10,6 +10,9 @@ from copy import deepcopy
 import pytest
 import safetensors.torch
 import torch
+from torch import nn
+
+import stagehand
 from architectures.trees import assert_bitwise_equal
 from scenario.small import (
     LAYER_BYTES,
@@ -23,9 +26,6 @@ from scenario.small import (
     stack,
     values,
 )
-from torch import nn
-
-import stagehand
 from stagehand.core.arena import live_leases
 from stagehand.core.states import BlockState
 
@@ -95,7 +95,7 @@ MODULES = ["", "0", "0.0", "2", "2.0", "2.1", "5.0", "5"]
 
 
 @pytest.mark.parametrize("where", ["before", "inside", "after"])
-@pytest.mark.parametrize("kind", [Stop, Halt, KeyboardInterrupt])
+@pytest.mark.parametrize("kind", [Stop, KeyboardInterrupt])
 @pytest.mark.parametrize("name", MODULES)
 @pytest.mark.parametrize("passes", [0, 2])
 def test_after_an_exception_at_any_depth_the_next_pass_is_exact(
@@ -142,7 +142,7 @@ def test_exceptions_in_every_pass_do_not_add_up(sim):
     model = streamed_stack("hpu")
     expected = run_resident(stack(), "hpu", batch())
     held = set()
-    for number in range(30):
+    for number in range(18):
         module = model[number % 6][0]
         kind = (Stop, KeyboardInterrupt)[number % 2]
         handle = module.register_forward_pre_hook(lambda *_, kind=kind: _raise(kind()))
@@ -251,22 +251,16 @@ def inputs_of(name):
 def test_the_smallest_budget_that_an_error_names_really_works(place, name):
     model = MODELS[name]()
     before = values(model)
-    budget = 1
-    for _ in range(4):  # with more room more may stay: what is named may grow, but ends
-        try:
-            stagehand.layer(model, vram_budget=budget, device=place)
-            break
-        except stagehand.StagehandOOMError as error:
-            assert error.limit_bytes == budget
-            assert error.needed_bytes > budget
-            assert "raise the budget to at least" in str(error)
-            budget = error.needed_bytes
-    expected = run_resident(MODELS[name](), place, *inputs_of(name))
+    with pytest.raises(stagehand.StagehandOOMError, match="the budget to at") as error:
+        stagehand.layer(model, vram_budget=1, device=place)
+    assert error.value.limit_bytes == 1
+    budget = error.value.needed_bytes
+    stagehand.layer(model, vram_budget=budget, device=place)
     assert runtime_of(model).report().budget_bytes == budget
-    again = deepcopy(model)
+    with torch.no_grad():
+        model(*inputs_of(name))
     runtime_of(model).shutdown()
     assert_bitwise_equal(values(model), before, "after shutdown")
-    del expected, again
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -387,11 +381,15 @@ def test_a_reader_that_fails_raises_where_the_block_is_needed_and_then_recovers(
     def fail(*args):
         raise failing
 
+    def two_passes():
+        with torch.no_grad():
+            model(batch())  # what it needs may be there already
+            model(batch())
+
     for attempt in range(3):
         monkeypatch.setattr(files, "read", fail)
-        with torch.no_grad(), pytest.raises(stagehand.CheckpointError) as error:
-            model(batch())
-            model(batch())
+        with pytest.raises(stagehand.CheckpointError) as error:
+            two_passes()
         assert error.value is failing, attempt
         monkeypatch.setattr(files, "read", read)
         assert_whole(model, place)
@@ -525,7 +523,7 @@ def in_threads(count, work):
     def guarded(number):
         try:
             work(number)
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - told to the test's own thread
             errors.append(error)
 
     threads = [threading.Thread(target=guarded, args=(n,)) for n in range(count)]
@@ -687,9 +685,7 @@ def test_shutdown_while_another_thread_runs_waits_for_its_pass(place):
 
 def test_shutdown_inside_a_pass_is_refused(place):
     model = streamed_stack(place)
-    handle = model[3].register_forward_pre_hook(
-        lambda *_: runtime_of(model).shutdown()
-    )
+    handle = model[3].register_forward_pre_hook(lambda *_: runtime_of(model).shutdown())
     with torch.no_grad(), pytest.raises(stagehand.ConfigError, match="while it runs"):
         model(batch())
     handle.remove()

@@ -15,6 +15,9 @@ import pytest
 import safetensors.torch
 import torch
 import transformers
+from torch import nn
+
+import stagehand
 from architectures.trees import assert_bitwise_equal
 from scenario.small import (
     LAYER_BYTES,
@@ -27,9 +30,6 @@ from scenario.small import (
     stack,
     values,
 )
-from torch import nn
-
-import stagehand
 from stagehand.core.arena import live_leases
 
 BUDGET = 4 * LAYER_BYTES
@@ -466,7 +466,7 @@ def test_a_weight_of_a_dropped_model_stays_readable(sim):
     model = stagehand.layer(stack(), vram_budget=BUDGET, device="hpu")
     with torch.no_grad():
         model(batch())
-    kept = [p for p in model.parameters()]
+    kept = list(model.parameters())
     del model
     gc.collect()
     for mine, theirs in zip(kept, stack().parameters(), strict=True):

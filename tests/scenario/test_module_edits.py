@@ -4,6 +4,9 @@ from copy import deepcopy
 
 import pytest
 import torch
+from torch import nn
+
+import stagehand
 from architectures.trees import assert_bitwise_equal
 from scenario.small import (
     LAYER_BYTES,
@@ -15,9 +18,6 @@ from scenario.small import (
     stack,
     values,
 )
-from torch import nn
-
-import stagehand
 
 
 @pytest.fixture(params=["hpu", "cpu"])

@@ -4,12 +4,19 @@ from copy import deepcopy
 
 import pytest
 import torch
-from architectures.trees import assert_bitwise_equal
-from scenario.small import WIDTH, batch, run_resident, runtime_of, smallest_budget, values
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize, spectral_norm, weight_norm
 
 import stagehand
+from architectures.trees import assert_bitwise_equal
+from scenario.small import (
+    WIDTH,
+    batch,
+    run_resident,
+    runtime_of,
+    smallest_budget,
+    values,
+)
 
 
 @pytest.fixture(params=["hpu", "cpu"])
@@ -198,7 +205,9 @@ def odd_forms(number):
             "strided": lambda: torch.randn(WIDTH, 2 * WIDTH)[:, ::2],
             "offset": lambda: torch.randn(WIDTH * WIDTH + 3)[3:].view(WIDTH, WIDTH),
             "expanded": lambda: torch.randn(1, WIDTH).expand(WIDTH, WIDTH),
-            "part": lambda: torch.randn(2 * WIDTH, 3 * WIDTH)[1 : WIDTH + 1, 5 : WIDTH + 5],
+            "part": lambda: torch.randn(2 * WIDTH, 3 * WIDTH)[
+                1 : WIDTH + 1, 5 : WIDTH + 5
+            ],
         }[number]()
 
     def build():
@@ -294,7 +303,9 @@ def test_a_model_without_parameters_runs(place):
     model = stagehand.layer(nn.Sequential(nn.ReLU(), nn.Tanh()), device=place)
     with torch.no_grad():
         assert_bitwise_equal(
-            model(batch()), run_resident(nn.Sequential(*model), place, batch()), "output"
+            model(batch()),
+            run_resident(nn.Sequential(*model), place, batch()),
+            "output",
         )
     assert "blocks" in str(runtime_of(model).report())
     runtime_of(model).shutdown()
@@ -536,7 +547,9 @@ def test_a_random_order_of_experts_in_every_pass_is_exact(place):
         stream(model, place, "block" if pattern else "layer", pattern)
         with torch.no_grad():
             for number in range(20):
-                x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(number))
+                x = torch.randn(
+                    4, WIDTH, generator=torch.Generator().manual_seed(number)
+                )
                 assert_bitwise_equal(model(x), plain(x.to(place)), f"pass {number}")
         runtime_of(model).shutdown()
 

@@ -128,6 +128,15 @@ def test_pinned_memory_is_pinned_and_of_the_exact_size(sim):
     assert accelerator().pinned(0).numel() == 0
 
 
+def test_copies_of_pinned_memory_do_not_make_the_host_wait(sim):
+    device = accelerator()
+    there, here = device.empty(1000), device.pinned(1000).zero_()
+    before = sim.syncs()
+    device.copy(there, here)
+    device.copy(here, there)
+    assert sim.syncs() == before
+
+
 def test_memory_is_that_of_the_stream_it_is_made_on(sim):
     device = accelerator()
     lane, other = device.new_stream(), device.new_stream()

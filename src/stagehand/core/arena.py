@@ -123,6 +123,18 @@ class Arena:
             f" limit {format_bytes(self.account.limit_bytes)})"
         )
 
+    def check_open(self) -> None:
+        """Do nothing before `close()`.
+
+        Raises:
+            ClosedError: After it.
+        """
+        if self._closed:
+            raise ClosedError(
+                f"the arena of {self.name} was closed by the shutdown of its last user;"
+                " end that one with shutdown_keep_pool() to go on with its memory"
+            )
+
     @property
     def leased_bytes(self) -> int:
         """Bytes in leases that are not released."""

@@ -1,10 +1,11 @@
 """Residency states of a block, and which may follow which."""
 
 from enum import IntEnum
+from itertools import pairwise
 
 from stagehand.errors import InvalidStateTransitionError
 
-__all__ = ["ALLOWED", "BlockState", "check_transition"]
+__all__ = ["ALLOWED", "DROPPED", "SENT", "BlockState", "Path", "check_transition"]
 
 
 class BlockState(IntEnum):
@@ -45,6 +46,9 @@ ALLOWED = tuple(
 )
 
 
+Path = tuple[BlockState, ...]
+
+
 def check_transition(name: str, before: BlockState, after: BlockState) -> None:
     """Do nothing if `after` may follow `before`.
 
@@ -63,3 +67,17 @@ def check_transition(name: str, before: BlockState, after: BlockState) -> None:
             f"block {name!r} cannot go from {before.name} to {after.name}; from there "
             f"it can go to {allowed}"
         )
+
+
+def _path(*states: BlockState) -> Path:
+    """States of which each may follow the one before: checked here, once."""
+    for before, after in pairwise(states):
+        check_transition("any", before, after)
+    return states
+
+
+SENT = _path(BlockState.UNLOADED, BlockState.HOST_STAGED, BlockState.PREFETCHING)
+"""A block in a pinned image of its own needs no staging."""
+
+DROPPED = _path(BlockState.GPU_READY, BlockState.GPU_FREEING, BlockState.UNLOADED)
+"""A clean block's slot is given up at once."""

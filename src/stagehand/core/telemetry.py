@@ -68,6 +68,7 @@ class Counters:
 
 _COUNTERS = tuple(field.name for field in fields(Counters))
 _NONFINITE = frozenset({"nan_count", "inf_count"})
+_TIMED = frozenset({"stall_time_ms", "stall_count", "prefetch_hits", "prefetch_misses"})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,11 +83,11 @@ class StepRecord:
     h2d_copies: int
     d2h_copies: int
     disk_bytes: int
-    stall_time_ms: float
-    stall_count: int
+    stall_time_ms: float | None
+    stall_count: int | None
     evictions: int
-    prefetch_hits: int
-    prefetch_misses: int
+    prefetch_hits: int | None
+    prefetch_misses: int | None
     resident_uses: int
     gathers: int
     abandoned_slots: int
@@ -153,6 +154,7 @@ class Telemetry:
         interval_steps: int = 1,
         window_steps: int = 100,
         checks_nonfinite: bool = False,
+        times_uses: bool = True,
     ) -> None:
         """Open no file yet; the first record does.
 
@@ -163,6 +165,8 @@ class Telemetry:
             window_steps: Steps that `records` and the statistics reach back.
             checks_nonfinite: Whether somebody counts NaN and infinite values; without
                 it their counts are `None`.
+            times_uses: Whether somebody times uses; without it hits, misses and stalls
+                are `None`.
 
         Raises:
             ConfigError: If a number is less than one, or `path` is not in an existing
@@ -177,7 +181,11 @@ class Telemetry:
         self.counters = Counters()
         self._file = None if path is None else _LineFile(Path(path))
         self._interval_steps = interval_steps
-        self._unmeasured = frozenset() if checks_nonfinite else _NONFINITE
+        self._unmeasured: frozenset[str] = frozenset()
+        if not checks_nonfinite:
+            self._unmeasured |= _NONFINITE
+        if not times_uses:
+            self._unmeasured |= _TIMED
         self._window: deque[StepRecord] = deque(maxlen=window_steps)
         self._ended_steps = 0
         self._ended = Counters()
@@ -229,18 +237,21 @@ class Telemetry:
 
         `None` if no streamed block was used.
         """
-        hits = sum(record.prefetch_hits for record in self._window)
-        uses = hits + sum(record.prefetch_misses for record in self._window)
+        hits = sum(record.prefetch_hits or 0 for record in self._window)
+        uses = hits + sum(record.prefetch_misses or 0 for record in self._window)
         return hits / uses if uses else None
 
     def mean_stall_ms(self) -> float | None:
         """Return the mean stall time of a step in the window; `None` if it is empty."""
-        stalls = [record.stall_time_ms for record in self._window]
+        stalls = self._stalls()
         return sum(stalls) / len(stalls) if stalls else None
 
     def max_stall_ms(self) -> float | None:
         """Return the longest stall time of a step in the window; `None` if empty."""
-        return max((record.stall_time_ms for record in self._window), default=None)
+        return max(self._stalls(), default=None)
+
+    def _stalls(self) -> list[float]:
+        return [r.stall_time_ms for r in self._window if r.stall_time_ms is not None]
 
     def vram_trend(self) -> str | None:
         """Return whether the process's device memory is growing over the window.
@@ -288,7 +299,7 @@ class Telemetry:
             "%s of weights on it",
             record.step,
             "no" if rate is None else f"{rate:.0%}",
-            record.stall_time_ms,
+            record.stall_time_ms or 0.0,
             record.evictions,
             format_bytes(record.h2d_bytes),
             _text(record.device_used_bytes),

@@ -62,6 +62,7 @@ class Slot:
         "_filled",
         "_reader",
         "_seen_by",
+        "_ticket",
         "_used",
         "alone",
         "index",
@@ -83,6 +84,7 @@ class Slot:
         """Reference count of the storage when only the library holds it."""
         self._filled: Event | None = None
         self._drained: Event | None = None
+        self._ticket: Ticket | None = None  # of the latest fill
         self._seen_by: Stream | None = None  # has waited for `filled`
         self._reader: Stream | None = None  # recorded `drained` last
         self._used = False  # `drained` stands for a use
@@ -195,22 +197,31 @@ class TransferEngine:
                 the ticket is done.
             priority: Speculation can be denied.
         """
-        if priority >= Priority.SPECULATIVE and self.h2d.is_full():
+        lane, filled = self.h2d, slot._filled
+        limited = lane.capacity is not None
+        if limited and priority >= Priority.SPECULATIVE and lane.is_full():
             return Denied.H2D_SLOTS_EXHAUSTED
-        filled, drained = slot._filled, slot._drained
-        stream = self.h2d.stream
+        stream = lane.stream
         if slot._used:
-            stream.wait_event(drained)
-        self._copy(slot, "H2D", stream, target, source)
+            stream.wait_event(slot._drained)
+        if self.stopwatch is None:
+            with self._device.on(stream):
+                self._device.copy(target, source)
+        else:
+            self._copy(slot, "H2D", stream, target, source)
         filled.record(stream)  # type: ignore[union-attr]
-        slot._seen_by = None
+        slot._seen_by = slot._reader = None
         slot._used = False
-        slot._reader = None
         nbytes = target.numel()
-        self._counters.h2d_bytes += nbytes
-        self._counters.h2d_copies += 1
-        self.h2d.note(filled)  # type: ignore[arg-type]
-        return Ticket(filled, nbytes)  # type: ignore[arg-type]
+        counters = self._counters
+        counters.h2d_bytes += nbytes
+        counters.h2d_copies += 1
+        if limited:
+            lane.note(filled)  # type: ignore[arg-type]
+        ticket = slot._ticket
+        if ticket is None or ticket.nbytes != nbytes:  # the slot's event stays the same
+            ticket = slot._ticket = Ticket(filled, nbytes)  # type: ignore[arg-type]
+        return ticket
 
     def _copy(
         self,
@@ -233,9 +244,10 @@ class TransferEngine:
 
     def await_filled(self, slot: Slot, stream: Stream) -> None:
         """Let `stream` read the slot only after it is filled."""
-        if slot._seen_by is None or slot._seen_by != stream:
+        seen_by = slot._seen_by
+        if seen_by is None or seen_by != stream:
             stream.wait_event(slot._filled)
-            if slot._seen_by is None:
+            if seen_by is None and self.h2d.capacity is not None:
                 self.h2d.settle(slot._filled)  # type: ignore[arg-type]
             slot._seen_by = stream
 

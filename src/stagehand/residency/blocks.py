@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from stagehand.core.transfer import Slot
     from stagehand.stores.base import Store
 
+    _Pairs = tuple[tuple[torch.Tensor, torch.Tensor], ...]
+
 __all__ = ["Block", "Finding", "Group", "find_blocks", "find_layers", "tensor_bytes"]
 
 _COPY_EFFICIENT_BYTES = 32 * MIB  # a larger copy is no faster on any link we know
@@ -37,6 +39,8 @@ class Block(Residency):
     """
 
     __slots__ = (
+        "_host_pairs",
+        "_view_pairs",
         "addresses",
         "bound",
         "clean_versions",
@@ -48,6 +52,7 @@ class Block(Residency):
         "layout",
         "lingers",
         "nbytes",
+        "references",
         "seal",
         "slot",
         "store",
@@ -89,9 +94,13 @@ class Block(Residency):
         self.addresses: list[int] = []
         """Where the tensors were pointed to."""
         self.host_addresses: list[int] = []
+        self._host_pairs: _Pairs = ()
         self.views: list[torch.Tensor] = []
         self.view_addresses: list[int] = []
+        self._view_pairs: _Pairs = ()
         self.views_in: Slot | None = None
+        self.references = 0
+        """How often the views refer to the slot's memory."""
         self.target: torch.Tensor | None = None
         """The bytes of `views_in` that the block fills."""
         self.filled_in = -1
@@ -111,21 +120,34 @@ class Block(Residency):
         self.store = store
         pinned = None if store is None else store.pinned
         self.image = None if pinned is None else pinned[: self.nbytes]
-        if store is not None:
-            self.host_addresses = [host.data_ptr() for host in store.hosts]
+        hosts = () if store is None else store.hosts
+        self.host_addresses = [host.data_ptr() for host in hosts]
+        self._host_pairs = self._pairs(hosts)
+
+    def set_views(self, slot: Slot | None) -> None:
+        """Make views of a slot's memory, or forget those that are there."""
+        self.views_in = slot
+        buffer = None if slot is None or slot.lease is None else slot.lease.buffer
+        self.target = None if buffer is None else buffer[: self.nbytes]
+        self.views = [] if buffer is None else self.layout.views(buffer)
+        self.view_addresses = [view.data_ptr() for view in self.views]
+        self._view_pairs = self._pairs(self.views)
+
+    def _pairs(self, places: Sequence[torch.Tensor]) -> _Pairs:
+        return tuple(map(_fitting, self.tensors, places))
 
     def point_to_host(self) -> None:
         """Let the tensors point to the store's host tensors."""
         if self.store is None:
             return
-        for tensor, host in zip(self.tensors, self.store.hosts, strict=True):
+        for tensor, host in self._host_pairs:
             tensor.data = host
         self.addresses = self.host_addresses
         self.bound = False
 
     def point_to_device(self) -> None:
         """Let the tensors point into the slot."""
-        for tensor, view in zip(self.tensors, self.views, strict=True):
+        for tensor, view in self._view_pairs:
             tensor.data = view
         self.addresses = self.view_addresses
         self.bound = True
@@ -160,6 +182,23 @@ class Block(Residency):
     def is_changed(self) -> bool:
         """Whether a tensor was changed in place since `versions` was noted."""
         return [t._version for t in self.tracked] != self.versions
+
+
+def _fitting(
+    tensor: torch.Tensor, place: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a tensor, and the place as it can be assigned to the tensor's `.data`.
+
+    A tensor that was made in inference mode has no version counter, and would have to
+    have one if it were pointed to an ordinary tensor.
+    """
+    if not tensor.is_inference() or place.is_inference():
+        return tensor, place
+    with torch.inference_mode():
+        alias = torch.empty(0, dtype=place.dtype, device=place.device)
+        start = place.storage_offset()
+        storage = place.untyped_storage()
+        return tensor, alias.set_(storage, start, place.shape, place.stride())
 
 
 @dataclass(slots=True)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from stagehand.core.layout import same_bits
-from stagehand.core.states import BlockState
+from stagehand.core.states import SENT, BlockState
 from stagehand.core.transfer import Denied, Priority, Slot, Ticket, TransferEngine
 from stagehand.errors import StagehandInternalError
 
@@ -192,8 +192,8 @@ class LaneLoader:
             image = self._read(block)
         if isinstance(self._engine.load(slot, target, image, priority), Denied):
             return False
-        block.versions = block.read_versions()
-        block.through(BlockState.HOST_STAGED, BlockState.PREFETCHING)
+        block.versions = [tensor._version for tensor in block.tracked]
+        block.along(SENT)
         return True
 
     def _read(self, block: Block) -> torch.Tensor:
@@ -343,22 +343,21 @@ class HostLoader:
 
     def start(self, block: Block, slot: Slot, priority: Priority) -> bool:
         """See `Loader.start`."""
-        target = block.target
-        if target is None:
-            raise StagehandInternalError(f"block {block.name!r} has no place in {slot}")
         block.tell_edits()
         block.versions = block.read_versions()
-        store = _store(block)
         if priority <= Priority.REQUIRED:
-            self._count(block, self._read(store, target))
+            self._count(block, self._read(block))
         else:
-            job = self._workers.submit(self._read, store, target)
-            self._jobs[block.index] = job
-        block.through(BlockState.HOST_STAGED, BlockState.PREFETCHING)
+            # The job holds no tensor of the slot: the slot's holders are counted.
+            self._jobs[block.index] = self._workers.submit(self._read, block)
+        block.along(SENT)
         return True
 
-    def _read(self, store: Store, target: torch.Tensor) -> _Read:
+    def _read(self, block: Block) -> _Read:
         """Fill a slot, in any thread."""
+        store, target = _store(block), block.target
+        if target is None:
+            raise StagehandInternalError(f"block {block.name!r} has no place to go")
         if self._engine.stopwatch is None:
             return store.read_into(target), None
         start, end = (self._device.new_event(timing=True) for _ in range(2))

@@ -146,7 +146,7 @@ class Masters:
             self._let_go(lease)
 
     def _let_go(self, lease: Lease) -> None:
-        """Reuse an image's memory only if nobody kept a tensor of it, say a state dict."""
+        """Reuse an image's memory unless somebody kept a tensor of it, say to save."""
         if storage_use_count(lease.buffer.untyped_storage()) > self._alone:
             lease.abandon()
         else:

@@ -3,12 +3,14 @@ relearned.
 
 Uses come in *passes*; a pass begins when the model is entered from outside. What a pass
 used, in order, is its *route*. After a pass the route that followed it last time is
-expected; at first, the order in which the model defines its blocks. A use that is not
-the expected one moves the cursor to where it stands, or, when it stands nowhere or this
-happens twice in a row, leaves the order *lost* until an expected use or the next pass:
-nothing is predicted meanwhile, and everything is served on demand.
+expected; at first, the order in which the model defines its blocks. After a use that is
+not the expected one, a known route that begins like this pass is, or else the cursor
+moves to where the use stands. When it stands nowhere, or this happens twice in a row,
+the order is *lost* until an expected use or the next pass: nothing is predicted
+meanwhile, and everything is served on demand.
 """
 
+from bisect import bisect_right
 from collections.abc import Sequence
 
 from stagehand.errors import StagehandInternalError
@@ -32,10 +34,10 @@ class Order:
     """
 
     def __init__(self, guess: Sequence[int]) -> None:
-        self._follower: dict[
-            Route, Route
-        ] = {}  # which route came after which, newest last
+        # Which route came after which, newest last.
+        self._follower: dict[Route, Route] = {}
         self._route: Route = tuple(guess)
+        self._places: dict[int, list[int]] = {}  # the positions of each block in it
         self._next: Route = self._route
         self._before: Route | None = None
         self._log: list[int] = []
@@ -81,26 +83,47 @@ class Order:
         return False
 
     def _resync(self, block: int) -> None:
-        try:
-            self.cursor = self._route.index(block, self.cursor + 1)
+        if self._misses == 1:  # once: while it is lost, this would be slow
+            for route in reversed(self._follower):
+                if self._goes_on(route, block):
+                    self._expect(route)
+                    self.cursor = len(self._log) - 1
+                    return
+        places = self._find(block)
+        ahead = bisect_right(places, self.cursor)
+        if ahead < len(places):
+            self.cursor = places[ahead]
             return
-        except ValueError:
-            pass
         for route in reversed(self._follower):
             if route[0] == block:
                 self._expect(route)
                 self.cursor = 0
                 return
-        if block in self._route:
-            self.cursor = self._route.index(block)
+        if places:
+            self.cursor = places[0]
         else:
             self._misses += 1  # nowhere: lost at once
+
+    def _goes_on(self, route: Route, block: int) -> bool:
+        """Whether a route begins like this pass, whose latest use is `block`."""
+        uses = len(self._log)
+        return (
+            uses <= len(route)
+            and route[uses - 1] == block
+            and route[:uses] == tuple(self._log)
+        )
+
+    def _find(self, block: int) -> Sequence[int]:
+        if not self._places:
+            for position, other in enumerate(self._route):
+                self._places.setdefault(other, []).append(position)
+        return self._places.get(block, ())
 
     def turn(self) -> bool:
         """Begin a pass; return whether positions after the last one's end stay valid.
 
         If so, a position `p` of the last pass is `p - length` now, `length` being the
-        one before the call.
+        one before the call; but after a pass without uses they are what they were.
         """
         if not self._log:
             return True
@@ -123,6 +146,7 @@ class Order:
         following = self._follower.get(route, route)
         if route != self._route or following != self._next:
             self._route = route
+            self._places = {}
             self._next = following
             self.version += 1
 

@@ -1,6 +1,6 @@
 """A block's state and what keeps it where it is. No torch, no copies: the books."""
 
-from stagehand.core.states import ALLOWED, BlockState, check_transition
+from stagehand.core.states import ALLOWED, BlockState, Path, check_transition
 
 __all__ = ["Residency"]
 
@@ -33,17 +33,17 @@ class Residency:
             check_transition(self.name, self.state, state)
         self.state = state
 
-    def through(self, middle: BlockState, state: BlockState) -> None:
-        """Go to a state by way of another that nothing has to wait in.
+    def along(self, path: Path) -> None:
+        """Go to the end of a path, in whose middle nothing has to wait.
 
         Raises:
-            InvalidStateTransitionError: If either step cannot follow; the first that
-                can is taken.
+            InvalidStateTransitionError: If a step cannot follow; those before it are
+                taken.
         """
-        if not (ALLOWED[self.state][middle] and ALLOWED[middle][state]):
-            self.to(middle)
-            self.to(state)
-        self.state = state
+        if self.state is not path[0]:
+            for state in path[1:]:
+                self.to(state)
+        self.state = path[-1]
 
     @property
     def on_device(self) -> bool:

@@ -15,7 +15,7 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from stagehand.core.layout import copy_values
-from stagehand.core.states import BlockState
+from stagehand.core.states import DROPPED, BlockState
 from stagehand.core.transfer import Priority, Slot, TransferEngine
 from stagehand.errors import (
     OrphanedParameterError,
@@ -23,7 +23,7 @@ from stagehand.errors import (
     StagehandOOMError,
 )
 from stagehand.residency.loader import Loader, sample
-from stagehand.torch_private import storage_use_count
+from stagehand.torch_private import storage_use_count, use_count_of
 from stagehand.units import format_at_least, format_bytes
 
 if TYPE_CHECKING:
@@ -80,6 +80,7 @@ class Scheduler:
         self._ahead: deque[Block] = deque()  # streamed blocks between cursor and front
         self._pass = 0
         self._line: list[Block] = []  # the expected uses of this pass and the next
+        self._length = 0  # of this pass, as far as it is expected
         self._line_version = -1
         self._latest: Block | None = None
         self._fetched: Block | None = None
@@ -110,7 +111,8 @@ class Scheduler:
             block.uses = 1
             return
         order = self.order
-        if not order.use(block.index):
+        expected = order.use(block.index)
+        if not expected:
             self._forget_ahead()
         elif self._ahead and self._ahead[0] is block:
             self._ahead.popleft()
@@ -129,7 +131,7 @@ class Scheduler:
             self._counters.resident_uses += 1
         self._latest = block
         block.uses = 1
-        if not order.lost:
+        if expected or not order.lost:
             self._run_ahead()
 
     def after(self, block: Block) -> None:
@@ -141,7 +143,7 @@ class Scheduler:
         slot = block.slot
         if slot is not None:
             self._engine.release(slot, self._device.current_stream())
-            holders = storage_use_count(slot.storage) - slot.alone
+            holders = use_count_of(slot.storage._cdata) - slot.alone
             block.lingers = holders > len(block.tensors)
 
     def join(self, block: Block) -> None:
@@ -174,9 +176,8 @@ class Scheduler:
         except BaseException:
             self._vacate(block, slot)
             raise
-        if block.is_changed() or (
-            block.filled_in != self._pass and self._is_old(block)
-        ):
+        changed = [t._version for t in block.tracked] != block.versions
+        if changed or (block.filled_in != self._pass and self._is_old(block)):
             self._reload(block, slot)
         self._engine.await_filled(slot, stream)
         if block.state is BlockState.PREFETCHING:
@@ -206,7 +207,7 @@ class Scheduler:
         if block.views_in is not slot or slot.lease is None:
             self._settle_in(block, slot)
         staged = block.state is BlockState.HOST_STAGED
-        if not staged and block.filled_in != self._pass:
+        if not staged and block.filled_in != self._pass and block.is_replaced():
             self.take_in(block)
         slot.occupant = block
         try:
@@ -234,11 +235,9 @@ class Scheduler:
             return
         self._drop_views(block)
         before = storage_use_count(slot.storage)
-        block.views = block.layout.views(slot.lease.buffer)
-        block.target = slot.lease.buffer[: block.nbytes]
-        block.view_addresses = [view.data_ptr() for view in block.views]
-        block.views_in = slot
-        slot.alone += storage_use_count(slot.storage) - before
+        block.set_views(slot)
+        block.references = storage_use_count(slot.storage) - before
+        slot.alone += block.references
 
     def _lease(self, nbytes: int, block: Block) -> Lease:
         lease = self._arena.acquire_nowait(nbytes, block.name)
@@ -263,12 +262,10 @@ class Scheduler:
         slot = block.views_in
         if slot is None:
             return
-        before = storage_use_count(slot.storage) if slot.lease is not None else 0
-        block.views = []
-        block.target = None
-        block.views_in = None
+        block.set_views(None)
         if slot.lease is not None:
-            slot.alone -= before - storage_use_count(slot.storage)
+            # Not counted again: a reader thread may be filling the slot for another.
+            slot.alone -= block.references
 
     def _clear_slot(self, block: Block) -> Slot:
         """Return an empty slot for a block that is needed now."""
@@ -327,19 +324,20 @@ class Scheduler:
             raise StagehandInternalError(f"block {block.name!r} is not on the device")
         if block.filled_in != self._pass or verify:
             self.take_in(block)
-        changed = block.bound and block.is_changed()
+        bound = block.bound
+        changed = bound and [t._version for t in block.tracked] != block.versions
         if changed or verify or block.lingers:
             # Edits and reads since its last use count as uses of the slot.
             self._engine.release(slot, self._device.current_stream())
             block.lingers = False
-        if not block.bound:
+        if not bound:
             self._loader.forget(block)
         elif changed or verify:
             block.to(BlockState.EVICTING)
             self._loader.save(block, only_if_different=not changed)
         self._vacate(block, slot)
         self._counters.evictions += 1
-        if storage_use_count(slot.storage) > slot.alone:
+        if use_count_of(slot.storage._cdata) > slot.alone:
             self._abandon(slot)
 
     def _vacate(self, block: Block, slot: Slot) -> None:
@@ -349,7 +347,7 @@ class Scheduler:
         if block.state is BlockState.PREFETCHING:
             block.to(BlockState.GPU_READY)  # the next copy into the slot waits its turn
         if block.state is BlockState.GPU_READY:
-            block.through(BlockState.GPU_FREEING, BlockState.UNLOADED)
+            block.along(DROPPED)
         else:
             block.to(BlockState.UNLOADED)
         block.seal = None
@@ -430,7 +428,7 @@ class Scheduler:
         ahead, line = self._ahead, self._line
         room = self._lookahead - len(ahead)
         position = self._front + 1
-        last = min(len(line), self.order.cursor + self.order.length + 1)
+        last = min(len(line), self.order.cursor + self._length + 1)
         while room > 0 and position < last:
             block = line[position]
             if block.slot is None and not self._load_ahead(block):
@@ -450,7 +448,7 @@ class Scheduler:
             return block.hosted  # if so it is brought when it is needed, if ever
         other = slot.occupant
         if other is not None:
-            if not other.evictable:
+            if other.uses or other.awaited:
                 return False
             self.evict(other)
         return self._load(block, slot, Priority.SPECULATIVE)
@@ -472,6 +470,7 @@ class Scheduler:
         if self._line_version != self.order.version:
             self._line_version = self.order.version
             self._line = [self.blocks[index] for index in self.order.line]
+            self._length = self.order.length
 
     def _forget_ahead(self) -> None:
         """The order was wrong: nothing that was loaded ahead is awaited any more."""
@@ -487,7 +486,7 @@ class Scheduler:
         """The model is entered from outside."""
         self.release_fetched()
         self._latest = None  # each pass has the same uses, whatever came before it
-        length = self.order.length
+        length = self.order.length if self.order.cursor >= 0 else 0
         if self.order.turn() and not self.order.lost:
             self._front = max(self._front - length, -1)
             self._staged_front = max(self._staged_front - length, -1)
@@ -497,7 +496,7 @@ class Scheduler:
         self._pass += 1
         for slot in self._slots:
             block = slot.occupant
-            if block is not None and block.bound:
+            if block is not None and block.bound and block.is_replaced():
                 self.take_in(block)
 
     def end_pass(self) -> None:

@@ -1,0 +1,394 @@
+"""Order: routes are learned, followed and relearned."""
+
+import random
+import time
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from stagehand.errors import StagehandInternalError
+from stagehand.residency.order import Order
+
+
+def run(order, *routes):
+    """Make a pass of each route; return the uses of the last that were not expected."""
+    surprises = []
+    for route in routes:
+        order.turn()
+        surprises = [block for block in route if not order.use(block)]
+        order.check()
+    return surprises
+
+
+A, B, C = (0, 1, 2, 3), (3, 2, 1, 0), (0, 2)
+
+
+# ----------------------------------------------------------------- learned and followed
+
+
+def test_guess_is_expected_before_anything_is_learned():
+    order = Order(A)
+    assert order.line == A + A
+    assert run(order, A) == []
+
+
+def test_route_that_was_taken_is_expected_from_then_on():
+    order = Order(A)
+    assert run(order, B) != []
+    assert run(order, B) == []
+    assert order.line == B + B
+    assert (order.passes, order.learned) == (1, 1)
+
+
+def test_two_alternating_routes_are_both_expected():
+    order = Order(())
+    run(order, A, B, A)
+    for route in (B, A, B, A):
+        assert run(order, route) == []
+    assert order.line == A + B
+
+
+def test_three_routes_in_turn_are_all_expected():
+    """Two inference passes of other inputs between two training passes."""
+    order = Order(())
+    run(order, A, B, C, A)
+    for route in (B, C, A, B, C):
+        assert run(order, route) == []
+
+
+def test_route_that_is_taken_by_exception_costs_one_more_wrong_guess():
+    order = Order(A)
+    run(order, A, A, C)
+    assert run(order, A) == [1]
+    assert run(order, A) == [1]
+    assert run(order, A) == []
+
+
+def test_changed_route_is_relearned_after_one_pass():
+    order = Order(A)
+    run(order, A, A, A, B)
+    assert run(order, B) == []
+    assert order.cycle() == B
+
+
+def test_oldest_route_is_forgotten_when_there_are_many():
+    order = Order(())
+    routes = [(n, n + 1) for n in range(12)]
+    run(order, *routes, routes[0])
+    assert run(order, routes[1]) == [1, 2]
+    run(order, *routes[2:], routes[10])
+    assert run(order, routes[11]) == []
+
+
+def test_repeated_blocks_keep_their_places():
+    route = (0, 1, 0, 2, 0, 1)
+    order = Order(())
+    run(order, route)
+    assert run(order, route) == []
+    assert [order.line[i] for i in range(6, 12)] == list(route)
+
+
+# ---------------------------------------------------------------------------- surprises
+
+
+def test_skipped_blocks_move_the_cursor_forward():
+    order = Order(range(10))
+    assert run(order, (0, 1, 5, 6)) == [5]
+    assert order.cursor == 6
+    assert not order.lost
+
+
+def test_block_that_comes_again_moves_the_cursor_back():
+    order = Order(range(10))
+    assert run(order, (0, 1, 2, 3, 1, 2)) == [1]
+    assert order.cursor == 2
+
+
+def test_nearest_later_place_of_a_repeated_block_is_taken():
+    order = Order((0, 1, 2, 0, 3, 0, 4))
+    run(order, (1, 0))
+    assert order.cursor == 3
+
+
+def test_pass_that_starts_like_another_known_route_follows_it():
+    order = Order(())
+    run(order, (0, 1, 2), (5, 6, 7), (0, 1, 2), (0, 1, 2))
+    order.turn()
+    assert not order.use(5)
+    assert [order.use(block) for block in (6, 7)] == [True, True]
+    assert order.line[:3] == (5, 6, 7)
+
+
+@pytest.mark.parametrize("depth", range(1, 6))
+def test_pass_that_goes_on_after_an_early_exit_is_followed(depth):
+    """What followed last time is the short route; one surprise tells that it is not."""
+    whole = tuple(range(6))
+    order = Order(whole)
+    run(order, whole, whole, whole[:depth])
+    assert run(order, whole) == [depth]
+    assert run(order, whole[:depth]) == []
+
+
+def test_pass_that_branches_off_follows_the_known_branch():
+    left, right = (0, 1, 2, 9), (0, 5, 6, 9)
+    order = Order(())
+    run(order, left, left, right, left)
+    assert run(order, left) == [1]
+    assert order.line[:4] == left
+
+
+@pytest.mark.parametrize("uses", [(9,), (5, 2), (0, 4, 2)])
+def test_unknown_block_or_two_surprises_in_a_row_are_lost(uses):
+    order = Order(range(6))
+    order.turn()
+    for block in uses:
+        order.use(block)
+    assert order.lost
+
+
+def test_expected_use_or_a_new_pass_ends_being_lost():
+    order = Order(range(6))
+    order.turn()
+    for block in (5, 2):
+        order.use(block)
+    assert order.lost
+    assert order.use(3)
+    assert not order.lost
+    order.use(9)
+    assert order.lost
+    order.turn()
+    assert not order.lost
+    assert order.cursor == -1
+
+
+def test_random_order_is_served_and_the_next_regular_pass_is_learned():
+    order = Order(range(20))
+    shuffle = random.Random(0)
+    for _ in range(5):
+        run(order, tuple(shuffle.sample(range(20), 20)))
+    run(order, A)
+    assert run(order, A) == []
+
+
+def test_order_without_blocks_can_be_turned():
+    order = Order(())
+    assert run(order, (), ()) == []
+    assert (order.length, order.line, order.cycle()) == (0, (), ())
+
+
+# --------------------------------------------------------------------- turns, the cycle
+
+
+def test_positions_beyond_the_end_of_a_pass_go_on_into_the_next():
+    order = Order(())
+    run(order, A, B, A, B)
+    before, length = order.line, order.length
+    assert order.turn()
+    assert order.line[: len(before) - length] == before[length:]
+
+
+def test_turn_says_when_positions_are_no_longer_valid():
+    order = Order(A)
+    run(order, A, A)
+    assert order.turn()
+    order.use(0)
+    assert not order.turn()
+
+
+def test_pass_without_uses_changes_nothing():
+    """Some parts of a model use no streamed block."""
+    order = Order(A)
+    run(order, A, A)
+    order.turn()
+    line, version = order.line, order.version
+    assert order.turn()
+    assert (order.line, order.version, order.passes) == (line, version, 2)
+    assert run(order, A) == []
+
+
+def test_cycle_holds_the_routes_that_repeat_wherever_the_pass_is():
+    order = Order(())
+    run(order, A, B, C, A, B)
+    cycles = set()
+    for route in (C, A, B):
+        run(order, route)
+        cycles.add(order.cycle())
+    assert cycles == {A + B + C}
+    order = Order(A)
+    run(order, C, A, A)
+    assert order.cycle() == A
+
+
+def test_cycle_too_long_to_plan_for_is_the_present_route_alone():
+    routes = [(n,) for n in range(5)]
+    order = Order(())
+    run(order, *routes, routes[0])
+    order.turn()
+    assert order.cycle() == routes[1]
+
+
+def test_broken_cursor_is_reported_as_our_bug():
+    order = Order(A)
+    order.cursor = 4
+    with pytest.raises(StagehandInternalError, match="cursor is at 4 of 4 uses"):
+        order.check()
+
+
+# --------------------------------------------------------------------------------- cost
+
+
+def followed(number):
+    return [range(number)] * 3
+
+
+def every_second(number):
+    return [range(number), range(0, number, 2), range(number)]
+
+
+def shuffled(number):
+    blocks = list(range(number))
+    return [random.Random(seed).sample(blocks, number) for seed in range(3)]
+
+
+@pytest.mark.parametrize("routes", [followed, every_second, shuffled])
+def test_ten_thousand_uses_cost_ten_times_a_thousand(routes):
+    def seconds(number):
+        order = Order(range(number))
+        passes = [tuple(route) for route in routes(number)]
+        start = time.process_time()
+        run(order, *passes)
+        return time.process_time() - start
+
+    few, many = (min(seconds(n) for _ in range(3)) for n in (1_000, 10_000))
+    assert many < 40 * few  # quadratic would be 100
+
+
+# ---------------------------------------------------------------------------- stateful
+
+
+class Expectation:
+    """What `Order` promises, worked out from the whole history."""
+
+    KEPT = 8
+
+    def __init__(self, guess):
+        self.history = []  # the routes of all passes that used anything
+        self.log = []
+        self.route = tuple(guess)
+        self.next = self.route
+        self.cursor = -1
+        self.misses = 0
+
+    def known(self):
+        """Return the routes after which another came, the latest first, and which."""
+        found = {}
+        for number in reversed(range(len(self.history) - 1)):
+            found.setdefault(self.history[number], self.history[number + 1])
+        return dict(list(found.items())[: self.KEPT])
+
+    def expect(self, route):
+        self.route = route
+        self.next = self.known().get(route, route)
+
+    def use(self, block):
+        self.log.append(block)
+        if (*self.route, None)[self.cursor + 1] == block:
+            self.cursor += 1
+            self.misses = 0
+            return True
+        self.misses += 1
+        places = [i for i, other in enumerate(self.route) if other == block]
+        later = [i for i in places if i > self.cursor]
+        started = [route for route in self.known() if route[0] == block]
+        uses = len(self.log)
+        alike = [r for r in self.known() if list(r[:uses]) == self.log]
+        if alike and self.misses == 1:
+            self.expect(alike[0])
+            self.cursor = uses - 1
+        elif later:
+            self.cursor = later[0]
+        elif started:
+            self.expect(started[0])
+            self.cursor = 0
+        elif places:
+            self.cursor = places[0]
+        else:
+            self.misses = 2
+        return False
+
+    def turn(self):
+        if self.log:
+            self.history.append(tuple(self.log))
+            self.log = []
+            self.expect(self.known().get(self.history[-1], self.history[-1]))
+            self.cursor = -1
+            self.misses = 0
+
+
+class OrderMachine(RuleBasedStateMachine):
+    """An order against a plain reading of its promises."""
+
+    def __init__(self):
+        super().__init__()
+        self.order = Order((0, 1, 2))
+        self.model = Expectation((0, 1, 2))
+        self.line, self.version = self.order.line, self.order.version
+
+    def use(self, block):
+        assert self.order.use(block) == self.model.use(block)
+
+    @rule(block=st.integers(0, 4))
+    def use_any(self, block):
+        self.use(block)
+
+    @precondition(lambda self: self.model.cursor + 1 < len(self.model.route))
+    @rule()
+    def use_the_expected(self):
+        self.use(self.model.route[self.model.cursor + 1])
+
+    @rule()
+    def turn(self):
+        line, length, empty = self.order.line, self.order.length, not self.model.log
+        kept = self.order.turn()
+        self.model.turn()
+        if kept:
+            beyond = line if empty else line[length:]
+            assert self.order.line[: len(beyond)] == beyond
+
+    @rule(route=st.lists(st.integers(0, 3), min_size=1, max_size=4), times=st.just(2))
+    def whole_passes(self, route, times):
+        for _ in range(times):
+            self.turn()
+            for block in route:
+                self.use(block)
+
+    @precondition(lambda self: self.model.history)
+    @rule(data=st.data())
+    def pass_of_old(self, data):
+        route = data.draw(st.sampled_from(self.model.history))
+        self.turn()
+        for block in route:
+            self.use(block)
+
+    @invariant()
+    def order_agrees_with_the_model(self):
+        order, model = self.order, self.model
+        order.check()
+        assert order.line == model.route + model.next
+        assert (order.cursor, order.length) == (model.cursor, len(model.route))
+        assert order.lost == (model.misses > 1)
+        assert order.passes == len(model.history)
+
+    @invariant()
+    def version_tells_every_change_of_the_line(self):
+        changed = self.order.line != self.line
+        assert not changed or self.order.version > self.version
+        self.line, self.version = self.order.line, self.order.version
+
+
+TestOrderMachine = OrderMachine.TestCase
+TestOrderMachine.settings = settings(
+    max_examples=100, stateful_step_count=30, deadline=None
+)
