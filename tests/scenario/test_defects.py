@@ -666,16 +666,26 @@ def test_d6_a_changed_order_is_learned_again(sim):
     runtime_of(model).shutdown()
 
 
+class Odd(nn.Module):
+    """A parameter of seven bytes before the one that is used."""
+
+    def __init__(self):
+        super().__init__()
+        self.odd = nn.Parameter(torch.ones(7, dtype=torch.uint8), False)
+        self.weight = nn.Parameter(torch.eye(WIDTH))
+
+    def forward(self, x):
+        return x @ self.weight + self.odd.sum()
+
+
 def test_d7_every_tensor_lies_at_an_aligned_address(place):
     """After a parameter of odd size all others were misaligned, and slow."""
-    model = nn.Sequential(*stack(4))
-    for layer in model:
-        layer[0].odd = nn.Parameter(torch.ones(7, dtype=torch.uint8), False)
+    model = nn.Sequential(*(Odd() for _ in range(5)))
     addresses = []
     plain = deepcopy(model)
     layered(place, model)
     for layer in model:
-        layer[0].register_forward_pre_hook(
+        layer.register_forward_pre_hook(
             lambda m, _: addresses.extend(p.data_ptr() % 64 for p in m.parameters())
         )
     exact(model, place, plain)

@@ -126,6 +126,20 @@ def test_after_an_exception_shutdown_gives_back_a_whole_model(place, kind):
         assert_bitwise_equal(model(batch()), stack()(batch()), "plain")
 
 
+def test_an_exception_ends_the_pass_at_once(place):
+    model = streamed_stack(place, inference_mode=True)
+    model(batch())
+    raising_at(model[2][0], Stop, "inside")
+    with pytest.raises(Stop):
+        model(batch())
+    assert torch.is_grad_enabled()
+    assert not runtime_of(model)._edges.inside()
+    for block in blocks_of(model):
+        assert block.uses == 0
+        assert block.stays or not block.bound
+    end(model)
+
+
 @pytest.mark.parametrize("kind", [Stop, KeyboardInterrupt])
 def test_after_an_exception_the_model_can_be_copied_and_saved(place, kind):
     model = streamed_stack(place)
@@ -322,7 +336,8 @@ def test_pinned_memory_that_holds_no_block_is_refused_with_the_least_that_works(
     assert "ram_budget" in str(error.value)
     runtime_of(model).shutdown()
     model = streamed_stack("hpu", ram_budget=error.value.needed_bytes)
-    assert_whole(model, "hpu")
+    for _ in range(2):  # each looks at the state dict first, which brings all home
+        assert_whole(model, "hpu")
     assert sim.peak_pinned_bytes() <= error.value.needed_bytes
     end(model)
 
@@ -598,7 +613,7 @@ def test_a_thread_that_was_interrupted_and_is_gone_holds_nobody_up(place):
 
 
 def test_a_thread_that_was_interrupted_and_lives_on_holds_nobody_up(place):
-    model = streamed_stack(place)
+    model = streamed_stack(place, inference_mode=True)
     expected = run_resident(stack(), place, batch())
     left, done = threading.Event(), threading.Event()
 
@@ -614,7 +629,7 @@ def test_a_thread_that_was_interrupted_and_lives_on_holds_nobody_up(place):
         handle.remove()
         left.set()
         done.wait(10)
-        assert_passes_equal(model, expected, batch())
+        assert_bitwise_equal(model(batch()), expected, "the first thread")
         assert torch.is_grad_enabled()
 
     assert in_threads(2, work) == []

@@ -88,20 +88,26 @@ def weights(model):
 def streamed_stack(place, **options):
     model = stack()
     plain = deepcopy(model)
-    stagehand.layer(model, vram_budget=4 * LAYER_BYTES, device=place, **options)
+    options.setdefault("vram_budget", 4 * LAYER_BYTES)
+    stagehand.layer(model, device=place, **options)
     return model, plain
 
 
 @pytest.mark.parametrize("edit", EDITS, ids=lambda e: e.__name__)
 @pytest.mark.parametrize(
-    "ram_budget", [None, 3 * LAYER_BYTES], ids=["pinned", "staged"]
+    ("layers", "pinned_layers"),
+    [(4, None), (4, 3), (2, 5)],
+    ids=["pinned", "staged", "staged_far_ahead"],
 )
 def test_an_edit_between_passes_is_used_in_the_next_and_there_after_shutdown(
-    place, edit, ram_budget
+    place, edit, layers, pinned_layers
 ):
-    if ram_budget and place == "cpu":
+    options = {"vram_budget": layers * LAYER_BYTES}
+    if pinned_layers and place == "cpu":
         pytest.skip("the host has one memory: ram_budget is the budget there")
-    model, plain = streamed_stack(place, ram_budget=ram_budget)
+    if pinned_layers:
+        options["ram_budget"] = pinned_layers * LAYER_BYTES
+    model, plain = streamed_stack(place, **options)
     x = batch()
     states = set()
     for number in range(5):
@@ -113,7 +119,8 @@ def test_an_edit_between_passes_is_used_in_the_next_and_there_after_shutdown(
         for mine, theirs in zip(weights(model), weights(plain), strict=True):
             edit(mine)
             edit(theirs)
-    assert states == {(False, False), (False, True), (True, True)}
+    assert states >= {(False, False), (False, True)}
+    assert (True, True) in states or layers == 2
     with torch.no_grad():
         model(x)
     runtime_of(model).shutdown()
@@ -180,6 +187,31 @@ def test_a_weight_changed_in_the_middle_of_a_pass_is_saved_before_its_slot_is_re
     place,
 ):
     model = nn.Sequential(*(Counting() for _ in range(6)))
+    plain = deepcopy(model).to(place)
+    stagehand.layer(model, vram_budget=2 * LAYER_BYTES, device=place)
+    with torch.no_grad():
+        for number in range(4):
+            assert_bitwise_equal(
+                model(batch()), plain(batch().to(place)), f"pass {number}"
+            )
+    runtime_of(model).shutdown()
+    assert_bitwise_equal(values(model), values(plain), "after shutdown")
+
+
+class Assigning(nn.Module):
+    """Gives its own weight new values in every pass, behind the version counter."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(WIDTH))
+
+    def forward(self, x):
+        self.weight.data = self.weight.data * 0.5
+        return x @ self.weight
+
+
+def test_data_assigned_in_the_middle_of_a_pass_is_kept(place):
+    model = nn.Sequential(*(Assigning() for _ in range(6)))
     plain = deepcopy(model).to(place)
     stagehand.layer(model, vram_budget=2 * LAYER_BYTES, device=place)
     with torch.no_grad():

@@ -43,6 +43,9 @@ class Priority(IntEnum):
     """Whenever the lane is idle."""
 
 
+_SPECULATIVE = Priority.SPECULATIVE  # an attribute of an enumeration is slow
+
+
 class Denied(enum.Enum):
     """Why a copy was not taken. A value, not an exception: the caller tries later."""
 
@@ -199,7 +202,7 @@ class TransferEngine:
         """
         lane, filled = self.h2d, slot._filled
         limited = lane.capacity is not None
-        if limited and priority >= Priority.SPECULATIVE and lane.is_full():
+        if limited and priority >= _SPECULATIVE and lane.is_full():
             return Denied.H2D_SLOTS_EXHAUSTED
         stream = lane.stream
         if slot._used:

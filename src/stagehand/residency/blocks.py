@@ -122,7 +122,7 @@ class Block(Residency):
         self.image = None if pinned is None else pinned[: self.nbytes]
         hosts = () if store is None else store.hosts
         self.host_addresses = [host.data_ptr() for host in hosts]
-        self._host_pairs = self._pairs(hosts)
+        self._host_pairs = self._paired(hosts)
 
     def set_views(self, slot: Slot | None) -> None:
         """Make views of a slot's memory, or forget those that are there."""
@@ -131,10 +131,14 @@ class Block(Residency):
         self.target = None if buffer is None else buffer[: self.nbytes]
         self.views = [] if buffer is None else self.layout.views(buffer)
         self.view_addresses = [view.data_ptr() for view in self.views]
-        self._view_pairs = self._pairs(self.views)
+        self._view_pairs = self._paired(self.views)
 
-    def _pairs(self, places: Sequence[torch.Tensor]) -> _Pairs:
+    def _paired(self, places: Sequence[torch.Tensor]) -> _Pairs:
         return tuple(map(_fitting, self.tensors, places))
+
+    def pairs(self) -> _Pairs:
+        """Return each tensor with what it should point to now."""
+        return self._view_pairs if self.bound else self._host_pairs
 
     def point_to_host(self) -> None:
         """Let the tensors point to the store's host tensors."""
@@ -262,17 +266,12 @@ def find_blocks(model: nn.Module, pattern: str | None) -> Finding:
         ConfigError: If nothing matches; it names what could.
     """
     matched = _match(model, pattern)
-    owners: dict[int, set[str]] = {}
-    for name, module in model.named_modules(remove_duplicate=False):
-        block = next((b for b in matched if name == b or name.startswith(b + ".")), "")
-        for tensor in module._parameters.values():
-            if tensor is not None:
-                owners.setdefault(id(tensor), set()).add(block)
+    owners = _owners(model, matched)
     finding = Finding([], Group("rest"), [])
     for name, module in matched.items():
         group = Group(name, sites=[module])
         for key, tensor in module.named_parameters():
-            if len(owners[id(tensor)]) == 1 and can_stream(tensor):
+            if len(owners[_memory_key(tensor)]) == 1 and can_stream(tensor):
                 group.tensors[key] = tensor
         if group.tensors:
             finding.streamed.append(group)
@@ -280,14 +279,31 @@ def find_blocks(model: nn.Module, pattern: str | None) -> Finding:
     return finding
 
 
+def _owners(model: nn.Module, matched: dict[str, nn.Module]) -> dict[int, set[str]]:
+    """By memory: the blocks that a parameter is in, the rest being ''.
+
+    A module may stand in several places: each place counts, but for those of a whole
+    block, which is one wherever it stands.
+    """
+    blocks = {id(module): name for name, module in matched.items()}
+    block_of = {"": ""}  # by each module's name; parents come first
+    owners: dict[int, set[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        if name:
+            parent = block_of[name.rpartition(".")[0]]
+            block_of[name] = parent or blocks.get(id(module), "")
+        for tensor in module._parameters.values():
+            if tensor is not None:
+                owners.setdefault(_memory_key(tensor), set()).add(block_of[name])
+    return owners
+
+
 def _match(model: nn.Module, pattern: str | None) -> dict[str, nn.Module]:
     found: dict[str, nn.Module] = {}
     classes = _declared_classes(model) if pattern is None else set()
-    expression = None if pattern is None else re.compile(pattern)
+    expression = None if pattern is None else _compile(pattern)
     for name, module in model.named_modules():
-        if not name or any(
-            name.startswith(other + ".") for other in _parents(name, found)
-        ):
+        if not name or any(_parents(name, found)):
             continue
         if expression is None:
             if type(module).__name__ in classes:
@@ -299,9 +315,18 @@ def _match(model: nn.Module, pattern: str | None) -> dict[str, nn.Module]:
     return found
 
 
+def _compile(pattern: str) -> re.Pattern[str]:
+    try:
+        return re.compile(pattern)
+    except re.error as error:
+        raise ConfigError(
+            f"block_pattern {pattern!r} is not a regular expression: {error}"
+        ) from None
+
+
 def _parents(name: str, found: dict[str, nn.Module]) -> Iterator[str]:
     parts = name.split(".")
-    for end in range(1, len(parts)):
+    for end in range(len(parts)):
         parent = ".".join(parts[:end])
         if parent in found:
             yield parent
@@ -317,11 +342,9 @@ def _declared_classes(model: nn.Module) -> set[str]:
 
 def _no_match(model: nn.Module, pattern: str | None) -> str:
     lists = [
-        f"^{re.escape(name)}\\.\\d+$"
+        f"^{re.escape(name)}\\.\\d+$" if name else r"^\d+$"
         for name, module in model.named_modules()
-        if isinstance(module, nn.ModuleList | nn.Sequential)
-        and name
-        and len(module) > 1
+        if isinstance(module, nn.ModuleList | nn.Sequential) and len(module) > 1
     ]
     what = (
         f"block_pattern {pattern!r} matches no module of {type(model).__name__}"

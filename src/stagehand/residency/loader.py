@@ -190,7 +190,7 @@ class LaneLoader:
             if block.nbytes <= self._slab_bytes:
                 return self._start_staged(block, slot, target, priority)
             image = self._read(block)
-        if isinstance(self._engine.load(slot, target, image, priority), Denied):
+        if not isinstance(self._engine.load(slot, target, image, priority), Ticket):
             return False
         block.versions = [tensor._version for tensor in block.tracked]
         block.along(SENT)

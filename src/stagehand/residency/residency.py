@@ -44,13 +44,3 @@ class Residency:
             for state in path[1:]:
                 self.to(state)
         self.state = path[-1]
-
-    @property
-    def on_device(self) -> bool:
-        """Whether a slot holds the block's bytes or is being filled with them."""
-        return BlockState.PREFETCHING <= self.state <= BlockState.GPU_READY
-
-    @property
-    def evictable(self) -> bool:
-        """Whether nothing speaks against giving up the block's slot."""
-        return not (self.uses or self.awaited)

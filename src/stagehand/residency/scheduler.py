@@ -39,6 +39,10 @@ if TYPE_CHECKING:
 
 __all__ = ["Scheduler"]
 
+# On the hot path: an attribute of an enumeration takes as long as a call.
+_HOST_STAGED, _PREFETCHING = BlockState.HOST_STAGED, BlockState.PREFETCHING
+_GPU_READY, _SPECULATIVE = BlockState.GPU_READY, Priority.SPECULATIVE
+
 
 class Scheduler:
     """Brings blocks to the device in the order in which they are used.
@@ -110,22 +114,23 @@ class Scheduler:
             self._engine.await_filled(block.slot, stream)  # type: ignore[arg-type]
             block.uses = 1
             return
-        order = self.order
+        order, ahead = self.order, self._ahead
         expected = order.use(block.index)
         if not expected:
             self._forget_ahead()
-        elif self._ahead and self._ahead[0] is block:
-            self._ahead.popleft()
+        elif ahead and ahead[0] is block:
+            ahead.popleft()
             block.awaited -= 1
         elif self._front < order.cursor:
             self._front = order.cursor
         watch = self.stopwatch
-        arrived = None if watch is None else watch.mark(stream)
+        if watch is not None:
+            arrived = watch.mark(stream)
         if block.bound:
             self._engine.await_filled(block.slot, stream)  # type: ignore[arg-type]
         else:
             self._bring(block, stream)
-        if watch is not None and arrived is not None:
+        if watch is not None:
             watch.used(block.index, arrived, watch.mark(stream))
         if block.stays:
             self._counters.resident_uses += 1
@@ -180,8 +185,8 @@ class Scheduler:
         if changed or (block.filled_in != self._pass and self._is_old(block)):
             self._reload(block, slot)
         self._engine.await_filled(slot, stream)
-        if block.state is BlockState.PREFETCHING:
-            block.to(BlockState.GPU_READY)
+        if block.state is _PREFETCHING:
+            block.to(_GPU_READY)
         block.point_to_device()
 
     def _is_old(self, block: Block) -> bool:
@@ -206,7 +211,7 @@ class Scheduler:
         """Begin to fill an empty slot with a block; False if it cannot be now."""
         if block.views_in is not slot or slot.lease is None:
             self._settle_in(block, slot)
-        staged = block.state is BlockState.HOST_STAGED
+        staged = block.state is _HOST_STAGED
         if not staged and block.filled_in != self._pass and block.is_replaced():
             self.take_in(block)
         slot.occupant = block
@@ -322,9 +327,9 @@ class Scheduler:
         slot = block.slot
         if slot is None:
             raise StagehandInternalError(f"block {block.name!r} is not on the device")
-        if block.filled_in != self._pass or verify:
-            self.take_in(block)
         bound = block.bound
+        if bound or block.filled_in != self._pass:
+            self.take_in(block)
         changed = bound and [t._version for t in block.tracked] != block.versions
         if changed or verify or block.lingers:
             # Edits and reads since its last use count as uses of the slot.
@@ -344,9 +349,9 @@ class Scheduler:
         """Let a block forget its slot; nothing is copied."""
         if block.bound:
             block.point_to_host()
-        if block.state is BlockState.PREFETCHING:
-            block.to(BlockState.GPU_READY)  # the next copy into the slot waits its turn
-        if block.state is BlockState.GPU_READY:
+        elif block.state is _PREFETCHING:
+            block.to(_GPU_READY)  # the next copy into the slot waits its turn
+        if block.state is _GPU_READY:
             block.along(DROPPED)
         else:
             block.to(BlockState.UNLOADED)
@@ -363,10 +368,9 @@ class Scheduler:
         """
         if block.store is None or not block.is_replaced():
             return
-        places = block.views if block.bound else block.store.hosts
         refused: list[str] = []
-        for tensor, place, address in zip(
-            block.tensors, places, block.addresses, strict=True
+        for (tensor, place), address in zip(
+            block.pairs(), block.addresses, strict=True
         ):
             given = tensor.data
             if given.data_ptr() == address:
@@ -431,8 +435,18 @@ class Scheduler:
         last = min(len(line), self.order.cursor + self._length + 1)
         while room > 0 and position < last:
             block = line[position]
-            if block.slot is None and not self._load_ahead(block):
-                break
+            if block.slot is None:
+                slot = block.home
+                if slot is not None:
+                    other = slot.occupant
+                    if other is not None:
+                        if other.uses or other.awaited:
+                            break
+                        self.evict(other)
+                    if not self._load(block, slot, _SPECULATIVE):
+                        break
+                elif not block.hosted:  # hosted ones are brought when they are needed
+                    break
             if not block.stays:
                 block.awaited += 1
                 ahead.append(block)
@@ -441,17 +455,6 @@ class Scheduler:
         self._front = position - 1
         if self._loader.stages:
             self._stage_ahead(position, last)
-
-    def _load_ahead(self, block: Block) -> bool:
-        slot = block.home
-        if slot is None:
-            return block.hosted  # if so it is brought when it is needed, if ever
-        other = slot.occupant
-        if other is not None:
-            if other.uses or other.awaited:
-                return False
-            self.evict(other)
-        return self._load(block, slot, Priority.SPECULATIVE)
 
     def _stage_ahead(self, position: int, last: int) -> None:
         """Let the disk run further ahead than the link, as far as there are slabs."""

@@ -1,0 +1,225 @@
+"""Weights that are read elsewhere than in their own module's forward."""
+
+from collections.abc import Callable
+from types import ModuleType
+
+import pytest
+import torch
+from torch import nn
+
+import stagehand
+from architectures import assert_bitwise_equal
+
+WIDTH = 64
+LAYER_BYTES = WIDTH * WIDTH * 4
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*every call is watched:stagehand.StagehandWarning"
+)
+
+
+def linear() -> nn.Linear:
+    return nn.Linear(WIDTH, WIDTH, bias=False)
+
+
+class Chain(nn.Module):
+    """Three layers before and three behind the one that is tested."""
+
+    def __init__(self, middle: nn.Module) -> None:
+        super().__init__()
+        self.before = nn.ModuleList(linear() for _ in range(3))
+        self.middle = middle
+        self.behind = nn.ModuleList(linear() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.before:
+            x = layer(x).tanh()
+        x = self.middle(x)
+        for layer in self.behind:
+            x = layer(x).tanh()
+        return x
+
+
+class Transposed(nn.Module):
+    """Reads a layer's weight through an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = linear()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.inner.weight.T
+
+
+class Asking(nn.Module):
+    """Makes a tensor where a layer's weight is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = linear()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scale = torch.full((1,), 0.5, device=self.inner.weight.device)
+        return self.inner(x + scale)
+
+
+class Fused(nn.Module):
+    """Reads the weights of two layers in one call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query = linear()
+        self.key = linear()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = torch.cat([self.query.weight, self.key.weight])
+        query, key = nn.functional.linear(x, weight).chunk(2, dim=-1)
+        return query * key
+
+
+class Table(nn.Module):
+    """Reads a table of embeddings as a whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(2 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x @ self.table.weight.t()).softmax(-1) @ self.table.weight
+
+
+class Positions(nn.Embedding):
+    """A table that looks its rows up in its own way."""
+
+    def __init__(self) -> None:
+        super().__init__(2 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.weight[torch.arange(x.shape[-2], device=x.device)]
+
+
+class Returning(nn.Module):
+    """Returns a view of its weight, which is read when it is no longer in use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
+
+    def forward(self, rows: int) -> torch.Tensor:
+        return self.weight[:rows]
+
+
+class Outside(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Returning()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.inner(x.shape[-2])
+
+
+READERS = [Transposed, Asking, Fused, Table, Positions, Outside]
+
+
+def make(reader: Callable[[], nn.Module]) -> tuple[nn.Module, torch.Tensor]:
+    """Return a model and its input."""
+    generator = torch.random.get_rng_state()
+    torch.default_generator.manual_seed(5)
+    model = Chain(reader()).requires_grad_(False)
+    x = torch.randn(3, WIDTH)
+    torch.random.set_rng_state(generator)
+    return model, x
+
+
+@pytest.mark.parametrize("device", ["hpu", "cpu"], ids=["simulated", "host"])
+@pytest.mark.parametrize("layers", [2, 3, 5], ids="{}_layers_fit".format)
+@pytest.mark.parametrize("reader", READERS)
+def test_weights_read_by_another_module_are_exact_in_any_budget(
+    reader: Callable[[], nn.Module], layers: int, device: str, sim: ModuleType
+) -> None:
+    model, x = make(reader)
+    x = x.to(device)
+    expected = model.to(device)(x)
+    stagehand.layer(model.to("cpu"), vram_budget=layers * LAYER_BYTES, device=device)
+    for number in range(5):
+        assert_bitwise_equal(model(x), expected, f"pass {number}")
+        assert sim.races() == []
+    report = model._stagehand_layer_runtime.report()
+    assert report.peak_device_bytes <= layers * LAYER_BYTES
+    model._stagehand_layer_runtime.shutdown()
+
+
+def test_refused_first_pass_names_a_budget_with_which_the_next_one_works(
+    sim: ModuleType,
+) -> None:
+    """One call reads two layers, and the budget is for one."""
+    model, x = make(Fused)
+    expected = model.to("hpu")(x.to("hpu"))
+    stagehand.layer(model.to("cpu"), vram_budget=LAYER_BYTES)
+    runtime = model._stagehand_layer_runtime
+    with pytest.raises(stagehand.StagehandOOMError) as caught:
+        model(x)
+    assert caught.value.needed_bytes == 2 * LAYER_BYTES
+    runtime.set_budget(caught.value.needed_bytes)
+    for number in range(4):
+        assert_bitwise_equal(model(x), expected, f"pass {number}")
+    runtime.shutdown()
+
+
+class Failing(Transposed):
+    """Fails before it reads the weight, once."""
+
+    fails = True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.fails:
+            raise LookupError
+        return super().forward(x)
+
+
+def test_first_pass_that_fails_leaves_the_next_to_find_what_is_read(
+    sim: ModuleType,
+) -> None:
+    model, x = make(Failing)
+    model.middle.fails = False
+    expected = model.to("hpu")(x.to("hpu"))
+    model.middle.fails = True
+    stagehand.layer(model.to("cpu"), vram_budget=3 * LAYER_BYTES)
+    with pytest.raises(LookupError):
+        model(x)
+    model.middle.fails = False
+    assert_bitwise_equal(model(x), expected, "after a failure")
+    model._stagehand_layer_runtime.shutdown()
+
+
+class Feedback(nn.Module):
+    """Looks rows up in the table of its head while that is still on the device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(4 * WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, 4 * WIDTH, bias=False)
+        self.head.weight = self.table.weight
+        self.first = nn.ModuleList(linear() for _ in range(4))
+        self.second = nn.ModuleList(linear() for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.first:
+            x = layer(x).tanh()
+        x = self.table(self.head(x).argmax(-1))
+        for layer in self.second:
+            x = layer(x).tanh()
+        return x
+
+
+def test_lookup_in_a_table_on_the_device_is_over_before_its_slot_is_reused(
+    sim: ModuleType,
+) -> None:
+    model, x = Feedback().requires_grad_(False), torch.randn(3, WIDTH)
+    expected = model.to("hpu")(x.to("hpu"))
+    stagehand.layer(model.to("cpu"), vram_budget=5 * LAYER_BYTES)
+    for number in range(4):
+        assert_bitwise_equal(model(x), expected, f"pass {number}")
+        assert sim.races() == []
+    assert model._stagehand_layer_runtime.report().gathered_bytes
+    model._stagehand_layer_runtime.shutdown()
