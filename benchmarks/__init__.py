@@ -1,1 +1,1 @@
-"""Measurements of the library: `python -m benchmarks`, and on a GPU `benchmarks.gpu`."""
+"""Measurements: `python -m benchmarks`, and on a GPU `python -m benchmarks.gpu`."""

@@ -12,7 +12,7 @@ from benchmarks.results import Result, as_lines, as_table
 _HEADING = """\
 Costs on the host, each measured in turns with what it is compared to, on one thread.
 The smallest of many repetitions counts; a median far above it tells of a busy machine.
-A block is two linear layers of 16 x 16: four parameters. Copies and streams cost
+A block is a linear layer of 16 x 16: two parameters. Copies and streams cost
 nothing here, so what is left is the library's own work.
 """
 

@@ -1,51 +1,79 @@
 """What the benchmarks stream: stacks of tiny blocks on a device that costs nothing."""
 
+from typing import Any
+
 import torch
 from torch import nn
 
 from stagehand.assembly import Settings
-from stagehand.core.device import HostDevice
+from stagehand.core.device import Event, HostDevice
 from stagehand.residency.blocks import Block, find_blocks
 from stagehand.runtime import Runtime
 
-__all__ = ["FreeDevice", "PairBlock", "Stack", "make_runtime", "streamed_blocks"]
+__all__ = ["LOOKAHEAD", "FreeDevice", "Stack", "make_runtime", "streamed_blocks"]
 
 LOOKAHEAD = 3
 _PLENTY = 10**10  # bytes, where a budget shall not matter
+
+
+class _FreeEvent:
+    """An event of a stream that is always idle."""
+
+    def record(self, stream: Any = None) -> None:
+        """Cost nothing."""
+
+    def query(self) -> bool:
+        """Say that the work is done."""
+        return True
+
+    def synchronize(self) -> None:
+        """Wait for nothing."""
+
+    def elapsed_time(self, end_event: Any) -> float:
+        """Return no time: it was made without timing."""
+        return 0.0
 
 
 class FreeDevice(HostDevice):
     """A device apart from the host whose copies move nothing and whose streams are
     idle.
 
-    What is left is the library's own work on the host. Outputs are meaningless.
+    What is left is the library's own work on the host. All weights there are zero.
     """
 
     is_host = False
 
+    def empty(self, nbytes: int) -> torch.Tensor:
+        """Return zeros: numbers that are denormal would slow the blocks down."""
+        return super().empty(nbytes).zero_()
+
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Copy nothing."""
 
+    def new_event(self, *, timing: bool = False) -> Event:
+        """Return an event that reads no clock unless it is asked to."""
+        return super().new_event(timing=True) if timing else _FreeEvent()
 
-class PairBlock(nn.Module):
-    """Two linear layers of 16 x 16: four parameters."""
 
-    def __init__(self) -> None:
+class _Block(nn.Module):
+    """Linear layers of 16 x 16, two parameters each."""
+
+    def __init__(self, layers: int) -> None:
         super().__init__()
-        self.first = nn.Linear(16, 16)
-        self.second = nn.Linear(16, 16)
+        self.layers = nn.Sequential(*(nn.Linear(16, 16) for _ in range(layers)))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Apply one after the other."""
-        return self.second(self.first(x))
+        out: torch.Tensor = self.layers(x)
+        return out
 
 
 class Stack(nn.Module):
-    """`depth` blocks, one after the other."""
+    """`depth` blocks, one after the other, each of `layers` linear layers."""
 
-    def __init__(self, depth: int) -> None:
+    def __init__(self, depth: int, layers: int = 1) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(PairBlock() for _ in range(depth))
+        self.blocks = nn.ModuleList(_Block(layers) for _ in range(depth))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Apply all blocks."""

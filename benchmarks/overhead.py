@@ -23,7 +23,7 @@ _SHARES = {"all": 2.0, "a third": 1 / 3, "none": 0.0}
 def measure(
     depths: tuple[int, int, int] = (100, 1_000, 10_000),
     *,
-    blocks_timed: int = 150_000,
+    blocks_timed: int = 100_000,
 ) -> Iterator[Result]:
     """Yield the overhead at each depth with all, a third and none of the blocks kept.
 
@@ -36,16 +36,13 @@ def measure(
     _, thousand, many = depths
     found: dict[str, dict[int, Times]] = {name: {} for name in _SHARES}
     for depth in depths:
-        for name, times in _overheads(depth, max(1, blocks_timed // depth)):
+        for name, times in _overheads(depth, 1, blocks_timed):
             found[name][depth] = times
             target = None if depth == depths[0] else _TARGET_US
-            yield Result.of(
-                f"host overhead a block, {depth:,} blocks, {name} resident",
-                times,
-                "us",
-                scale=_MICRO,
-                target=target,
-            )
+            yield _result(f"{depth:,} blocks, {name} resident", times, target)
+    for name, times in _overheads(thousand, 2, blocks_timed):
+        what = f"{thousand:,} blocks of 4 parameters, {name} resident"
+        yield _result(what, times, None)
     for name, by_depth in found.items():
         yield Result.of(
             f"overhead at {many:,} over {thousand:,} blocks, {name} resident",
@@ -55,9 +52,17 @@ def measure(
         )
 
 
-def _overheads(depth: int, rounds: int) -> Iterator[tuple[str, Times]]:
-    bare, model = Stack(depth), Stack(depth)
+def _result(what: str, times: Times, target: float | None) -> Result:
+    name = f"host overhead a block, {what}"
+    return Result.of(name, times, "us", scale=_MICRO, target=target)
+
+
+def _overheads(
+    depth: int, layers: int, blocks_timed: int
+) -> Iterator[tuple[str, Times]]:
+    bare, model = Stack(depth, layers), Stack(depth, layers)
     runtime = make_runtime(model)
+    rounds = max(1, blocks_timed // depth)
     try:
         for name, share in _SHARES.items():
             _settle(runtime, model, share)
@@ -81,6 +86,7 @@ def _pass(model: Stack) -> Callable[[], torch.Tensor]:
 
     @torch.inference_mode()
     def run() -> torch.Tensor:
-        return model(x)
+        out: torch.Tensor = model(x)
+        return out
 
     return run

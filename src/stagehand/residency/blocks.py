@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -15,7 +15,7 @@ from stagehand.residency.residency import Residency
 from stagehand.units import MIB, format_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from stagehand.core.layout import BlockLayout
     from stagehand.core.transfer import Slot
@@ -303,7 +303,7 @@ def _match(model: nn.Module, pattern: str | None) -> dict[str, nn.Module]:
     classes = _declared_classes(model) if pattern is None else set()
     expression = None if pattern is None else _compile(pattern)
     for name, module in model.named_modules():
-        if not name or any(_parents(name, found)):
+        if not name or next(_parents(name, found), None) is not None:
             continue
         if expression is None:
             if type(module).__name__ in classes:
@@ -324,7 +324,7 @@ def _compile(pattern: str) -> re.Pattern[str]:
         ) from None
 
 
-def _parents(name: str, found: dict[str, nn.Module]) -> Iterator[str]:
+def _parents(name: str, found: Mapping[str, object]) -> Iterator[str]:
     parts = name.split(".")
     for end in range(len(parts)):
         parent = ".".join(parts[:end])
@@ -420,7 +420,7 @@ def _cells(model: nn.Module, opaque: tuple[type[nn.Module], ...]) -> list[Group]
     owner: dict[int, Group] = {}
     inside: dict[str, Group] = {}  # an opaque module's name -> its group
     for name, module in model.named_modules():
-        cover = next((inside[p] for p in _parents(name, inside)), None)  # type: ignore[arg-type]
+        cover = next((inside[p] for p in _parents(name, inside)), None)
         own = {k: p for k, p in module._parameters.items() if p is not None}
         closed = isinstance(module, opaque) or hasattr(module, "parametrizations")
         if cover is None and not own and not closed:
@@ -460,10 +460,11 @@ def _merge(
     into.tensors.update(gone.tensors)
     into.sites.extend(gone.sites)
     cells[:] = [cell for cell in cells if cell is not gone]
-    for table in (owner, inside):
-        for key, group in list(table.items()):  # type: ignore[attr-defined]
+    tables: tuple[dict[Any, Group], ...] = (owner, inside)
+    for table in tables:
+        for key, group in list(table.items()):
             if group is gone:
-                table[key] = into  # type: ignore[index]
+                table[key] = into
     return into
 
 

@@ -208,6 +208,9 @@ class LaneLoader:
     ) -> bool:
         urgent = priority <= Priority.REQUIRED
         slab = self._staged.get(block.index)
+        if urgent and slab is not None and slab.job and slab.job.exception():
+            self.forget(block)  # what failed ahead of time is tried again now
+            slab = None
         if slab is None:
             if not urgent:
                 self.request(block)
@@ -376,12 +379,13 @@ class HostLoader:
         self._counters.h2d_copies += 1
 
     def finish(self, block: Block) -> None:
-        """See `Loader.finish`. A failure of the reader is raised here."""
+        """See `Loader.finish`. What failed ahead of time is tried again here."""
         job = self._jobs.get(block.index)
-        if job is not None:
-            read = job.result()  # if this is interrupted, there is a job to forget
-            del self._jobs[block.index]
-            self._count(block, read)
+        if job is None:
+            return
+        failed = job.exception()  # if this is interrupted, there is a job to forget
+        del self._jobs[block.index]
+        self._count(block, job.result() if failed is None else self._read(block))
 
     def staged(self) -> list[Block]:
         """See `Loader.staged`. There is no stage between store and slot."""

@@ -328,7 +328,7 @@ class Scheduler:
         if slot is None:
             raise StagehandInternalError(f"block {block.name!r} is not on the device")
         bound = block.bound
-        if bound or block.filled_in != self._pass:
+        if (bound or block.filled_in != self._pass) and block.is_replaced():
             self.take_in(block)
         changed = bound and [t._version for t in block.tracked] != block.versions
         if changed or verify or block.lingers:
