@@ -36,7 +36,12 @@ PLAN: dict[int, dict[str, tuple[str, ...]]] = {
         ["graph", "weights", "activations", "streamer", "conductor", "guards", "optim"],
         (),
     ),
-    5: {"": ("config", "report", "assembly", "measure", "files", "runtime")},
+    5: {
+        "": (
+            *("config", "report", "assembly", "measure", "files", "moves"),
+            *("runtime", "modes"),
+        )
+    },
     6: {
         "compat": (),
         "integrations": (),

@@ -12,8 +12,8 @@ from stagehand.errors import (
     StagehandOOMError,
     StagehandWarning,
 )
+from stagehand.modes import StagehandRuntime, layer
 from stagehand.report import Report
-from stagehand.runtime import StagehandRuntime, layer
 
 __version__ = "0.1.0"
 

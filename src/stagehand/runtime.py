@@ -1,4 +1,4 @@
-"""The runtime of one model, and the two ways of making one: wires the parts."""
+"""The runtime of one model: wires the parts, and is what users hold."""
 
 from __future__ import annotations
 
@@ -6,17 +6,13 @@ import sys
 import warnings
 import weakref
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from types import MethodType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
-import psutil
 import torch
 from torch import nn
 
 from stagehand.assembly import Settings, assemble
-from stagehand.config import StagehandConfig
 from stagehand.core.clock import Phase
-from stagehand.core.device import Device, find_device
 from stagehand.core.telemetry import Telemetry
 from stagehand.errors import (
     ClosedError,
@@ -28,22 +24,20 @@ from stagehand.files import KeyMap, back_by_files
 from stagehand.graph import SavedTensors
 from stagehand.guards import FiniteCheck
 from stagehand.measure import Measure
+from stagehand.moves import Moves
 from stagehand.report import Report, advise
 from stagehand.residency.blocks import (
     Block,
     Finding,
-    find_blocks,
-    find_layers,
     tensor_bytes,
 )
-from stagehand.units import MIB, parse_bytes
+from stagehand.units import parse_bytes
 from stagehand.weights import (
     Edges,
     PassListener,
     RowGather,
     SiteHooks,
     StrayUses,
-    is_hooked,
 )
 
 if TYPE_CHECKING:
@@ -53,11 +47,10 @@ if TYPE_CHECKING:
     from stagehand.core.arena import Arena
     from stagehand.stores.files import FileSet
 
-__all__ = ["Runtime", "StagehandRuntime", "layer"]
+__all__ = ["HANDLE", "Runtime"]
 
-_Model = TypeVar("_Model", bound=nn.Module)
-_HANDLE = "_stagehand_layer_runtime"
-_DEFAULT_SHARE = 0.8  # of the free device memory
+HANDLE = "_stagehand_layer_runtime"
+"""The attribute through which a streamed model knows its runtime."""
 
 
 class Runtime(PassListener):
@@ -103,6 +96,11 @@ class Runtime(PassListener):
         self._ready = False
         self._closed = False
         self._strays: list[Block] = []
+        # Under a torch function mode attention modules leave their fast path, whose
+        # results differ in the last bits; what they read themselves is one block.
+        self._watches = not any(
+            isinstance(m, nn.MultiheadAttention) for m in model.modules()
+        )
         self._known: set[int] = set()  # edges whose passes are not watched any more
         self._watched: int | None = None
         self._warned = False
@@ -138,8 +136,8 @@ class Runtime(PassListener):
         for table, _ in finding.gathered:
             self._hooks.add_gather(table, self._rows)
         self._finalizer = weakref.finalize(model, parts.close)
-        model.__dict__[_HANDLE] = self
-        model.__dict__["_apply"] = _Apply(self)
+        model.__dict__[HANDLE] = self
+        model.__dict__["_apply"] = Moves(self)
         try:
             parts.steering.steer()
             self._measure.know(parts.scheduler.blocks)
@@ -147,6 +145,20 @@ class Runtime(PassListener):
         except BaseException:
             self.shutdown()
             raise
+
+    @property
+    def model(self) -> nn.Module:
+        """The streamed model.
+
+        Raises:
+            ClosedError: If it was given back, or is gone.
+        """
+        return self._check_open()
+
+    @property
+    def torch_device(self) -> torch.device:
+        """Where the model computes."""
+        return self._device.torch_device
 
     def __repr__(self) -> str:
         if self._closed:
@@ -195,7 +207,7 @@ class Runtime(PassListener):
             stack.enter_context(torch.no_grad())
         elif torch.is_grad_enabled():
             stack.enter_context(self._saved.hooks())
-        if id(module) not in self._known:
+        if self._watches and id(module) not in self._known:
             self._watched = id(module)
             watch = StrayUses(
                 self._owners,
@@ -522,7 +534,7 @@ class Runtime(PassListener):
         self._close_step()
         self._last_report = self.report()
         self._hooks.remove()
-        for name in (_HANDLE, "_apply"):
+        for name in (HANDLE, "_apply"):
             model.__dict__.pop(name, None)
         for block in parts.blocks:
             parts.masters.give_back(block)
@@ -542,212 +554,3 @@ class Runtime(PassListener):
                 " stagehand.layer()"
             )
         return model
-
-
-class StagehandRuntime(Runtime):
-    """Block mode: the repeated blocks of a model stream, one by one.
-
-    What is in no block is placed on the device at once and counts against the budget,
-    which is the high watermark.
-
-    Args:
-        model: Is changed in place and used as before.
-        config: Budgets and the like.
-        block_pattern: A regular expression that is searched in module names; the
-            outermost matches are the blocks. None takes the classes that the model
-            itself names (`_no_split_modules`, `_repeated_blocks`).
-        dtype: Cast the model to it first; None leaves every tensor as it is.
-        inference_mode: Passes run without gradients.
-        device: Where to compute: the accelerator by default, the host without one.
-        pool: Pinned memory from another runtime's `shutdown_keep_pool()`.
-        trace: Keep spans for `export_trace`.
-
-    Raises:
-        ConfigError: If nothing matches, or the model is streamed already.
-        StagehandOOMError: If the budget or a slab is too small; it names what works.
-
-    Example:
-        >>> runtime = StagehandRuntime(model, block_pattern=r"^layers\\.\\d+$")
-        >>> with runtime.managed_forward():
-        ...     output = model(batch)
-        >>> runtime.end_step()
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        config: StagehandConfig | None = None,
-        block_pattern: str | None = None,
-        *,
-        dtype: torch.dtype | None = None,
-        inference_mode: bool = False,
-        device: torch.device | str | int | None = None,
-        pool: Arena | None = None,
-        trace: bool = False,
-    ) -> None:
-        config = config or StagehandConfig()
-        place = find_device(device)
-        _check_model(model, dtype)
-        settings = Settings(
-            device=place,
-            budget_bytes=int(config.vram_high_watermark_mb * MIB),
-            pinned_bytes=int(config.pinned_pool_mb * MIB),
-            slab_bytes=int(config.pinned_slab_mb * MIB),
-            lookahead=config.prefetch_window_blocks,
-            inflight=config.max_inflight,
-            stream_priority=config.copy_stream_priority,
-            watermarks=config.watermarks(),
-            inference_mode=inference_mode,
-            checks_nonfinite=config.nan_inf_check,
-            timed=config.telemetry_enabled,
-            traced=trace,
-            log_interval=config.telemetry_interval_steps,
-            telemetry_file=config.telemetry_file,
-            pool=pool,
-        )
-        super().__init__(model, find_blocks(model, block_pattern), settings)
-
-
-def layer(
-    model: _Model,
-    *,
-    vram_budget: int | str | None = None,
-    ram_budget: int | str | None = None,
-    prefetch_k: int = 3,
-    dtype: torch.dtype | None = None,
-    device: torch.device | str | int | None = None,
-    inference_mode: bool = False,
-    telemetry: bool | str | Path = False,
-    trace: bool = False,
-    pool: Arena | None = None,
-    opaque: Sequence[type[nn.Module]] = (),
-) -> _Model:
-    """Stream a model's weights, layer by layer; use the model as before.
-
-    Each module that owns large parameters streams; small neighbours are coalesced, the
-    small rest stays on the device. If the weights exceed the budget, large embedding
-    tables stay on the host and only the rows that are looked up cross.
-
-    Args:
-        model: Is changed in place and returned. Its weights may be anywhere.
-        vram_budget: Device bytes for all weights, the small resident ones included:
-            an int, "8GB", "7.5GiB", or "80%" of what is free. 80 % by default.
-        ram_budget: Page-locked host bytes at most; what does not fit is staged through
-            it. By default as much as the weights need, up to 80 % of the free memory.
-        prefetch_k: Blocks to load ahead at most.
-        dtype: Cast the model to it first; None leaves every tensor as it is.
-        device: Where to compute: the accelerator by default, the host without one.
-        inference_mode: Passes run without gradients.
-        telemetry: True times uses and copies; a path also writes a line a step.
-        trace: Keep spans for `export_trace`.
-        pool: Pinned memory from another runtime's `shutdown_keep_pool()`.
-        opaque: Module classes that read their children's parameters themselves.
-
-    Raises:
-        ConfigError: If an argument cannot work, or the model is streamed already.
-        StagehandOOMError: If the budget is too small; it names the smallest that works.
-
-    Example:
-        >>> model = stagehand.layer(model, vram_budget="8GB")
-        >>> output = model(batch)
-        >>> model._stagehand_layer_runtime.shutdown()
-    """
-    if prefetch_k < 0:
-        raise ConfigError(f"prefetch_k is {prefetch_k}: expected 0 or more")
-    place = find_device(device)
-    _check_model(model, dtype)
-    budget, pinned = _budgets(model, place, vram_budget, ram_budget)
-    settings = Settings(
-        device=place,
-        budget_bytes=budget,
-        pinned_bytes=pinned,
-        lookahead=prefetch_k,
-        inference_mode=inference_mode,
-        timed=bool(telemetry),
-        traced=trace,
-        telemetry_file=None if isinstance(telemetry, bool) else telemetry,
-        pool=pool,
-    )
-    finding = find_layers(model, budget_bytes=budget, opaque=opaque)
-    Runtime(model, finding, settings)
-    return model
-
-
-def _budgets(
-    model: nn.Module,
-    place: Device,
-    vram_budget: int | str | None,
-    ram_budget: int | str | None,
-) -> tuple[int, int]:
-    free = place.free_bytes()
-    budget = int(_DEFAULT_SHARE * free)
-    if vram_budget is not None:
-        budget = parse_bytes(vram_budget, name="vram_budget", of=free)
-    memory = psutil.virtual_memory()
-    own = sum(tensor_bytes(p) for p in model.parameters() if p.is_cpu)
-    pinned = int(_DEFAULT_SHARE * (memory.available + own))
-    if ram_budget is not None:
-        pinned = parse_bytes(ram_budget, name="ram_budget", of=memory.total)
-        if place.is_host:  # there is one memory: the smaller budget counts
-            budget = min(budget, pinned)
-    return budget, pinned
-
-
-def _check_model(model: nn.Module, dtype: torch.dtype | None) -> None:
-    for name, module in model.named_modules():
-        if module.__dict__.get(_HANDLE) is not None or is_hooked(module):
-            where = f"its module {name!r}" if name else "it"
-            raise ConfigError(
-                f"{type(model).__name__} cannot be streamed: {where} is streamed"
-                f" already; call {_HANDLE}.shutdown() first"
-            )
-    for name, tensor in model.named_parameters():
-        if isinstance(tensor, nn.parameter.UninitializedParameter):
-            raise ConfigError(
-                f"parameter {name!r} has no shape yet; run the model once before"
-                " streaming it"
-            )
-    if dtype is not None:
-        nn.Module.to(model, dtype)
-
-
-class _Apply:
-    """Answers `model.to()`, `half()` and the like while the model is streamed.
-
-    Moving to the device changes nothing, for there the model computes; moving to the
-    CPU brings everything home until the next pass; casting is refused.
-    """
-
-    def __init__(self, runtime: Runtime) -> None:
-        self._runtime = runtime
-
-    def __call__(self, fn: Any, recurse: bool = True) -> nn.Module:
-        runtime = self._runtime
-        model = runtime._check_open()
-        place = runtime._device.torch_device
-        for dtype in {p.dtype for p in model.parameters()}:
-            probe = torch.empty(0, dtype=dtype)
-            result = fn(probe)
-            if result.dtype != dtype:
-                raise ConfigError(
-                    f"{type(model).__name__} is streamed and cannot be cast from"
-                    f" {dtype} to {result.dtype}; call {_HANDLE}.shutdown(), cast, and"
-                    " stream it again, or pass dtype= when streaming"
-                )
-            if result.device != place and result.device.type != "cpu":
-                raise ConfigError(
-                    f"{type(model).__name__} is streamed to {place} and cannot be moved"
-                    f" to {result.device}; call {_HANDLE}.shutdown() first"
-                )
-            if result.device.type == "cpu":
-                runtime.park()
-        return model
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Give the copy the ordinary method."""
-        copied = memo[id(self._runtime._check_open())]
-        return MethodType(type(copied)._apply, copied)
-
-    def __reduce__(self) -> Any:
-        """Give the pickled model the ordinary method, once it is there."""
-        return getattr, (self._runtime._check_open(), "_apply")

@@ -48,7 +48,8 @@ x = torch.randn(2, WIDTH)
 expected = x
 for number in range(BLOCKS):  # a file for each, so that the whole is never in memory
     weight = torch.randn(WIDTH, WIDTH) * 0.05
-    save_file({{f"blocks.{{number}}.weight": weight}}, f"{{path}}/{{number:02}}.safetensors")
+    named = {{f"blocks.{{number}}.weight": weight}}
+    save_file(named, f"{{path}}/{{number:02}}.safetensors")
     with torch.no_grad():
         expected = torch.tanh(nn.functional.linear(expected, weight))
 del weight

@@ -182,6 +182,14 @@ def test_module_inside_two_blocks_stays():
     assert of_group(finding.rest) == ["0.first.weight"]
 
 
+def test_block_inside_another_block_stays():
+    inner = Scaled()
+    model = nn.ModuleDict({"b": inner, "a": nn.Sequential(inner, linear())})
+    finding = find_blocks(model, "^[ab]$")
+    assert of_group(finding.rest) == ["b.first.weight", "b.scale", "b.second.weight"]
+    assert names(finding) == ["a"]
+
+
 def test_buffers_and_what_is_not_plain_memory_stay():
     model = nn.Sequential(Scaled(), nn.BatchNorm1d(4))
     model[0].scale = nn.Parameter(torch.ones(4).as_subclass(Alias))
@@ -278,13 +286,14 @@ def test_modules_that_share_memory_are_one_block():
 
 
 def test_chain_of_shared_weights_is_one_block():
-    """The third module connects the first two after both have been seen."""
-    first, second, third = (with_parameters(a=(1024,), b=(1024,)) for _ in range(3))
-    third.a, third.b = first.a, second.b
-    model = nn.ModuleList([first, second, third, linear()])
+    """The third module connects the first two, and the fourth comes after that."""
+    links = [with_parameters(a=(1024,), b=(1024,)) for _ in range(4)]
+    first, second, third, fourth = links
+    third.a, third.b, fourth.a = first.a, second.b, first.a
+    model = nn.ModuleList([*links, linear()])
     finding = find_layers(model, budget_bytes=bytes_of(model))
     shared, _ = finding.streamed
-    assert set(shared.sites) == {first, second, third}
+    assert set(shared.sites) == set(links)
     assert_each_tensor_is_once(model, finding)
 
 
@@ -331,9 +340,12 @@ def test_what_is_in_use_around_other_blocks_stays():
     assert of_group(finding.rest) == ["0.scale"]
 
 
-def test_what_is_not_plain_memory_stays():
+@pytest.mark.parametrize(
+    "tensor", [torch.ones(64, 64).as_subclass(Alias), torch.ones(64, 64).to_sparse()]
+)
+def test_what_is_not_plain_memory_stays(tensor):
     model = nn.Sequential(linear(), linear())
-    model[0].weight = nn.Parameter(torch.ones(4096).as_subclass(Alias))
+    model[0].weight = nn.Parameter(tensor)
     finding = find_layers(model, budget_bytes=bytes_of(model))
     assert names(finding) == ["1"]
     assert of_group(finding.rest) == ["0.weight"]
@@ -432,6 +444,15 @@ def test_budget_too_small_for_comforts_gives_the_finest_division():
     assert finest == [finest[0]] * 3
     assert len(finest[0]) == 13
     assert len(names(find_layers(model, budget_bytes=100 * KB))) < 13
+
+
+def test_comforts_that_would_not_leave_room_for_the_largest_block_are_left_out():
+    model = nn.Sequential(linear(62), *(linear(1) for _ in range(4)))
+    sizes = [
+        group.nbytes for group in find_layers(model, budget_bytes=64 * KB).streamed
+    ]
+    assert sizes == [tensor_bytes(parameter) for parameter in model.parameters()]
+    assert len(names(find_layers(model, budget_bytes=68 * KB))) == 1
 
 
 REAL = ["llama", "mixtral", "gpt2", "t5", "whisper", "unet2d", "vit", "mamba"]

@@ -3,6 +3,7 @@
 import math
 
 import torch
+
 from stagehand.core.telemetry import Counters
 from stagehand.guards import FiniteCheck
 

@@ -1,0 +1,196 @@
+"""The two ways of making a runtime: `layer()` and `StagehandRuntime`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypeVar
+
+import psutil
+import torch
+from torch import nn
+
+from stagehand.assembly import Settings
+from stagehand.config import StagehandConfig
+from stagehand.core.device import Device, find_device
+from stagehand.errors import ConfigError
+from stagehand.residency.blocks import find_blocks, find_layers, tensor_bytes
+from stagehand.runtime import HANDLE, Runtime
+from stagehand.units import MIB, parse_bytes
+from stagehand.weights import is_hooked
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from stagehand.core.arena import Arena
+
+__all__ = ["StagehandRuntime", "layer"]
+
+_Model = TypeVar("_Model", bound=nn.Module)
+_DEFAULT_SHARE = 0.8  # of the free device memory
+
+
+class StagehandRuntime(Runtime):
+    """Block mode: the repeated blocks of a model stream, one by one.
+
+    What is in no block is placed on the device at once and counts against the budget,
+    which is the high watermark.
+
+    Args:
+        model: Is changed in place and used as before.
+        config: Budgets and the like.
+        block_pattern: A regular expression that is searched in module names; the
+            outermost matches are the blocks. None takes the classes that the model
+            itself names (`_no_split_modules`, `_repeated_blocks`).
+        dtype: Cast the model to it first; None leaves every tensor as it is.
+        inference_mode: Passes run without gradients.
+        device: Where to compute: the accelerator by default, the host without one.
+        pool: Pinned memory from another runtime's `shutdown_keep_pool()`.
+        trace: Keep spans for `export_trace`.
+
+    Raises:
+        ConfigError: If nothing matches, or the model is streamed already.
+        StagehandOOMError: If the budget or a slab is too small; it names what works.
+
+    Example:
+        >>> runtime = StagehandRuntime(model, block_pattern=r"^layers\\.\\d+$")
+        >>> with runtime.managed_forward():
+        ...     output = model(batch)
+        >>> runtime.end_step()
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: StagehandConfig | None = None,
+        block_pattern: str | None = None,
+        *,
+        dtype: torch.dtype | None = None,
+        inference_mode: bool = False,
+        device: torch.device | str | int | None = None,
+        pool: Arena | None = None,
+        trace: bool = False,
+    ) -> None:
+        config = config or StagehandConfig()
+        place = find_device(device)
+        _check_model(model, dtype)
+        settings = Settings(
+            device=place,
+            budget_bytes=int(config.vram_high_watermark_mb * MIB),
+            pinned_bytes=int(config.pinned_pool_mb * MIB),
+            slab_bytes=int(config.pinned_slab_mb * MIB),
+            lookahead=config.prefetch_window_blocks,
+            inflight=config.max_inflight,
+            stream_priority=config.copy_stream_priority,
+            watermarks=config.watermarks(),
+            inference_mode=inference_mode,
+            checks_nonfinite=config.nan_inf_check,
+            timed=config.telemetry_enabled,
+            traced=trace,
+            log_interval=config.telemetry_interval_steps,
+            telemetry_file=config.telemetry_file,
+            pool=pool,
+        )
+        super().__init__(model, find_blocks(model, block_pattern), settings)
+
+
+def layer(
+    model: _Model,
+    *,
+    vram_budget: int | str | None = None,
+    ram_budget: int | str | None = None,
+    prefetch_k: int = 3,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | int | None = None,
+    inference_mode: bool = False,
+    telemetry: bool | str | Path = False,
+    trace: bool = False,
+    pool: Arena | None = None,
+    opaque: Sequence[type[nn.Module]] = (),
+) -> _Model:
+    """Stream a model's weights, layer by layer; use the model as before.
+
+    Each module that owns large parameters streams; small neighbours are coalesced, the
+    small rest stays on the device. If the weights exceed the budget, large embedding
+    tables stay on the host and only the rows that are looked up cross.
+
+    Args:
+        model: Is changed in place and returned. Its weights may be anywhere.
+        vram_budget: Device bytes for all weights, the small resident ones included:
+            an int, "8GB", "7.5GiB", or "80%" of what is free. 80 % by default.
+        ram_budget: Page-locked host bytes at most; what does not fit is staged through
+            it. By default as much as the weights need, up to 80 % of the free memory.
+        prefetch_k: Blocks to load ahead at most.
+        dtype: Cast the model to it first; None leaves every tensor as it is.
+        device: Where to compute: the accelerator by default, the host without one.
+        inference_mode: Passes run without gradients.
+        telemetry: True times uses and copies; a path also writes a line a step.
+        trace: Keep spans for `export_trace`.
+        pool: Pinned memory from another runtime's `shutdown_keep_pool()`.
+        opaque: Module classes that read their children's parameters themselves.
+
+    Raises:
+        ConfigError: If an argument cannot work, or the model is streamed already.
+        StagehandOOMError: If the budget is too small; it names the smallest that works.
+
+    Example:
+        >>> model = stagehand.layer(model, vram_budget="8GB")
+        >>> output = model(batch)
+        >>> model._stagehand_layer_runtime.shutdown()
+    """
+    if prefetch_k < 0:
+        raise ConfigError(f"prefetch_k is {prefetch_k}: expected 0 or more")
+    place = find_device(device)
+    _check_model(model, dtype)
+    budget, pinned = _budgets(model, place, vram_budget, ram_budget)
+    settings = Settings(
+        device=place,
+        budget_bytes=budget,
+        pinned_bytes=pinned,
+        lookahead=prefetch_k,
+        inference_mode=inference_mode,
+        timed=bool(telemetry),
+        traced=trace,
+        telemetry_file=None if isinstance(telemetry, bool) else telemetry,
+        pool=pool,
+    )
+    finding = find_layers(model, budget_bytes=budget, opaque=opaque)
+    Runtime(model, finding, settings)
+    return model
+
+
+def _budgets(
+    model: nn.Module,
+    place: Device,
+    vram_budget: int | str | None,
+    ram_budget: int | str | None,
+) -> tuple[int, int]:
+    free = place.free_bytes()
+    budget = int(_DEFAULT_SHARE * free)
+    if vram_budget is not None:
+        budget = parse_bytes(vram_budget, name="vram_budget", of=free)
+    memory = psutil.virtual_memory()
+    own = sum(tensor_bytes(p) for p in model.parameters() if p.is_cpu)
+    pinned = int(_DEFAULT_SHARE * (memory.available + own))
+    if ram_budget is not None:
+        pinned = parse_bytes(ram_budget, name="ram_budget", of=memory.total)
+        if place.is_host:  # there is one memory: the smaller budget counts
+            budget = min(budget, pinned)
+    return budget, pinned
+
+
+def _check_model(model: nn.Module, dtype: torch.dtype | None) -> None:
+    for name, module in model.named_modules():
+        if module.__dict__.get(HANDLE) is not None or is_hooked(module):
+            where = f"its module {name!r}" if name else "it"
+            raise ConfigError(
+                f"{type(model).__name__} cannot be streamed: {where} is streamed"
+                f" already; call {HANDLE}.shutdown() first"
+            )
+    for name, tensor in model.named_parameters():
+        if isinstance(tensor, nn.parameter.UninitializedParameter):
+            raise ConfigError(
+                f"parameter {name!r} has no shape yet; run the model once before"
+                " streaming it"
+            )
+    if dtype is not None:
+        nn.Module.to(model, dtype)

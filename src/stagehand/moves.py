@@ -1,0 +1,70 @@
+"""Answers `model.to()` and the like while the model is streamed."""
+
+from __future__ import annotations
+
+from types import MethodType
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from stagehand.errors import ConfigError
+
+__all__ = ["Moves"]
+
+
+class _Parkable(Protocol):
+    """What is needed of a runtime: its model, its device, and to bring all home."""
+
+    @property
+    def model(self) -> nn.Module:
+        """The model; an error if it is not streamed any more."""
+
+    @property
+    def torch_device(self) -> torch.device:
+        """Where it computes."""
+
+    def park(self) -> None:
+        """Bring every tensor home."""
+
+
+class Moves:
+    """Answers `model.to()`, `half()` and the like while the model is streamed.
+
+    Moving to the device changes nothing, for there the model computes; moving to the
+    CPU brings everything home until the next pass; casting is refused.
+    """
+
+    def __init__(self, runtime: _Parkable) -> None:
+        self._runtime = runtime
+
+    def __call__(self, fn: Any, recurse: bool = True) -> nn.Module:
+        runtime = self._runtime
+        model = runtime.model
+        place = runtime.torch_device
+        for dtype in {p.dtype for p in model.parameters()}:
+            probe = torch.empty(0, dtype=dtype)
+            result = fn(probe)
+            if result.dtype != dtype:
+                raise ConfigError(
+                    f"{type(model).__name__} is streamed and cannot be cast from"
+                    f" {dtype} to {result.dtype}; call the runtime's shutdown(), cast,"
+                    " and stream it again, or pass dtype= when streaming"
+                )
+            if result.device != place and result.device.type != "cpu":
+                raise ConfigError(
+                    f"{type(model).__name__} is streamed to {place} and cannot be moved"
+                    f" to {result.device}; call the runtime's shutdown() first"
+                )
+            if result.device.type == "cpu":
+                runtime.park()
+        return model
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Give the copy the ordinary method."""
+        copied = memo[id(self._runtime.model)]
+        return MethodType(type(copied)._apply, copied)
+
+    def __reduce__(self) -> Any:
+        """Give the pickled model the ordinary method, once it is there."""
+        return getattr, (self._runtime.model, "_apply")

@@ -1,0 +1,1 @@
+"""Promises on a real device, each rehearsed on the simulated one."""

@@ -1,0 +1,106 @@
+"""Random models of any size, the same at every call, resident or streamed."""
+
+from collections.abc import Callable
+from copy import deepcopy
+
+import torch
+from torch import nn
+
+import stagehand
+from gpu.places import Place
+from stagehand.runtime import Runtime
+from stagehand.units import MIB
+
+DEPTH = 10
+
+
+class Block(nn.Module):
+    """A residual block: a norm, and two linear layers with a nonlinearity between."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
+class Stack(nn.Module):
+    """Blocks in a row."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(width) for _ in range(DEPTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def stack(place: Place, dtype: torch.dtype = torch.float32) -> Stack:
+    """A stack on the host whose size suits the device."""
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(0)
+        return Stack(place.width).to(dtype)
+
+
+def batch(place: Place, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Inputs for `stack`, on the device."""
+    generator = torch.Generator().manual_seed(1)
+    rows = torch.randn(place.tokens, place.width, generator=generator)
+    return rows.to(place.name, dtype)
+
+
+def block_bytes(model: nn.Module) -> int:
+    """Bytes of one block's image, each tensor rounded up to 256."""
+    return sum(
+        -(-p.numel() * p.element_size() // 256) * 256
+        for p in model.blocks[0].parameters()
+    )
+
+
+def passes(
+    model: nn.Module, x: torch.Tensor, count: int = 1
+) -> Callable[[], torch.Tensor]:
+    """A function that runs the model some times and returns the last output."""
+
+    def run() -> torch.Tensor:
+        with torch.no_grad():
+            for _ in range(count):
+                output = model(x)
+        return output
+
+    return run
+
+
+def resident(model: nn.Module, place: Place) -> nn.Module:
+    """A copy with all weights on the device."""
+    return deepcopy(model).to(place.name)
+
+
+def streamed(
+    model: nn.Module,
+    mode: str,
+    budget_bytes: int,
+    place: Place,
+    *,
+    telemetry: bool = False,
+) -> Runtime:
+    """Stream a model in place: its "layers", or its "blocks"."""
+    if mode == "layers":
+        stagehand.layer(
+            model, vram_budget=budget_bytes, device=place.name, telemetry=telemetry
+        )
+        runtime: Runtime = model._stagehand_layer_runtime
+        return runtime
+    config = stagehand.StagehandConfig(
+        vram_high_watermark_mb=budget_bytes / MIB,
+        vram_low_watermark_mb=0.9 * budget_bytes / MIB,
+        telemetry_enabled=telemetry,
+    )
+    return stagehand.StagehandRuntime(
+        model, config, r"^blocks\.\d+$", device=place.name
+    )

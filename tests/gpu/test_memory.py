@@ -1,0 +1,71 @@
+"""Device and pinned memory are what the formulas say, and stay so."""
+
+import pytest
+
+from gpu.models import batch, block_bytes, passes, resident, stack, streamed
+from gpu.places import MIB
+
+# torch's allocator may hand out up to this much more than was asked for.
+ROUNDING = MIB
+
+
+def activation_bytes(place, model, x):
+    """What a pass of the resident model takes besides its weights and inputs."""
+    whole = resident(model, place)
+    held = place.allocated_bytes()
+    return place.peak_bytes(passes(whole, x)) - held
+
+
+@pytest.mark.parametrize("mode", ["layers", "blocks"])
+@pytest.mark.parametrize("blocks", [2, 4])
+def test_peak_is_the_budget_and_the_activations(place, mode, blocks):
+    model, x = stack(place), batch(place)
+    activations = activation_bytes(place, model, x)
+    budget = blocks * block_bytes(model)
+    held = place.allocated_bytes()
+    peak = place.peak_bytes(lambda: streamed(model, mode, budget, place))
+    runtime = model._stagehand_layer_runtime
+    for _ in range(6):
+        peak = max(peak, place.peak_bytes(passes(model, x)))
+    report = runtime.report()
+    assert report.peak_device_bytes <= budget
+    weights = peak - held - activations
+    assert weights <= report.peak_device_bytes + report.slots * ROUNDING
+    runtime.shutdown()
+    del runtime
+    assert place.allocated_bytes() == held
+
+
+def test_pinned_memory_has_the_exact_size_of_the_weights(place):
+    place.width = place.width * 3 // 4  # rounding to a power of two would show
+    model, x = stack(place), batch(place)
+    before = place.torch_pinned_bytes()
+    runtime = streamed(model, "blocks", 2 * block_bytes(model), place)
+    passes(model, x, count=3)()
+    blocks = runtime._parts.streamed
+    assert all(block.image.is_pinned() for block in blocks)
+    assert runtime.report().pinned_bytes == sum(block.nbytes for block in blocks)
+    assert place.torch_pinned_bytes() == before
+    runtime.shutdown()
+
+
+@pytest.mark.parametrize("mode", ["layers", "blocks"])
+def test_many_passes_grow_neither_device_nor_pinned_memory(place, mode):
+    model, x = stack(place), batch(place)
+    runtime = streamed(model, mode, 3 * block_bytes(model), place)
+    passes(model, x, count=6)()
+    place.synchronize()
+
+    def held():
+        return (
+            place.allocated_bytes(),
+            place.reserved_bytes(),
+            place.torch_pinned_bytes(),
+            runtime.report().pinned_bytes,
+        )
+
+    before = held()
+    passes(model, x, count=60)()
+    place.synchronize()
+    assert held() == before
+    runtime.shutdown()

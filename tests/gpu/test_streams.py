@@ -1,0 +1,77 @@
+"""In a settled loop the host never waits, and copies run beside compute."""
+
+import pytest
+import torch
+
+from architectures import assert_bitwise_equal
+from gpu.models import batch, block_bytes, passes, resident, stack, streamed
+from gpu.places import Span, shared_time
+
+SETTLING = 6
+
+
+@pytest.mark.parametrize("mode", ["layers", "blocks"])
+def test_settled_passes_make_no_memory_and_no_wait(place, mode):
+    model, x = stack(place), batch(place)
+    runtime = streamed(model, mode, 3 * block_bytes(model), place)
+    passes(model, x, count=SETTLING)()
+    moved = runtime.report().streamed_bytes
+    assert place.forbidden_calls(passes(model, x, count=3)) == []
+    assert runtime.report().streamed_bytes > moved
+    runtime.shutdown()
+
+
+def test_copies_run_beside_compute(place):
+    model, x = stack(place), batch(place)
+    compute = place.seconds(passes(resident(model, place), x), rounds=3)
+    runtime = streamed(model, "blocks", 3 * block_bytes(model), place)
+    passes(model, x, count=SETTLING)()
+    place.synchronize()
+    assert place.overlap_seconds(passes(model, x), compute) > 0
+    runtime.shutdown()
+
+
+@pytest.mark.parametrize("mode", ["layers", "blocks"])
+def test_host_may_run_far_ahead_of_the_device(place, mode):
+    model, x = stack(place), batch(place)
+    expected = passes(resident(model, place), x)()
+    runtime = streamed(model, mode, 3 * block_bytes(model), place)
+    passes(model, x, count=SETTLING)()
+    place.synchronize()
+    with place.late():
+        outputs = [passes(model, x)() for _ in range(5)]
+        assert not torch.accelerator.current_stream().query(), "the host has waited"
+        place.synchronize()
+    for number, output in enumerate(outputs):
+        assert_bitwise_equal(output, expected, f"pass {number}")
+    runtime.shutdown()
+
+
+def test_step_time_is_held_against_its_bound(place, record_property):
+    model, x = stack(place), batch(place)
+    compute = place.seconds(passes(resident(model, place), x), rounds=5)
+    runtime = streamed(model, "blocks", 3 * block_bytes(model), place, telemetry=True)
+    passes(model, x, count=SETTLING)()
+    place.synchronize()
+    moved = runtime.report().streamed_bytes
+    step = place.seconds(passes(model, x), rounds=5)
+    nbytes = (runtime.report().streamed_bytes - moved) / 5
+    rate = place.link_rate(block_bytes(model))
+    reported = runtime.report().link_bytes_per_second
+    ratio = step / max(compute, nbytes / rate)
+    record_property("step over bound", ratio)
+    record_property("reported over plain link rate", reported / rate)
+    assert nbytes == runtime._parts.steering.plan.streamed_bytes
+    assert step > 0
+    assert reported > 0
+    if place.exact_time:
+        assert ratio < 1.05
+        assert abs(reported / rate - 1) < 0.05
+    print(ratio, reported/rate, compute, nbytes/rate, step)
+    runtime.shutdown()
+
+
+def test_shared_time_is_that_of_both_kinds_together():
+    copies = [Span("a", 0, 10, True), Span("b", 20, 30, True)]
+    kernels = [Span("c", 5, 25, True), Span("d", 40, 50, True)]
+    assert shared_time(copies, kernels) == 10
