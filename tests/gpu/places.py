@@ -149,9 +149,11 @@ class Rehearsal(Place):
     width = 32
     tokens = 64
     exact_time = True
+    link = 1.0  # GB/s: about as slow as the small kernels
 
     def __init__(self, sim: ModuleType) -> None:
         self._sim = sim
+        sim.configure(h2d_gbps=self.link)
 
     def forbidden_calls(self, run: Callable[[], object]) -> list[str]:
         """See `Place`. What the device counts, besides what the profiler sees."""
@@ -172,7 +174,7 @@ class Rehearsal(Place):
         """See `Place`. In virtual time: what a sum of both would have taken more."""
         moved = self._sim.h2d_bytes()
         elapsed = self.seconds(run)
-        copy_seconds = (self._sim.h2d_bytes() - moved) / 25e9
+        copy_seconds = (self._sim.h2d_bytes() - moved) / (self.link * 1e9)
         self.spans(run)
         return compute_seconds + copy_seconds - elapsed
 
@@ -183,9 +185,9 @@ class Rehearsal(Place):
     @contextmanager
     def late(self) -> Iterator[None]:
         """See `Place`. A link that is a thousand times slower."""
-        self._sim.configure(h2d_gbps=0.025)
+        self._sim.configure(h2d_gbps=self.link / 1000)
         yield
-        self._sim.configure()
+        self._sim.configure(h2d_gbps=self.link)
 
 
 class Gpu(Place):
@@ -197,11 +199,18 @@ class Gpu(Place):
     exact_time = False
     activities = (ProfilerActivity.CPU, ProfilerActivity.CUDA)
 
+    def allocated_bytes(self) -> int:
+        """See `Place`. Without what the matrix library keeps for itself."""
+        torch._C._cuda_clearCublasWorkspaces()
+        return super().allocated_bytes()
+
     def forbidden_calls(self, run: Callable[[], object]) -> list[str]:
         """See `Place`. torch itself raises where it would wait."""
 
         def strict() -> None:
-            torch.cuda.set_sync_debug_mode("error")
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # that it does not see every wait
+                torch.cuda.set_sync_debug_mode("error")
             try:
                 run()
             finally:

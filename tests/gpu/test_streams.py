@@ -39,7 +39,8 @@ def test_host_may_run_far_ahead_of_the_device(place, mode):
     passes(model, x, count=SETTLING)()
     place.synchronize()
     with place.late():
-        outputs = [passes(model, x)() for _ in range(5)]
+        # Few enough for the driver's queue, which would let the host wait itself.
+        outputs = [passes(model, x)() for _ in range(3)]
         assert not torch.accelerator.current_stream().query(), "the host has waited"
         place.synchronize()
     for number, output in enumerate(outputs):
@@ -67,7 +68,6 @@ def test_step_time_is_held_against_its_bound(place, record_property):
     if place.exact_time:
         assert ratio < 1.05
         assert abs(reported / rate - 1) < 0.05
-    print(ratio, reported/rate, compute, nbytes/rate, step)
     runtime.shutdown()
 
 
