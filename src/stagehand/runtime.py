@@ -193,7 +193,7 @@ class Runtime(PassListener):
             parts.steering.note(*measure.collect())
         self._make_room()
         parts.scheduler.begin_pass()
-        if parts.steering.steer():
+        if not parts.scheduler.in_use and parts.steering.steer():
             self._place_rest()
             measure.know(parts.scheduler.blocks)
         watch = measure.timed or parts.steering.wants_times(measure.stopwatch.uses)
@@ -362,18 +362,29 @@ class Runtime(PassListener):
         Raises:
             ConfigError: If there is no such block.
         """
+        block = self._block(block_id)
         self._edges.lock.acquire()
         try:
             if not self._ready:
                 self._prepare()
-            self._parts.scheduler.before(self._block(block_id))
+            self._parts.scheduler.before(block)
         except BaseException:
             self._edges.lock.release()
             raise
 
     def after_block(self, block_id: str) -> None:
-        """End what `before_block` began, in the same thread."""
-        self._parts.scheduler.after(self._block(block_id))
+        """End what `before_block` began, in the same thread.
+
+        Raises:
+            ConfigError: If the block is not in use.
+        """
+        block = self._block(block_id)
+        if not block.uses:
+            raise ConfigError(
+                f"block {block_id!r} is not in use: call before_block() first, once"
+                " for each after_block()"
+            )
+        self._parts.scheduler.after(block)
         self._edges.lock.release()
 
     @property
@@ -452,6 +463,12 @@ class Runtime(PassListener):
         self._check_open()
         if self._edges.running():
             raise ConfigError("the model cannot be moved or copied while it runs")
+        self._parts.scheduler.release_fetched()
+        if used := self._parts.scheduler.in_use:
+            raise ConfigError(
+                f"block {used[0]!r} is in use: call after_block() before the model is"
+                " moved, copied or given back"
+            )
         with self._edges.lock:
             self._parts.scheduler.park()
             self._parts.loader.set_slabs(0, 0)

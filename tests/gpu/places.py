@@ -1,4 +1,4 @@
-"""Where the tests of this folder run: a CUDA device, or the simulated one as a rehearsal.
+"""Where the tests of this folder run: a CUDA device, or the simulated one to rehearse.
 
 What only one of them can tell stands here, behind the same methods. All else uses
 `torch.accelerator`, `torch.Event` and `torch.profiler`, which both have.

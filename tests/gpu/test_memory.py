@@ -2,7 +2,7 @@
 
 import pytest
 
-from gpu.models import batch, block_bytes, passes, resident, stack, streamed
+from gpu.models import batch, block_bytes, passes, resident, settle, stack, streamed
 from gpu.places import MIB
 
 # torch's allocator may hand out up to this much more than was asked for.
@@ -53,8 +53,7 @@ def test_pinned_memory_has_the_exact_size_of_the_weights(place):
 def test_many_passes_grow_neither_device_nor_pinned_memory(place, mode):
     model, x = stack(place), batch(place)
     runtime = streamed(model, mode, 3 * block_bytes(model), place)
-    passes(model, x, count=6)()
-    place.synchronize()
+    settle(model, x, place)
 
     def held():
         return (

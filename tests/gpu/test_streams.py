@@ -4,17 +4,15 @@ import pytest
 import torch
 
 from architectures import assert_bitwise_equal
-from gpu.models import batch, block_bytes, passes, resident, stack, streamed
+from gpu.models import batch, block_bytes, passes, resident, settle, stack, streamed
 from gpu.places import Span, shared_time
-
-SETTLING = 6
 
 
 @pytest.mark.parametrize("mode", ["layers", "blocks"])
 def test_settled_passes_make_no_memory_and_no_wait(place, mode):
     model, x = stack(place), batch(place)
     runtime = streamed(model, mode, 3 * block_bytes(model), place)
-    passes(model, x, count=SETTLING)()
+    settle(model, x, place)
     moved = runtime.report().streamed_bytes
     assert place.forbidden_calls(passes(model, x, count=3)) == []
     assert runtime.report().streamed_bytes > moved
@@ -25,8 +23,7 @@ def test_copies_run_beside_compute(place):
     model, x = stack(place), batch(place)
     compute = place.seconds(passes(resident(model, place), x), rounds=3)
     runtime = streamed(model, "blocks", 3 * block_bytes(model), place)
-    passes(model, x, count=SETTLING)()
-    place.synchronize()
+    settle(model, x, place)
     assert place.overlap_seconds(passes(model, x), compute) > 0
     runtime.shutdown()
 
@@ -36,8 +33,7 @@ def test_host_may_run_far_ahead_of_the_device(place, mode):
     model, x = stack(place), batch(place)
     expected = passes(resident(model, place), x)()
     runtime = streamed(model, mode, 3 * block_bytes(model), place)
-    passes(model, x, count=SETTLING)()
-    place.synchronize()
+    settle(model, x, place)
     with place.late():
         # Few enough for the driver's queue, which would let the host wait itself.
         outputs = [passes(model, x)() for _ in range(3)]
@@ -52,8 +48,7 @@ def test_step_time_is_held_against_its_bound(place, record_property):
     model, x = stack(place), batch(place)
     compute = place.seconds(passes(resident(model, place), x), rounds=5)
     runtime = streamed(model, "blocks", 3 * block_bytes(model), place, telemetry=True)
-    passes(model, x, count=SETTLING)()
-    place.synchronize()
+    settle(model, x, place)
     moved = runtime.report().streamed_bytes
     step = place.seconds(passes(model, x), rounds=5)
     nbytes = (runtime.report().streamed_bytes - moved) / 5

@@ -23,7 +23,15 @@ if TYPE_CHECKING:
 
     _Pairs = tuple[tuple[torch.Tensor, torch.Tensor], ...]
 
-__all__ = ["Block", "Finding", "Group", "find_blocks", "find_layers", "tensor_bytes"]
+__all__ = [
+    "Block",
+    "Finding",
+    "Group",
+    "find_blocks",
+    "find_layers",
+    "point_to",
+    "tensor_bytes",
+]
 
 _COPY_EFFICIENT_BYTES = 32 * MIB  # a larger copy is no faster on any link we know
 _SMALL_BYTES = MIB  # smaller ones stay on the device as long as they are few
@@ -50,7 +58,6 @@ class Block(Residency):
         "hosted",
         "image",
         "layout",
-        "lingers",
         "nbytes",
         "references",
         "seal",
@@ -89,8 +96,6 @@ class Block(Residency):
         """The slot that holds the block now."""
         self.bound = False
         """Whether the tensors point into the slot."""
-        self.lingers = False
-        """Whether others held views of the slot when the latest use ended."""
         self.addresses: list[int] = []
         """Where the tensors were pointed to."""
         self.host_addresses: list[int] = []
@@ -186,6 +191,11 @@ class Block(Residency):
     def is_changed(self) -> bool:
         """Whether a tensor was changed in place since `versions` was noted."""
         return [t._version for t in self.tracked] != self.versions
+
+
+def point_to(tensor: torch.Tensor, place: torch.Tensor) -> None:
+    """Let a tensor of any mode have the memory of another."""
+    tensor.data = _fitting(tensor, place)[1]
 
 
 def _fitting(

@@ -7,7 +7,7 @@ import torch
 from stagehand.core.arena import Arena, Lease
 from stagehand.core.layout import copy_values, plain_tensors
 from stagehand.errors import StagehandOOMError
-from stagehand.residency.blocks import Block
+from stagehand.residency.blocks import Block, point_to
 from stagehand.stores.base import Store
 from stagehand.stores.module import ModuleStore
 from stagehand.torch_private import storage_use_count
@@ -81,8 +81,9 @@ class Masters:
             StagehandOOMError: If not even one slab fits.
         """
         free = self._arena.account.free_bytes + self._arena.kept_bytes
-        wanted = [b for b in blocks if b.index in self._origin and b.image is None]
-        staged = [b for b in blocks if b.image is None and b not in wanted]
+        away = [b for b in blocks if b.image is None]
+        wanted = [b for b in away if b.index in self._origin]
+        staged = [b for b in away if b.index not in self._origin]
         total = sum(b.nbytes for b in wanted)
         slab = max((b.nbytes for b in staged), default=0)
         if total > free or staged:
@@ -126,7 +127,7 @@ class Masters:
         if lease is not None:
             hosts = _plain_copies(block, hosts)
         for number, (tensor, host) in enumerate(zip(block.tensors, hosts, strict=True)):
-            tensor.data = host if origin is None else host.to(origin[number])
+            point_to(tensor, host if origin is None else host.to(origin[number]))
         block.set_store(None)
         if lease is not None:
             del hosts, host

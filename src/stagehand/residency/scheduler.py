@@ -148,8 +148,6 @@ class Scheduler:
         slot = block.slot
         if slot is not None:
             self._engine.release(slot, self._device.current_stream())
-            holders = use_count_of(slot.storage._cdata) - slot.alone
-            block.lingers = holders > len(block.tensors)
 
     def join(self, block: Block) -> None:
         """Use a block where it is bound, outside of the order, until `after(block)`."""
@@ -331,10 +329,9 @@ class Scheduler:
         if (bound or block.filled_in != self._pass) and block.is_replaced():
             self.take_in(block)
         changed = bound and [t._version for t in block.tracked] != block.versions
-        if changed or verify or block.lingers:
-            # Edits and reads since its last use count as uses of the slot.
+        if bound:
+            # Whoever read or edited its tensors since its last use used the slot.
             self._engine.release(slot, self._device.current_stream())
-            block.lingers = False
         if not bound:
             self._loader.forget(block)
         elif changed or verify:
@@ -508,13 +505,18 @@ class Scheduler:
         So whoever edits one edits the truth; what is still on the device is compared
         with a sample before it is used again.
         """
+        stream = self._device.current_stream()
         if self.stopwatch is not None:
-            self.stopwatch.end_pass(self._device.current_stream())
+            self.stopwatch.end_pass(stream)
         if self.order.cursor == self.order.length - 1 and not self.order.lost:
             self._run_ahead()  # the last use has let go of its slot; a pause may come
         for slot in self._slots:
             block = slot.occupant
-            if block is None or block.stays or block.uses:
+            if block is None:
+                continue
+            if block.bound:  # read until now, also where no site tells of it
+                self._engine.release(slot, stream)
+            if block.stays or block.uses:
                 continue
             if block.bound:
                 if block.is_changed() or block.is_replaced():
@@ -611,6 +613,11 @@ class Scheduler:
                 slot.occupant = None
             self.free_slot(slot)
         self._slots = []
+
+    @property
+    def in_use(self) -> list[str]:
+        """Names of the blocks that are in use."""
+        return [block.name for block in self.blocks if block.uses]
 
     def park(self) -> None:
         """Bring everything home: all tensors point to the host, all memory is free."""

@@ -1,0 +1,1 @@
+"""Measurements on a real device: `python -m benchmarks.gpu`, rehearsed with `--dry`."""

@@ -1,0 +1,61 @@
+"""Times on the device's own clock."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from stagehand.core.device import Device, Stream
+
+__all__ = ["Spread", "time_on", "time_steps"]
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """Seconds of several repetitions."""
+
+    median: float
+    p10: float
+    p90: float
+
+    @classmethod
+    def of(cls, seconds: Sequence[float]) -> Spread:
+        """Return the spread of measured seconds."""
+        ordered = sorted(seconds)
+        last = len(ordered) - 1
+        return cls(
+            statistics.median(ordered), ordered[last // 10], ordered[last - last // 10]
+        )
+
+
+def time_on(
+    device: Device, streams: Sequence[Stream], run: Callable[[], object]
+) -> list[float]:
+    """Return for each stream the seconds from before something to after it."""
+    pairs = [[device.new_event(timing=True) for _ in range(2)] for _ in streams]
+    device.synchronize()
+    for (start, _), stream in zip(pairs, streams, strict=True):
+        start.record(stream)
+    run()
+    for (_, end), stream in zip(pairs, streams, strict=True):
+        end.record(stream)
+    device.synchronize()
+    return [start.elapsed_time(end) / 1e3 for start, end in pairs]
+
+
+def time_steps(device: Device, run: Callable[[], object], steps: int) -> Spread:
+    """Return the seconds of steps that follow each other without a pause."""
+    marks = [device.new_event(timing=True) for _ in range(steps + 1)]
+    stream = device.current_stream()
+    marks[0].record(stream)
+    for mark in marks[1:]:
+        run()
+        mark.record(stream)
+    device.synchronize()
+    return Spread.of(
+        [a.elapsed_time(b) / 1e3 for a, b in zip(marks, marks[1:], strict=False)]
+    )

@@ -1,0 +1,281 @@
+"""Masters: the host side of all blocks, pinned as far as there is room."""
+
+import itertools
+
+import pytest
+import torch
+from torch import nn
+
+from stagehand.core.arena import Arena
+from stagehand.core.layout import layout_of, same_bits
+from stagehand.core.ledger import Account
+from stagehand.errors import StagehandOOMError
+from stagehand.residency.blocks import Block
+from stagehand.residency.masters import Masters
+from stagehand.stores.module import ModuleStore
+
+KB = 1024
+
+
+def new_arena(limit=100 * KB):
+    account = Account("pinned memory", limit)
+    return Arena("pinned memory", lambda n: torch.empty(n, dtype=torch.uint8), account)
+
+
+def new_block(index, *tensors):
+    named = [(f"t{number}", tensor.detach()) for number, tensor in enumerate(tensors)]
+    return Block(index, f"blocks.{index}", layout_of(named), tensors)
+
+
+def block_of(kilobytes, index=0):
+    return new_block(index, nn.Parameter(torch.full((kilobytes * 256,), index + 1.0)))
+
+
+def adopted(masters, *kilobytes):
+    blocks = [block_of(size, index) for index, size in enumerate(kilobytes)]
+    for block in blocks:
+        masters.adopt(block)
+    return blocks
+
+
+@pytest.fixture
+def arena():
+    arena = new_arena()
+    yield arena
+    assert arena.leased_bytes == 0
+    arena.close()
+
+
+# --------------------------------------------------------------------- adopt, give back
+
+
+def test_adopted_tensors_are_the_truth_where_they_are():
+    weight = nn.Parameter(torch.ones(8))
+    address = weight.data_ptr()
+    block = new_block(0, weight)
+    Masters(new_arena()).adopt(block)
+    assert block.store.hosts[0].data_ptr() == weight.data_ptr() == address
+    assert block.image is None
+    assert not block.is_replaced()
+
+
+def test_adopted_tensors_of_the_device_come_home_and_go_back(sim):
+    masters = Masters(new_arena())
+    weight = nn.Parameter(torch.arange(8.0, device="hpu"))
+    block = new_block(0, weight)
+    masters.adopt(block)
+    assert weight.device.type == "cpu"
+    assert weight.tolist() == list(range(8))
+    assert sim.allocated_bytes() == 0
+    weight.data.add_(1)
+    masters.give_back(block)
+    assert weight.device.type == "hpu"
+    assert weight.tolist() == list(range(1, 9))
+
+
+def test_tensors_without_values_are_left_alone():
+    masters = Masters(new_arena())
+    weight = nn.Parameter(torch.empty(8, device="meta"))
+    block = new_block(0, weight)
+    masters.adopt(block)
+    assert block.store is None
+    assert weight.is_meta
+    masters.give_back(block)
+    assert weight.is_meta
+
+
+def test_pinned_block_gives_back_plain_memory_of_the_same_strides(arena):
+    masters = Masters(arena)
+    tensors = [
+        nn.Parameter(torch.randn(6, 5).t()),
+        nn.Parameter(torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last)),
+        nn.Parameter(torch.tensor([float("nan"), -0.0])),
+        torch.randint(9, (3,)),
+        torch.empty(0, 4),
+    ]
+    expected = [tensor.detach().clone() for tensor in tensors]
+    strides = [tensor.stride() for tensor in tensors]
+    block = new_block(0, *tensors)
+    masters.adopt(block)
+    assert masters.pin(block)
+    image = block.image
+    within = range(image.data_ptr(), image.data_ptr() + image.numel())
+    assert all(t.data_ptr() in within for t in tensors if t.numel())
+    masters.give_back(block)
+    assert all(map(same_bits, tensors, expected))
+    assert [tensor.stride() for tensor in tensors] == strides
+    assert not any(t.data_ptr() in within for t in tensors if t.numel())
+    assert block.store is None
+
+
+def test_tensors_that_share_memory_share_it_after_they_are_given_back(arena):
+    masters = Masters(arena)
+    whole = torch.arange(12.0)
+    part = whole[4:8]
+    block = new_block(0, whole, part)
+    masters.adopt(block)
+    masters.pin(block)
+    masters.give_back(block)
+    part.zero_()
+    assert whole.tolist() == [0, 1, 2, 3, 0, 0, 0, 0, 8, 9, 10, 11]
+
+
+def test_tensors_of_inference_mode_are_pinned_and_given_back(arena):
+    masters = Masters(arena)
+    with torch.inference_mode():
+        weight = torch.arange(8.0)
+    block = new_block(0, weight)
+    masters.adopt(block)
+    assert masters.pin(block)
+    assert weight.tolist() == list(range(8))
+    masters.give_back(block)
+    assert weight.is_inference()
+    assert weight.tolist() == list(range(8))
+
+
+# ------------------------------------------------------------------------------ pinning
+
+
+def test_pinned_block_lies_in_one_image_of_its_exact_size(arena):
+    masters = Masters(arena)
+    [block] = adopted(masters, 4)
+    assert masters.pin(block)
+    assert masters.image_bytes == arena.leased_bytes == block.nbytes == 4 * KB
+    assert block.image.data_ptr() == block.tensors[0].data_ptr()
+    assert (block.tensors[0] == 1).all()
+    assert masters.pin(block)  # again: nothing to do
+    assert arena.leased_bytes == 4 * KB
+    masters.give_back(block)
+
+
+def test_block_that_does_not_fit_keeps_its_memory():
+    masters = Masters(new_arena(3 * KB))
+    [block] = adopted(masters, 4)
+    address = block.tensors[0].data_ptr()
+    assert not masters.pin(block)
+    assert block.image is None
+    assert block.tensors[0].data_ptr() == address
+
+
+def test_image_that_somebody_still_reads_is_not_used_again():
+    """A state dict that is being saved must not change under the writer."""
+    arena = new_arena()
+    masters = Masters(arena)
+    [block] = adopted(masters, 4)
+    masters.pin(block)
+    kept = block.tensors[0].detach()[5:]
+    masters.give_back(block)
+    assert arena.kept_bytes == arena.leased_bytes == 0
+    arena.acquire(4 * KB, "another").buffer.zero_()
+    assert (kept == 1).all()
+
+
+def test_image_that_nobody_reads_is_used_again(arena):
+    masters = Masters(arena)
+    for _ in range(2):
+        [block] = adopted(masters, 4)
+        masters.pin(block)
+        address = block.image.data_ptr()
+        masters.give_back(block)
+        assert arena.kept_bytes == 4 * KB
+    assert arena.acquire(4 * KB, "x").buffer.data_ptr() == address
+    arena._leased = 0  # this lease is the test's own
+
+
+def pinned(blocks):
+    return [block.index for block in blocks if block.image is not None]
+
+
+def give_all_back(masters, blocks):
+    for block in blocks:
+        masters.give_back(block)
+
+
+def test_all_is_pinned_and_nothing_staged_where_there_is_room(arena):
+    masters = Masters(arena)
+    blocks = adopted(masters, *[10] * 10)
+    assert masters.pin_all(blocks, lookahead=3) == (0, 0)
+    assert pinned(blocks) == list(range(10))
+    assert arena.leased_bytes == 100 * KB
+    give_all_back(masters, blocks)
+
+
+def test_where_there_is_less_room_pinned_and_staged_blocks_alternate():
+    arena = new_arena(60 * KB)
+    masters = Masters(arena)
+    blocks = adopted(masters, *[10] * 10)
+    slabs, nbytes = masters.pin_all(blocks, lookahead=0)
+    assert (slabs, nbytes) == (2, 10 * KB)
+    indices = pinned(blocks)
+    assert len(indices) == 4
+    assert {b - a for a, b in itertools.pairwise(indices)} <= {2, 3}
+    assert arena.account.free_bytes >= slabs * nbytes
+    give_all_back(masters, blocks)
+
+
+@pytest.mark.parametrize("limit", range(10, 110, 7))
+@pytest.mark.parametrize("sizes", [[10] * 10, [1, 10, 2, 9, 3, 8], [3] * 5 + [10]])
+def test_pinned_images_leave_room_for_the_slabs(limit, sizes):
+    arena = new_arena(limit * KB)
+    masters = Masters(arena)
+    blocks = adopted(masters, *sizes)
+    slabs, nbytes = masters.pin_all(blocks, lookahead=3)
+    for block in blocks:
+        assert block.image is not None or (slabs and block.nbytes <= nbytes)
+    leases = [arena.acquire_nowait(nbytes, "slab") for _ in range(slabs)]
+    assert None not in leases
+    for lease in leases:
+        lease.release()
+    give_all_back(masters, blocks)
+
+
+def test_pool_smaller_than_the_largest_block_is_refused_with_both_numbers():
+    masters = Masters(new_arena(9 * KB))
+    blocks = adopted(masters, 10, 4)
+    with pytest.raises(StagehandOOMError, match=r"of 9\.22 KB .* of 10\.24 KB;") as e:
+        masters.pin_all(blocks, lookahead=3)
+    assert (e.value.needed_bytes, e.value.limit_bytes) == (10 * KB, 9 * KB)
+
+
+def test_blocks_from_files_are_staged_beside_pinned_ones(arena):
+    masters = Masters(arena)
+    blocks = adopted(masters, 10, 10, 10, 10)
+    other = ModuleStore(blocks[1].layout, blocks[1].store.hosts)
+    masters.hand_over(blocks[1], other)  # no longer the module's own
+    assert masters.pin_all(blocks, lookahead=1) == (3, 10 * KB)
+    assert pinned(blocks) == [0, 2, 3]
+    give_all_back(masters, blocks)
+
+
+def test_blocks_that_are_pinned_already_are_left_as_they_are(arena):
+    masters = Masters(arena)
+    blocks = adopted(masters, 10, 10)
+    masters.pin_all(blocks, lookahead=3)
+    images = [block.image.data_ptr() for block in blocks]
+    assert masters.pin_all(blocks, lookahead=3) == (0, 0)
+    assert [block.image.data_ptr() for block in blocks] == images
+    give_all_back(masters, blocks)
+
+
+def test_nothing_to_pin_needs_no_room():
+    assert Masters(new_arena(0)).pin_all([], lookahead=3) == (0, 0)
+
+
+# ---------------------------------------------------------------------------- hand over
+
+
+def test_handed_over_block_has_the_other_values_and_its_image_is_free(arena):
+    masters = Masters(arena)
+    [block] = adopted(masters, 4)
+    masters.pin(block)
+    [weight] = block.tensors
+    identity, version = id(weight), weight._version
+    other = ModuleStore(block.layout, [torch.full((KB,), 7.0)])
+    masters.hand_over(block, other)
+    assert (weight == 7).all()
+    assert (id(block.tensors[0]), weight._version) == (identity, version)
+    assert block.image is None
+    assert not block.is_replaced()
+    assert arena.leased_bytes == 0
+    masters.give_back(block)
+    assert weight.data_ptr() == other.hosts[0].data_ptr()
