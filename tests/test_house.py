@@ -25,7 +25,17 @@ PLAN: dict[int, dict[str, tuple[str, ...]]] = {
             *("ledger", "arena", "workers", "layout", "transfer"),
         )
     },
-    2: {"stores": ("base", "module", "headers", "checkpoint", "files", "safetensors")},
+    2: {
+        "stores": (
+            "base",
+            "module",
+            "headers",
+            "checkpoint",
+            "files",
+            "pages",
+            "safetensors",
+        )
+    },
     3: {
         "residency": (
             *("residency", "blocks", "masters", "order", "timeline", "spread", "plan"),

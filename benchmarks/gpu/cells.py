@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-import stagehand
 from benchmarks.gpu.clock import Spread, time_steps
 from benchmarks.gpu.link import copy_rate
 from benchmarks.gpu.shapes import Shape, Stack, build, inputs
-from stagehand.units import MIB, format_bytes
+from stagehand.assembly import Settings
+from stagehand.residency.blocks import find_blocks
+from stagehand.runtime import Runtime
+from stagehand.units import parse_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["Cell", "Scale", "run"]
 
 _PATTERN = r"^blocks\.\d+$"
+_LOOKAHEAD = 3
 _SETTLING = 8
 
 
@@ -133,7 +136,7 @@ class _Streamed:
     ) -> Cell:
         device, model = self._device, self._model
         sizes = _block_bytes(model)
-        nbytes = stagehand_budget(budget, sum(sizes))
+        nbytes = parse_bytes(budget, name="--budget", of=sum(sizes))
         rate = copy_rate(device, max(sizes))
         torch.accelerator.reset_peak_memory_stats()
         began = time.perf_counter()
@@ -169,17 +172,15 @@ class _Streamed:
             startup=startup,
         )
 
-    def _stream(self, nbytes: int, sizes: Sequence[int]) -> stagehand.StagehandRuntime:
-        slab = max(sizes) / MIB
-        config = stagehand.StagehandConfig(
-            pinned_pool_mb=(sum(sizes) + max(sizes)) / MIB,
-            pinned_slab_mb=slab,
-            vram_high_watermark_mb=nbytes / MIB,
-            vram_low_watermark_mb=0.9 * nbytes / MIB,
+    def _stream(self, nbytes: int, sizes: Sequence[int]) -> Runtime:
+        settings = Settings(
+            device=self._device,
+            budget_bytes=nbytes,
+            pinned_bytes=sum(sizes) + max(sizes),
+            lookahead=_LOOKAHEAD,
+            timed=True,
         )
-        return stagehand.StagehandRuntime(
-            self._model, config, _PATTERN, device=self._device.torch_device
-        )
+        return Runtime(self._model, find_blocks(self._model, _PATTERN), settings)
 
     def _run(self) -> tuple[torch.Tensor, ...]:
         return _step(self._model, self._state)

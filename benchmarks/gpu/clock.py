@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -56,6 +57,4 @@ def time_steps(device: Device, run: Callable[[], object], steps: int) -> Spread:
         run()
         mark.record(stream)
     device.synchronize()
-    return Spread.of(
-        [a.elapsed_time(b) / 1e3 for a, b in zip(marks, marks[1:], strict=False)]
-    )
+    return Spread.of([a.elapsed_time(b) / 1e3 for a, b in pairwise(marks)])

@@ -49,7 +49,10 @@ class Attention(nn.Module):
         query, key, value = self.query(x), self.key(source), self.value(source)
         if len(self.norms):
             query, key = self.norms[0](query), self.norms[1](key)
-        split = [t.unflatten(-1, (-1, self.head)).transpose(-3, -2) for t in (query, key, value)]
+        split = [
+            t.unflatten(-1, (-1, self.head)).transpose(-3, -2)
+            for t in (query, key, value)
+        ]
         mixed = functional.scaled_dot_product_attention(*split, enable_gqa=self.grouped)
         taken: torch.Tensor = self.out(mixed.transpose(-3, -2).flatten(-2))
         return taken
@@ -69,7 +72,13 @@ class LlamaBlock(nn.Module):
         head = width // heads
         self.norms = nn.ModuleList(nn.RMSNorm(width) for _ in range(2))
         self.attention = Attention(
-            width, width, heads=heads, head=head, groups=groups, bias=False, normed=False
+            width,
+            width,
+            heads=heads,
+            head=head,
+            groups=groups,
+            bias=False,
+            normed=False,
         )
         self.gate = nn.Linear(width, hidden, bias=False)
         self.up = nn.Linear(width, hidden, bias=False)
@@ -110,7 +119,9 @@ class _HeadNormed(nn.Module):
         return tuple(t.transpose(-3, -2) for t in found)
 
 
-def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+def _attend(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+) -> torch.Tensor:
     mixed = functional.scaled_dot_product_attention(query, key, value)
     return mixed.transpose(-3, -2).flatten(-2)
 
@@ -122,7 +133,9 @@ class FluxDouble(nn.Module):
         super().__init__()
         self.halves = nn.ModuleList(_Half(width, heads) for _ in range(2))
 
-    def forward(self, image: torch.Tensor, text: torch.Tensor, vec: torch.Tensor) -> State:
+    def forward(
+        self, image: torch.Tensor, text: torch.Tensor, vec: torch.Tensor
+    ) -> State:
         """Let both streams attend to both."""
         streams = (text, image)
         scales = [h.modulation(functional.silu(vec)).chunk(6, -1) for h in self.halves]
@@ -151,7 +164,9 @@ class FluxSingle(nn.Module):
         self.up = nn.Linear(width, 4 * width)
         self.out = nn.Linear(5 * width, width)
 
-    def forward(self, image: torch.Tensor, text: torch.Tensor, vec: torch.Tensor) -> State:
+    def forward(
+        self, image: torch.Tensor, text: torch.Tensor, vec: torch.Tensor
+    ) -> State:
         """Apply the block to both streams as one."""
         x = torch.cat((text, image), -2)
         scale, shift, gate = self.modulation(functional.silu(vec)).chunk(3, -1)
@@ -193,7 +208,9 @@ class LtxBlock(nn.Module):
         for number, text in enumerate(texts):
             table = self.tables[number] + self.tables[number + 2].sum(0)
             normed = _normed(streams[number]) * (1 + table[0]) + table[1]
-            streams[number] = streams[number] + table[2] * self.own[number](normed, normed)
+            streams[number] = streams[number] + table[2] * self.own[number](
+                normed, normed
+            )
             streams[number] = streams[number] + self.text[number](streams[number], text)
         video, audio = map(_normed, streams)
         streams[0] = streams[0] + self.crossed[0](video, audio)
@@ -313,6 +330,8 @@ def inputs(
     """Return one step's inputs on the device, the same at every call."""
     generator = torch.Generator().manual_seed(1)
     return tuple(
-        torch.randn(max(1, rows // divide), width // divide, generator=generator).to(device, dtype)
+        torch.randn(max(1, rows // divide), width // divide, generator=generator).to(
+            device, dtype
+        )
         for rows, width in shape.inputs
     )

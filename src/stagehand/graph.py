@@ -120,6 +120,8 @@ class SavedTensors:
         slot = self._slots.get(address)
         if slot is None or slot.occupant is None or saved.is_nested:
             return _Kept(saved)
+        if saved.is_conj() or saved.is_neg():  # a handle knows bytes, not their meaning
+            return _Kept(saved)
         block: Block = slot.occupant
         offset = int(saved.storage_offset())
         dtype = saved.dtype

@@ -1,9 +1,12 @@
 """Weights that somebody changes while they are streamed: used at once, never lost."""
 
 from copy import deepcopy
+from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 import stagehand
@@ -292,3 +295,33 @@ def test_a_weight_assigned_in_another_form_is_refused_and_keeps_its_values(
         assert_bitwise_equal(model(batch()), expected, "after the refusal")
     runtime_of(model).shutdown()
     assert_bitwise_equal(values(model), values(plain), "after shutdown")
+
+
+@pytest.mark.parametrize("edit", ["whole", "one element"])
+@pytest.mark.parametrize("block", range(4))
+@pytest.mark.parametrize("device", ["hpu", "cpu"])
+def test_data_edit_of_a_weight_that_is_backed_by_a_file_counts_from_the_next_pass(
+    device: str, block: int, edit: str, tmp_path: Path, sim: ModuleType
+) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    x = torch.randn(3, 64)
+    expected = deepcopy(model)
+    stagehand.layer(model, vram_budget=40_000, device=device)
+    runtime = model._stagehand_layer_runtime
+    runtime.convert_registry_to_file_backed_sharded(tmp_path)
+    with torch.no_grad():
+        model(x)
+        for one in (model, expected):
+            data = one[block].weight.data
+            if edit == "whole":
+                data.mul_(2)
+            else:
+                data[5, 7] = 100.0
+        runtime.park()  # nothing of it is on its way any more
+        reference = expected.to(device)(x.to(device)).cpu()
+        assert torch.equal(model(x).cpu(), reference)
+        assert torch.equal(model(x).cpu(), reference)
+    runtime.shutdown()
+    assert torch.equal(model[block].weight, expected[block].weight.cpu())

@@ -1,6 +1,7 @@
 """Masters: the host side of all blocks, pinned as far as there is room."""
 
 import itertools
+from typing import ClassVar
 
 import pytest
 import torch
@@ -186,6 +187,11 @@ def pinned(blocks):
     return [block.index for block in blocks if block.image is not None]
 
 
+def hand_over(masters, block):
+    """Let the truth of a block be elsewhere than in the module's own memory."""
+    masters.hand_over(block, ModuleStore(block.layout, block.store.hosts))
+
+
 def give_all_back(masters, blocks):
     for block in blocks:
         masters.give_back(block)
@@ -215,10 +221,13 @@ def test_where_there_is_less_room_pinned_and_staged_blocks_alternate():
 
 @pytest.mark.parametrize("limit", range(10, 110, 7))
 @pytest.mark.parametrize("sizes", [[10] * 10, [1, 10, 2, 9, 3, 8], [3] * 5 + [10]])
-def test_pinned_images_leave_room_for_the_slabs(limit, sizes):
+@pytest.mark.parametrize("from_files", [(), (0,), (1, 3)])
+def test_pinned_images_leave_room_for_the_slabs(limit, sizes, from_files):
     arena = new_arena(limit * KB)
     masters = Masters(arena)
     blocks = adopted(masters, *sizes)
+    for index in from_files:
+        hand_over(masters, blocks[index])
     slabs, nbytes = masters.pin_all(blocks, lookahead=3)
     for block in blocks:
         assert block.image is not None or (slabs and block.nbytes <= nbytes)
@@ -240,8 +249,7 @@ def test_pool_smaller_than_the_largest_block_is_refused_with_both_numbers():
 def test_blocks_from_files_are_staged_beside_pinned_ones(arena):
     masters = Masters(arena)
     blocks = adopted(masters, 10, 10, 10, 10)
-    other = ModuleStore(blocks[1].layout, blocks[1].store.hosts)
-    masters.hand_over(blocks[1], other)  # no longer the module's own
+    hand_over(masters, blocks[1])
     assert masters.pin_all(blocks, lookahead=1) == (3, 10 * KB)
     assert pinned(blocks) == [0, 2, 3]
     give_all_back(masters, blocks)
@@ -257,6 +265,15 @@ def test_blocks_that_are_pinned_already_are_left_as_they_are(arena):
     give_all_back(masters, blocks)
 
 
+def test_memory_that_is_kept_from_before_is_room(arena):
+    for lease in [arena.acquire(20 * KB, "before") for _ in range(5)]:
+        lease.release()
+    masters = Masters(arena)
+    blocks = adopted(masters, *[10] * 10)
+    assert masters.pin_all(blocks, lookahead=3) == (0, 0)
+    give_all_back(masters, blocks)
+
+
 def test_nothing_to_pin_needs_no_room():
     assert Masters(new_arena(0)).pin_all([], lookahead=3) == (0, 0)
 
@@ -264,18 +281,31 @@ def test_nothing_to_pin_needs_no_room():
 # ---------------------------------------------------------------------------- hand over
 
 
+class Told(ModuleStore):
+    """Writes down what it is told of."""
+
+    told: ClassVar = []
+
+    def edited(self, index):
+        self.told.append(index)
+
+
 def test_handed_over_block_has_the_other_values_and_its_image_is_free(arena):
     masters = Masters(arena)
     [block] = adopted(masters, 4)
     masters.pin(block)
     [weight] = block.tensors
+    with torch.no_grad():
+        weight.add_(1)
     identity, version = id(weight), weight._version
-    other = ModuleStore(block.layout, [torch.full((KB,), 7.0)])
+    other = Told(block.layout, [torch.full((KB,), 7.0)])
     masters.hand_over(block, other)
     assert (weight == 7).all()
     assert (id(block.tensors[0]), weight._version) == (identity, version)
     assert block.image is None
     assert not block.is_replaced()
+    block.tell_edits()
+    assert other.told == []
     assert arena.leased_bytes == 0
     masters.give_back(block)
     assert weight.data_ptr() == other.hosts[0].data_ptr()

@@ -123,14 +123,12 @@ class Masters:
         if block.store is None:
             return
         hosts = block.store.hosts
-        host = None
         if lease is not None:
             hosts = _plain_copies(block, hosts)
         for number, (tensor, host) in enumerate(zip(block.tensors, hosts, strict=True)):
             point_to(tensor, host if origin is None else host.to(origin[number]))
         block.set_store(None)
         if lease is not None:
-            del hosts, host
             self._let_go(lease)
 
     def hand_over(self, block: Block, store: Store) -> None:

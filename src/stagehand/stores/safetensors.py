@@ -29,6 +29,7 @@ from stagehand.errors import (
 )
 from stagehand.stores.checkpoint import Extent
 from stagehand.stores.files import FileSet
+from stagehand.stores.pages import was_written
 
 __all__ = ["SafetensorsStore"]
 
@@ -100,6 +101,7 @@ class SafetensorsStore:
             ShardChangedError: If a file changed under the overlay.
             ClosedError: If the files are closed and not all is in the overlay.
         """
+        self._find_edits()
         views = self._layout.views(image)
         memory = _writable(image)
         read = 0
@@ -136,6 +138,12 @@ class SafetensorsStore:
                 copy_values(host, view)
                 self._edited.add(index)
         self._runs = self._find_runs()
+
+    def _find_edits(self) -> None:
+        """Mark what was written through `.data`, which moves no version counter."""
+        for index, host in enumerate(self._hosts):
+            if index not in self._edited and was_written(host):
+                self.edited(index)
 
     def edited(self, index: int) -> None:
         """Say that a host tensor was changed, so that the file no longer counts."""

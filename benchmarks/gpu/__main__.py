@@ -1,0 +1,114 @@
+"""Calibrate the link, then stream stacks of real block shapes in given budgets.
+
+Every cell asserts that streamed outputs are bit for bit the resident ones, and holds
+its time against the larger of the resident time and the bytes over the link's rate,
+both measured in the same process. Results are JSON lines in `benchmarks/results/`,
+in a file with the device's name.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.gpu.cells import Cell, Scale, run
+from benchmarks.gpu.link import calibrate
+from benchmarks.gpu.shapes import SHAPES
+from stagehand.core.device import Device, find_device
+from stagehand.units import format_bytes
+
+_ROOT = Path(__file__).resolve().parents[2]
+_SIZES = tuple(2**power for power in range(16, 31, 2))
+_DRY_SIZES = (1 << 12, 1 << 16, 1 << 20)
+_DRY_BLOCKS = 16
+_DRY_DIVIDE = 64
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, print and write; return the exit status."""
+    options = _parser().parse_args(arguments)
+    if options.dry:
+        _load_simulated_device()
+    device = find_device(None)
+    if device.is_host:
+        print("there is no accelerator; --dry rehearses on a simulated one")
+        return 2
+    write = _writer(device, options.out, dry=options.dry)
+    write(calibrate(device, _DRY_SIZES if options.dry else _SIZES).line())
+    scale = Scale(
+        blocks=options.blocks or (_DRY_BLOCKS if options.dry else None),
+        divide=_DRY_DIVIDE if options.dry else 1,
+        steps=3 if options.dry else options.steps,
+    )
+    for name in options.cells:
+        for cell in run(device, name, SHAPES[name], options.budgets, scale):
+            write(cell.line())
+            print(_sentence(cell))
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.gpu",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--dry", action="store_true", help="tiny, and simulated")
+    parser.add_argument("--cells", nargs="+", choices=SHAPES, default=list(SHAPES))
+    parser.add_argument("--blocks", type=int, help="fewer blocks of the true shape")
+    parser.add_argument("--steps", type=int, default=10, help="timed steps of a cell")
+    parser.add_argument(
+        "--budgets",
+        nargs="+",
+        default=["15%", "50%"],
+        help='device bytes for weights: "12GB", or a part of the stack\'s',
+    )
+    parser.add_argument("--out", type=Path, help="folder for the results")
+    return parser
+
+
+def _load_simulated_device() -> None:
+    tests = str(_ROOT / "tests")
+    if tests not in sys.path:
+        sys.path.insert(0, tests)
+    from simulated import sim_device
+
+    sim_device.configure(h2d_gbps=1.0)
+
+
+def _writer(
+    device: Device, folder: Path | None, *, dry: bool
+) -> Callable[[dict[str, Any]], None]:
+    """Return what writes a line; a rehearsal writes only where it is told to."""
+    name = "simulated" if dry else torch.cuda.get_device_name(device.torch_device)
+    about = {"device": name, "torch": torch.__version__}
+    if folder is None and not dry:
+        folder = _ROOT / "benchmarks" / "results"
+
+    def write(line: dict[str, Any]) -> None:
+        text = json.dumps({**about, **line})
+        print(text)
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+            with (folder / f"{name.replace(' ', '-')}.jsonl").open("a") as file:
+                file.write(text + "\n")
+
+    return write
+
+
+def _sentence(cell: Cell) -> str:
+    line = cell.line()
+    return (
+        f"{cell.shape}, {cell.blocks} blocks, {format_bytes(cell.weight_bytes)} in"
+        f" {format_bytes(cell.budget_bytes)}: {cell.step.median * 1e3:.3f} ms a step,"
+        f" {line['over_bound']:.3f} of the bound, {line['over_resident']:.3f} of"
+        f" resident, {format_bytes(cell.peak_device_bytes)} on the device"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

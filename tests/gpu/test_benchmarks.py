@@ -1,0 +1,74 @@
+"""The benchmarks run to their end: a first run on a real device shall find no slip."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# Parameters of a block in millions, as the models' own classes have them.
+COUNTED = {
+    "ltx-2": [(386.07, 72)],
+    "flux.1": [(339.83, 32), (141.59, 14)],
+    "llama-3-8b": [(218.11, 9)],
+}
+
+
+@pytest.fixture(autouse=True)
+def root_on_path(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT))
+
+
+def test_gpu_benchmark_rehearses_every_cell(sim, tmp_path, capsys):
+    from benchmarks.gpu.__main__ import SHAPES, main
+
+    scale = ["--blocks", "6", "--budgets", "60%"]
+    assert main(["--dry", "--out", str(tmp_path), *scale]) == 0
+    lines = (tmp_path / "simulated.jsonl").read_text().splitlines()
+    link, *cells = map(json.loads, lines)
+    assert link["kind"] == "link"
+    assert [cell["shape"] for cell in cells] == list(SHAPES)
+    for cell in cells:
+        assert cell["bit_equal"]
+        assert cell["over_bound"] > 0.999
+        assert cell["peak_weight_bytes"] <= cell["budget_bytes"]
+        assert cell["pinned_bytes"] == cell["weight_bytes"]
+    assert "of the bound" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", COUNTED)
+def test_block_shapes_are_those_of_the_models(name):
+    from benchmarks.gpu.shapes import SHAPES
+
+    found = []
+    for _, make in SHAPES[name].blocks:
+        with torch.device("meta"):
+            sizes = [p.numel() for p in make(1).parameters()]
+        found.append((round(sum(sizes) / 1e6, 2), len(sizes)))
+    assert found == COUNTED[name]
+
+
+def test_host_benchmark_prints_a_line_for_each_figure(capsys):
+    from benchmarks.__main__ import main
+
+    assert main(["--quick", "--json"]) == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert len(lines) == len({line["name"] for line in lines})
+    assert {"value", "median", "target", "ok"} <= lines[0].keys()
+
+
+@pytest.mark.parametrize(("value", "status"), [(1.0, 0), (3.0, 1)])
+def test_host_benchmark_fails_on_a_miss_only_if_it_is_asked_to(
+    monkeypatch, capsys, value, status
+):
+    from benchmarks import __main__ as command
+    from benchmarks.results import Result
+
+    found = Result(name="one", value=value, median=value, unit="us", target=2.0)
+    monkeypatch.setattr(command, "_measure", lambda **_: iter([found]))
+    assert command.main([]) == 0
+    assert command.main(["--check"]) == status
+    assert ("miss" if status else "ok") in capsys.readouterr().out
+    assert torch.get_num_threads() == 1
