@@ -102,6 +102,7 @@ def _rate(
         for _ in range(count):
             copy()
 
+    device.synchronize()  # the buffers may be what another stream has just given back
     queue()
     seconds = [time_on(device, (stream,), queue)[0] for _ in range(_ROUNDS)]
     return count * size / Spread.of(seconds).median
