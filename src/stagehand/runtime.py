@@ -105,6 +105,9 @@ class Runtime(PassListener):
         self._watched: int | None = None
         self._warned = False
         self._last_report: Report | None = None
+        self._home = next(
+            (t.device for t in model.parameters() if not t.is_meta), torch.device("cpu")
+        )
         parts = self._parts
         for block in parts.blocks:
             parts.masters.adopt(block)
@@ -555,6 +558,7 @@ class Runtime(PassListener):
             model.__dict__.pop(name, None)
         for block in parts.blocks:
             parts.masters.give_back(block)
+        self._take_home_new_buffers(model)
         self._closed = True
         self._finalizer.detach()
         parts.keep_pool = keep_pool
@@ -562,6 +566,14 @@ class Runtime(PassListener):
         if self._files is not None:
             self._files.close()
         self._measure.telemetry.close()
+
+    def _take_home_new_buffers(self, model: nn.Module) -> None:
+        """Move buffers that a forward made anew to where the model came from."""
+        place = self.torch_device
+        for module in model.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None and buffer.device == place:
+                    module._buffers[name] = buffer.to(self._home)
 
     def _check_open(self) -> nn.Module:
         model = self._model_ref()

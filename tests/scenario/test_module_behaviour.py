@@ -540,3 +540,82 @@ def test_a_shallow_copy_shares_the_weights_and_leaves_the_original_exact(
             twin(batch()), run_resident(stack(), place, batch()), "the twin"
         )
     expect(streamed, place)
+
+
+class Counting(nn.Module):
+    """Makes its buffer anew in each forward, as caches of rotary embeddings do."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+        self.register_buffer("calls", torch.zeros(64))
+
+    def forward(self, x):
+        self.calls = self.calls + 1
+        return self.linear(x) + self.calls
+
+
+def test_buffer_made_anew_in_forward_comes_home_with_the_model(sim):
+    model = nn.Sequential(*(Counting() for _ in range(4)))
+    stagehand.layer(model, vram_budget=45_000, device="hpu")
+    with torch.no_grad():
+        model(torch.randn(2, 64))
+        model(torch.randn(2, 64))
+    model._stagehand_layer_runtime.shutdown()
+    assert {t.device.type for t in (*model.parameters(), *model.buffers())} == {"cpu"}
+    assert all(bool((part.calls == 2).all()) for part in model)
+    model(torch.randn(2, 64))
+
+
+def test_block_must_be_taken_before_it_is_given_back(sim):
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+    stagehand.layer(model, vram_budget=40_000, device="hpu")
+    runtime = model._stagehand_layer_runtime
+    name = runtime.block_ids[0]
+    with pytest.raises(stagehand.ConfigError, match="not in use"):
+        runtime.after_block(name)
+    runtime.before_block(name)
+    with pytest.raises(stagehand.ConfigError, match="is in use"):
+        runtime.park()
+    with torch.no_grad():
+        model(torch.randn(2, 64))
+    runtime.after_block(name)
+    runtime.shutdown()
+    with pytest.raises(stagehand.ClosedError):
+        runtime.before_block(name)
+
+
+def test_weight_that_is_read_after_its_module_ended_is_not_overwritten_meanwhile(sim):
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6)))
+    reference = deepcopy(model).to("hpu")
+    stagehand.layer(model, vram_budget=40_000, device="hpu")
+    x = torch.randn(2, 64)
+    for _ in range(3):
+        model(x)
+    for one in (model, reference):
+        for layer in one:
+            layer.register_forward_hook(
+                lambda module, args, output: nn.functional.linear(output, module.weight)
+            )
+    with torch.no_grad():
+        for _ in range(2):
+            assert torch.equal(model(x).cpu(), reference(x.to("hpu")).cpu())
+    model._stagehand_layer_runtime.shutdown()
+
+
+def test_memory_of_what_stays_waits_for_its_last_reader(sim):
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(64, 64)
+            self.scale = nn.Parameter(torch.ones(64))
+
+        def forward(self, x):
+            return self.linear(x) * self.scale
+
+    model = Scaled()
+    stagehand.layer(model, vram_budget=40_000, device="hpu")
+    with torch.no_grad():
+        model(torch.randn(2, 64))
+    del model
+    gc.collect()
