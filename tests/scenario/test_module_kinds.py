@@ -611,3 +611,30 @@ def test_compiled_blocks_stream_in_block_mode(place, backend):
             assert_bitwise_equal(model(batch()), expected, f"pass {number}")
     runtime.shutdown()
     torch._dynamo.reset()
+
+
+class Conjugated(nn.Module):
+    def __init__(self):
+        super().__init__()
+        weight = torch.randn(32, 32, dtype=torch.complex64)
+        self.weight = nn.Parameter(weight, requires_grad=False)
+
+    def forward(self, x):
+        return x @ self.weight.conj()
+
+
+def test_conjugate_of_a_frozen_weight_is_kept_for_backward_as_it_is(sim):
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Conjugated() for _ in range(5)))
+    inputs = [torch.randn(3, 32, dtype=torch.complex64) for _ in range(2)]
+    reference = deepcopy(model).to("hpu")
+    gradients = []
+    for one in (reference, model):
+        if one is model:
+            stagehand.layer(one, vram_budget=30_000, device="hpu")
+        x = inputs[0].to("hpu").requires_grad_()
+        one(x).abs().sum().backward()
+        gradients.append(x.grad.cpu())
+    assert torch.equal(*gradients)
+    del x, one
+    model._stagehand_layer_runtime.shutdown()

@@ -177,6 +177,7 @@ class Scheduler:
         try:
             self._loader.finish(block)
         except BaseException:
+            self._loader.forget(block)  # after an interrupt a thread may still write
             self._vacate(block, slot)
             raise
         changed = [t._version for t in block.tracked] != block.versions
