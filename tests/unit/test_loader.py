@@ -256,6 +256,26 @@ def test_stolen_slab_is_not_written_by_its_old_reader_any_more(lane):
     assert rig.on_device(wanted) == 1
 
 
+def test_reading_ahead_does_not_wait_for_a_copy_while_there_is_another_slab(lane, sim):
+    sim.configure(h2d_gbps=1e-3)
+    rig = lane(slabs=3)
+    first, second, third, fourth = rig.blocks
+    rig.start(first)
+    for block in (second, third):
+        rig.loader.request(block)
+    before = sim.syncs()
+    rig.let_jobs_end()
+    assert sim.syncs() == before
+    assert rig.pinned.leased_bytes == 3 * NBYTES
+    [sent] = (slab.lease for slab in rig.loader._slabs if slab.block is None)
+    for block in (third, second):
+        rig.start(block)
+    rig.loader.request(fourth)
+    assert rig.loader._staged[3].lease is sent  # its copy ends first
+    rig.start(fourth)
+    assert [rig.on_device(block) for block in rig.blocks] == [0, 1, 2, 3]
+
+
 def test_demand_makes_a_slab_where_nothing_was_planned_to_be_staged(lane):
     rig = lane(slabs=0)
     assert not rig.loader.stages
@@ -284,7 +304,9 @@ def test_resized_slabs_wait_for_their_copies_and_drop_what_is_staged(lane, sim, 
     assert rig.blocks[1].state is BlockState.UNLOADED
     assert rig.pinned.leased_bytes == 0
     assert rig.pinned.kept_bytes == (2 if staged else 1) * NBYTES
-    rig.pinned.acquire_nowait(NBYTES, "another").release()
+    lease = rig.pinned.acquire_nowait(NBYTES, "another")
+    lease.buffer.fill_(9)
+    lease.release()
     assert rig.on_device(rig.blocks[0]) == 0
 
 

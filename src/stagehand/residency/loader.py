@@ -154,14 +154,15 @@ class LaneLoader:
         return True
 
     def _free_slab(self) -> _Slab | None:
-        for slab in self._slabs:
-            if slab.block is None:
-                return slab
+        """Return a slab without a block; if there is one, without a copy under way."""
+        free = next((slab for slab in self._slabs if slab.block is None), None)
+        if free is not None and (free.sent is None or free.sent.done.query()):
+            return free
         if len(self._slabs) >= self._limit:
-            return None
+            return free
         lease = self._arena.acquire_nowait(self._slab_bytes, "staging slab")
         if lease is None:
-            return None
+            return free
         slab = _Slab(lease)
         self._slabs.append(slab)
         return slab
@@ -250,6 +251,8 @@ class LaneLoader:
             del self._staged[slab.block.index]
         slab.block = None
         slab.job = None
+        self._slabs.remove(slab)
+        self._slabs.append(slab)  # the copies from those before it end sooner
 
     def finish(self, block: Block) -> None:
         """See `Loader.finish`. Streams wait for streams: nothing to do."""
@@ -288,9 +291,8 @@ class LaneLoader:
         self._empty_slabs()
 
     def _empty_slabs(self) -> None:
-        for slab in list(self._staged.values()):
-            if slab.block is not None:
-                self.forget(slab.block)
+        for block in self.staged():
+            self.forget(block)
         for slab in self._slabs:
             if slab.sent is not None:
                 slab.sent.wait_host()
