@@ -197,6 +197,8 @@ class Runtime(PassListener):
         self._make_room()
         parts.scheduler.begin_pass()
         if not parts.scheduler.in_use and parts.steering.steer():
+            if parts.weights.overdraft_bytes:
+                parts.device_arena.trim()  # what was kept for reuse under the old limit
             self._place_rest()
             measure.know(parts.scheduler.blocks)
         watch = measure.timed or parts.steering.wants_times(measure.stopwatch.uses)
@@ -457,6 +459,7 @@ class Runtime(PassListener):
     def _limit_to(self, nbytes: int) -> None:
         self._parts.steering.set_budget(nbytes - self._parts.odd_bytes)
         self._parts.weights.set_limit(nbytes)
+        self._parts.device_arena.trim()  # what is kept for reuse counts, too
 
     def park(self) -> None:
         """Bring every tensor home to the host and free all device memory.
