@@ -4,6 +4,7 @@ What only one of them can tell stands here, behind the same methods. All else us
 `torch.accelerator`, `torch.Event` and `torch.profiler`, which both have.
 """
 
+import gc
 import statistics
 import warnings
 from collections.abc import Callable, Iterator
@@ -15,6 +16,8 @@ from typing import Any
 import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
+
+from stagehand.core.device import _RegisteredMemory
 
 MIB = 1 << 20
 _MEASURED = "measured"
@@ -57,6 +60,8 @@ class Place:
     """Rows of a batch for which a block computes about as long as it is copied."""
     exact_time: bool
     """Whether times are the same at every run."""
+    page_bytes: int
+    """Pinned memory of one piece is rounded up to this."""
     activities: tuple[ProfilerActivity, ...] = (ProfilerActivity.CPU,)
 
     def synchronize(self) -> None:
@@ -123,8 +128,8 @@ class Place:
         """For how long copies to the device and kernels ran at the same time."""
         raise NotImplementedError
 
-    def torch_pinned_bytes(self) -> int:
-        """Pinned bytes of torch's own allocator, which rounds to powers of two."""
+    def pinned_bytes(self) -> int:
+        """Page-locked bytes of this process."""
         raise NotImplementedError
 
     @contextmanager
@@ -149,6 +154,7 @@ class Rehearsal(Place):
     width = 32
     tokens = 64
     exact_time = True
+    page_bytes = 1
     link = 1.0  # GB/s: about as slow as the small kernels
 
     def __init__(self, sim: ModuleType) -> None:
@@ -178,9 +184,9 @@ class Rehearsal(Place):
         self.spans(run)
         return compute_seconds + copy_seconds - elapsed
 
-    def torch_pinned_bytes(self) -> int:
-        """See `Place`. The simulated device pins exactly what it is asked for."""
-        return 0
+    def pinned_bytes(self) -> int:
+        """See `Place`."""
+        return self._sim.pinned_bytes()
 
     @contextmanager
     def late(self) -> Iterator[None]:
@@ -197,6 +203,7 @@ class Gpu(Place):
     width = 1024
     tokens = 2048
     exact_time = False
+    page_bytes = 2 * MIB
     activities = (ProfilerActivity.CPU, ProfilerActivity.CUDA)
 
     def allocated_bytes(self) -> int:
@@ -227,9 +234,11 @@ class Gpu(Place):
         kernels = [s for s in on_device if not s.name.startswith(("Mem", _MEASURED))]
         return shared_time(copies, kernels) / 1e6
 
-    def torch_pinned_bytes(self) -> int:
-        """See `Place`."""
-        return int(torch.cuda.host_memory_stats().get("allocated_bytes.current", 0))
+    def pinned_bytes(self) -> int:
+        """See `Place`. What torch pinned, and what the library registered itself."""
+        own = (m for m in gc.get_objects() if isinstance(m, _RegisteredMemory))
+        stats = torch.cuda.host_memory_stats()
+        return sum(map(len, own)) + int(stats.get("allocated_bytes.current", 0))
 
     @contextmanager
     def late(self) -> Iterator[None]:
