@@ -47,11 +47,14 @@ class Rig:
 
     def use(self, stream, action=torch.sum):
         """Read or write the slot as a block's user does, and return the result."""
-        self.engine.await_filled(self.slot, stream)
-        with stream:
-            result = action(self.buffer)
+        result = self.read(stream, action)
         self.engine.release(self.slot, stream)
         return result
+
+    def read(self, stream, action=torch.sum):
+        self.engine.await_filled(self.slot, stream)
+        with stream:
+            return action(self.buffer)
 
 
 def is_filled_with(result, value):
@@ -89,6 +92,20 @@ def load_after_interleaved_readers(rig):
     rig.use(rig.side)
     rig.use(rig.main)
     rig.use(rig.side)
+    rig.load(2)
+
+
+def load_after_a_reader_that_went_on_with_another_stream(rig):
+    rig.load(1)
+    rig.read(rig.side)
+    rig.use(rig.main)
+    rig.load(2)
+
+
+def load_after_a_release_on_another_stream(rig):
+    rig.load(1)
+    rig.read(rig.side)
+    rig.engine.release(rig.slot, rig.main)
     rig.load(2)
 
 
@@ -161,6 +178,8 @@ HAZARDS = (
     *(load_after_interleaved_readers, save_after_write, load_after_save),
     *(read_after_reload_by_the_same_stream, read_by_a_second_stream, free_after_read),
     *(reuse_by_another_slot_after_read, free_by_a_holder_after_it_read),
+    load_after_a_reader_that_went_on_with_another_stream,
+    load_after_a_release_on_another_stream,
 )
 
 # The line that closes each hazard, by the method it stands in.
@@ -170,7 +189,11 @@ GUARDS = {
         *(read_after_load, read_after_reload_by_the_same_stream),
         read_by_a_second_stream,
     ),
-    ("release", "stream.wait_event(slot._drained)"): (
+    ("await_filled", "self._mark(slot, seen_by)"): (
+        load_after_a_reader_that_went_on_with_another_stream,
+    ),
+    ("release", "self._mark(slot, seen_by)"): (load_after_a_release_on_another_stream,),
+    ("_mark", "stream.wait_event(slot._drained)"): (
         *(load_after_two_readers, load_after_interleaved_readers),
     ),
     ("save", "stream.wait_event(slot._filled)"): (save_after_load,),
@@ -182,7 +205,7 @@ GUARDS = {
     # Marks that later waits rely on.
     ("load", "filled.record(stream)"): (read_after_load,),
     ("load", "slot._seen_by = "): (read_after_reload_by_the_same_stream,),
-    ("release", "slot._drained.record(stream)"): (load_after_read,),
+    ("_mark", "slot._drained.record(stream)"): (load_after_read,),
     ("save", "slot._drained.record(stream)"): (load_after_save,),
 }
 REMOVALS = [

@@ -4,8 +4,8 @@ A slot carries two marks and only this file touches them:
 
 - `filled` (read after write): recorded on the H2D lane behind the copy that fills the
   slot. Whoever reads the slot makes its stream wait for it first.
-- `drained` (write after read): recorded on the reading stream behind the last use. The
-  next copy into the slot waits for it on the lane.
+- `drained` (write after read): recorded on the reading stream when the slot is given up,
+  behind its last use. The next copy into the slot waits for it on the lane.
 
 Both waits are between streams; the host never waits here. An event that is recorded
 again does not disturb waits that were made before, so each slot owns two events for
@@ -73,6 +73,7 @@ class Slot:
         "nbytes",
         "occupant",
         "storage",
+        "views",
     )
 
     def __init__(self, index: int, nbytes: int) -> None:
@@ -85,6 +86,8 @@ class Slot:
         """The leased buffer's storage."""
         self.alone = 0
         """Reference count of the storage when only the library holds it."""
+        self.views: dict[Any, Any] = {}
+        """Tensors that lie in the memory, by the form of the blocks that use them."""
         self._filled: Event | None = None
         self._drained: Event | None = None
         self._ticket: Ticket | None = None  # of the latest fill
@@ -250,12 +253,20 @@ class TransferEngine:
         seen_by = slot._seen_by
         if seen_by is None or seen_by != stream:
             stream.wait_event(slot._filled)
-            if seen_by is None and self.h2d.capacity is not None:
+            if seen_by is not None:
+                self._mark(slot, seen_by)
+            elif self.h2d.capacity is not None:
                 self.h2d.settle(slot._filled)  # type: ignore[arg-type]
             slot._seen_by = stream
 
     def release(self, slot: Slot, stream: Stream) -> None:
-        """Mark that `stream` has used the slot until now."""
+        """Mark that `stream`, and whoever waited for the slot, used it until now."""
+        seen_by = slot._seen_by
+        if seen_by is not None and seen_by != stream:
+            self._mark(slot, seen_by)
+        self._mark(slot, stream)
+
+    def _mark(self, slot: Slot, stream: Stream) -> None:
         if slot._used and slot._reader != stream:
             stream.wait_event(slot._drained)  # the mark must cover both readers
         slot._drained.record(stream)  # type: ignore[union-attr]

@@ -15,7 +15,7 @@ from stagehand.residency.residency import Residency
 from stagehand.units import MIB, format_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 
     from stagehand.core.layout import BlockLayout
     from stagehand.core.transfer import Slot
@@ -48,18 +48,17 @@ class Block(Residency):
 
     __slots__ = (
         "_host_pairs",
-        "_view_pairs",
         "addresses",
         "bound",
         "clean_versions",
         "filled_in",
+        "form",
         "home",
         "host_addresses",
         "hosted",
         "image",
         "layout",
         "nbytes",
-        "references",
         "seal",
         "slot",
         "store",
@@ -85,6 +84,8 @@ class Block(Residency):
         self.tracked = tuple(t for t in self.tensors if not t.is_inference())
         self.nbytes = layout.nbytes
         """Bytes of the block's image, on the device as on the host."""
+        self.form = _form(layout, self.tensors)
+        """What blocks have in common that can share views."""
         self.store: Store | None = None
         self.image: torch.Tensor | None = None
         """The store's bytes, if they lie in pinned memory; else a load stages them."""
@@ -101,11 +102,9 @@ class Block(Residency):
         self.host_addresses: list[int] = []
         self._host_pairs: _Pairs = ()
         self.views: list[torch.Tensor] = []
+        """Where the tensors lie in `views_in`; shared with blocks of the same form."""
         self.view_addresses: list[int] = []
-        self._view_pairs: _Pairs = ()
         self.views_in: Slot | None = None
-        self.references = 0
-        """How often the views refer to the slot's memory."""
         self.target: torch.Tensor | None = None
         """The bytes of `views_in` that the block fills."""
         self.filled_in = -1
@@ -130,20 +129,27 @@ class Block(Residency):
         self._host_pairs = self._paired(hosts)
 
     def set_views(self, slot: Slot | None) -> None:
-        """Make views of a slot's memory, or forget those that are there."""
+        """Take the views of a slot's memory, made once for each form; or none."""
         self.views_in = slot
-        buffer = None if slot is None or slot.lease is None else slot.lease.buffer
-        self.target = None if buffer is None else buffer[: self.nbytes]
-        self.views = [] if buffer is None else self.layout.views(buffer)
-        self.view_addresses = [view.data_ptr() for view in self.views]
-        self._view_pairs = self._paired(self.views)
+        if slot is None or slot.lease is None:
+            self.target, self.views, self.view_addresses = None, [], []
+            return
+        shared = slot.views.get(self.form)
+        if shared is None:
+            buffer = slot.lease.buffer
+            views = [v for _, v in self._paired(self.layout.views(buffer))]
+            addresses = [view.data_ptr() for view in views]
+            shared = slot.views[self.form] = buffer[: self.nbytes], views, addresses
+        self.target, self.views, self.view_addresses = shared
 
     def _paired(self, places: Sequence[torch.Tensor]) -> _Pairs:
         return tuple(map(_fitting, self.tensors, places))
 
     def pairs(self) -> _Pairs:
         """Return each tensor with what it should point to now."""
-        return self._view_pairs if self.bound else self._host_pairs
+        if not self.bound:
+            return self._host_pairs
+        return tuple(zip(self.tensors, self.views, strict=True))
 
     def point_to_host(self) -> None:
         """Let the tensors point to the store's host tensors."""
@@ -156,7 +162,7 @@ class Block(Residency):
 
     def point_to_device(self) -> None:
         """Let the tensors point into the slot."""
-        for tensor, view in self._view_pairs:
+        for tensor, view in zip(self.tensors, self.views, strict=True):
             tensor.data = view
         self.addresses = self.view_addresses
         self.bound = True
@@ -191,6 +197,13 @@ class Block(Residency):
     def is_changed(self) -> bool:
         """Whether a tensor was changed in place since `versions` was noted."""
         return [t._version for t in self.tracked] != self.versions
+
+
+def _form(layout: BlockLayout, tensors: Sequence[torch.Tensor]) -> Hashable:
+    return layout.nbytes, tuple(
+        (place.offset, place.dtype, place.shape, place.stride, tensor.is_inference())
+        for place, tensor in zip(layout.entries, tensors, strict=True)
+    )
 
 
 def point_to(tensor: torch.Tensor, place: torch.Tensor) -> None:

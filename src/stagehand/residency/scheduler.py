@@ -2,9 +2,8 @@
 
 `before(block)` makes the block's tensors usable on the current stream and runs ahead:
 it queues the loads of the coming uses, in order, as long as their slots are free of
-anything that is needed sooner. `after(block)` marks the slot as read until now. Each
-use costs O(1): the look-ahead moves forward only, and what it has passed is counted on
-the block itself.
+anything that is needed sooner. `after(block)` ends the use. Each use costs O(1): the
+look-ahead moves forward only, and what it has passed is counted on the block itself.
 
 Not thread-safe: callers hold the runtime's lock.
 """
@@ -141,13 +140,7 @@ class Scheduler:
 
     def after(self, block: Block) -> None:
         """End a use that `before` began."""
-        if block.uses != 1:
-            block.uses -= 1
-            return
-        block.uses = 0
-        slot = block.slot
-        if slot is not None:
-            self._engine.release(slot, self._device.current_stream())
+        block.uses -= 1  # that the slot was read is marked when it is given up
 
     def join(self, block: Block) -> None:
         """Use a block where it is bound, outside of the order, until `after(block)`."""
@@ -237,11 +230,10 @@ class Scheduler:
             self._engine.adopt(slot)
         if block.views_in is slot:
             return
-        self._drop_views(block)
+        # Not counted again later: a reader thread may be filling the slot then.
         before = storage_use_count(slot.storage)
         block.set_views(slot)
-        block.references = storage_use_count(slot.storage) - before
-        slot.alone += block.references
+        slot.alone += storage_use_count(slot.storage) - before
 
     def _lease(self, nbytes: int, block: Block) -> Lease:
         lease = self._arena.acquire_nowait(nbytes, block.name)
@@ -261,15 +253,6 @@ class Scheduler:
             needed_bytes=account.held_bytes + nbytes,
             limit_bytes=account.limit_bytes,
         )
-
-    def _drop_views(self, block: Block) -> None:
-        slot = block.views_in
-        if slot is None:
-            return
-        block.set_views(None)
-        if slot.lease is not None:
-            # Not counted again: a reader thread may be filling the slot for another.
-            slot.alone -= block.references
 
     def _clear_slot(self, block: Block) -> Slot:
         """Return an empty slot for a block that is needed now."""
@@ -405,7 +388,8 @@ class Scheduler:
         del self.slots_by_memory[slot.storage.data_ptr()]
         for block in self.blocks:
             if block.views_in is slot:
-                self._drop_views(block)
+                block.set_views(None)
+        slot.views.clear()
         slot.storage = None
 
     def free_slot(self, slot: Slot) -> None:
@@ -609,6 +593,8 @@ class Scheduler:
         for slot in self._slots:
             block = slot.occupant
             if block is not None:
+                if block.bound:
+                    self._engine.release(slot, self._device.current_stream())
                 block.point_to_host()
                 block.slot = None
                 slot.occupant = None
