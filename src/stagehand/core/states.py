@@ -5,7 +5,15 @@ from itertools import pairwise
 
 from stagehand.errors import InvalidStateTransitionError
 
-__all__ = ["ALLOWED", "DROPPED", "SENT", "BlockState", "Path", "check_transition"]
+__all__ = [
+    "ALLOWED",
+    "ARRIVED",
+    "DROPPED",
+    "SENT",
+    "BlockState",
+    "Path",
+    "check_transition",
+]
 
 
 class BlockState(IntEnum):
@@ -78,6 +86,9 @@ def _path(*states: BlockState) -> Path:
 
 SENT = _path(BlockState.UNLOADED, BlockState.HOST_STAGED, BlockState.PREFETCHING)
 """A block in a pinned image of its own needs no staging."""
+
+ARRIVED = _path(BlockState.PREFETCHING, BlockState.GPU_READY)
+"""The block is about to be used, or given up, behind the copy."""
 
 DROPPED = _path(BlockState.GPU_READY, BlockState.GPU_FREEING, BlockState.UNLOADED)
 """A clean block's slot is given up at once."""

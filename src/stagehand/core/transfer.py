@@ -4,8 +4,8 @@ A slot carries two marks and only this file touches them:
 
 - `filled` (read after write): recorded on the H2D lane behind the copy that fills the
   slot. Whoever reads the slot makes its stream wait for it first.
-- `drained` (write after read): recorded on the reading stream when the slot is given up,
-  behind its last use. The next copy into the slot waits for it on the lane.
+- `drained` (write after read): recorded on the reading stream when the slot is given
+  up, behind its last use. The next copy into the slot waits for it on the lane.
 
 Both waits are between streams; the host never waits here. An event that is recorded
 again does not disturb waits that were made before, so each slot owns two events for
@@ -123,6 +123,8 @@ class Lane:
 
     def __init__(self, device: Device, capacity: int | None, priority: int) -> None:
         self.stream = device.new_stream(priority)
+        self.context = device.on(self.stream)
+        """Inside it, this thread's operators run on the lane."""
         self.capacity = capacity
         # The lane is ordered: it is full as long as the first of these is not done.
         self._in_flight: deque[Event] = deque(maxlen=capacity)
@@ -182,7 +184,7 @@ class TransferEngine:
         That stream writes it first, and waits for its readers before it is freed, so
         the allocator may reuse it in that stream's order.
         """
-        with self._device.on(self.h2d.stream):
+        with self.h2d.context:
             return self._device.empty(nbytes)
 
     def adopt(self, slot: Slot) -> None:
@@ -211,10 +213,10 @@ class TransferEngine:
         if slot._used:
             stream.wait_event(slot._drained)
         if self.stopwatch is None:
-            with self._device.on(stream):
+            with lane.context:
                 self._device.copy(target, source)
         else:
-            self._copy(slot, "H2D", stream, target, source)
+            self._copy(slot, "H2D", lane, target, source)
         filled.record(stream)  # type: ignore[union-attr]
         slot._seen_by = slot._reader = None
         slot._used = False
@@ -232,21 +234,18 @@ class TransferEngine:
     def _copy(
         self,
         slot: Slot,
-        lane: str,
-        stream: Stream,
+        way: str,
+        lane: Lane,
         target: torch.Tensor,
         source: torch.Tensor,
     ) -> None:
-        watch = self.stopwatch
-        if watch is None:
-            with self._device.on(stream):
-                self._device.copy(target, source)
-            return
-        start = watch.mark_copy(stream)
-        with self._device.on(stream):
+        watch, stream = self.stopwatch, lane.stream
+        start = None if watch is None else watch.mark_copy(stream)
+        with lane.context:
             self._device.copy(target, source)
-        block = -1 if slot.occupant is None else slot.occupant.index
-        watch.copied(block, lane, target.numel(), start, watch.mark_copy(stream))
+        if watch is not None and start is not None:
+            block = -1 if slot.occupant is None else slot.occupant.index
+            watch.copied(block, way, target.numel(), start, watch.mark_copy(stream))
 
     def await_filled(self, slot: Slot, stream: Stream) -> None:
         """Let `stream` read the slot only after it is filled."""
@@ -283,7 +282,7 @@ class TransferEngine:
         stream.wait_event(slot._filled)
         if slot._used:
             stream.wait_event(slot._drained)
-        self._copy(slot, "D2H", stream, target, source)
+        self._copy(slot, "D2H", self.d2h, target, source)
         done = self._device.new_event()
         done.record(stream)
         slot._drained.record(stream)  # type: ignore[union-attr]

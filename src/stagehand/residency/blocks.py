@@ -65,6 +65,7 @@ class Block(Residency):
         "target",
         "tensors",
         "tracked",
+        "trains",
         "versions",
         "view_addresses",
         "views",
@@ -89,6 +90,8 @@ class Block(Residency):
         self.store: Store | None = None
         self.image: torch.Tensor | None = None
         """The store's bytes, if they lie in pinned memory; else a load stages them."""
+        self.trains = False
+        """Whether gradients are taken for some of its tensors."""
         self.hosted = False
         """Whether it only has rows looked up on the host: it has no home then."""
         self.home: Slot | None = None
@@ -112,7 +115,7 @@ class Block(Residency):
         self.clean_versions: list[int] = []
         """All tensors' versions when the store was told of changes last."""
         self.versions: list[int] = []
-        """The tensors' versions when the slot's bytes were equal to the store's."""
+        """The tensors' versions when a slot's bytes were equal to the store's last."""
         self.seal: torch.Tensor | None = None
         """A sample of the host bytes that the slot was filled from."""
 
@@ -127,6 +130,7 @@ class Block(Residency):
         hosts = () if store is None else store.hosts
         self.host_addresses = [host.data_ptr() for host in hosts]
         self._host_pairs = self._paired(hosts)
+        self.versions = self.read_versions()
 
     def set_views(self, slot: Slot | None) -> None:
         """Take the views of a slot's memory, made once for each form; or none."""

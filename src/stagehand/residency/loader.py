@@ -41,6 +41,9 @@ class Loader(Protocol):
     stages: bool
     """Whether there is a stage between store and slot that can be filled ahead."""
 
+    fills: bool
+    """Whether threads fill slots, so that `finish` has something to wait for."""
+
     def request(self, block: Block) -> bool:
         """Begin to stage a block; False if it cannot be now, or need not be."""
 
@@ -118,6 +121,8 @@ class LaneLoader:
         counters: Where disk bytes are counted.
     """
 
+    fills = False
+
     def __init__(
         self,
         engine: TransferEngine,
@@ -193,7 +198,8 @@ class LaneLoader:
             image = self._read(block)
         if not isinstance(self._engine.load(slot, target, image, priority), Ticket):
             return False
-        block.versions = [tensor._version for tensor in block.tracked]
+        if block.trains:  # others are rarely edited: then their next use loads again
+            block.versions = block.read_versions()
         block.along(SENT)
         return True
 
@@ -325,6 +331,7 @@ class HostLoader:
     """
 
     stages = False
+    fills = True
 
     def __init__(
         self,

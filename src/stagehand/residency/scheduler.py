@@ -14,7 +14,7 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from stagehand.core.layout import copy_values
-from stagehand.core.states import DROPPED, BlockState
+from stagehand.core.states import ARRIVED, DROPPED, BlockState
 from stagehand.core.transfer import Priority, Slot, TransferEngine
 from stagehand.errors import (
     OrphanedParameterError,
@@ -136,7 +136,7 @@ class Scheduler:
         self._latest = block
         block.uses = 1
         if expected or not order.lost:
-            self._run_ahead()
+            self._run_ahead(stream)
 
     def after(self, block: Block) -> None:
         """End a use that `before` began."""
@@ -167,19 +167,26 @@ class Scheduler:
         if slot is None:
             slot = self._clear_slot(block)
             self._load(block, slot, Priority.CRITICAL)
+        if self._loader.fills:
+            self._finish(block, slot)
+        versions = [t._version for t in block.tracked]
+        if versions != block.versions:
+            block.versions = versions
+            self._reload(block, slot)
+        elif block.filled_in != self._pass and self._is_old(block):
+            self._reload(block, slot)
+        self._engine.await_filled(slot, stream)
+        if block.state is _PREFETCHING:
+            block.along(ARRIVED)
+        block.point_to_device()
+
+    def _finish(self, block: Block, slot: Slot) -> None:
         try:
             self._loader.finish(block)
         except BaseException:
             self._loader.forget(block)  # after an interrupt a thread may still write
             self._vacate(block, slot)
             raise
-        changed = [t._version for t in block.tracked] != block.versions
-        if changed or (block.filled_in != self._pass and self._is_old(block)):
-            self._reload(block, slot)
-        self._engine.await_filled(slot, stream)
-        if block.state is _PREFETCHING:
-            block.to(_GPU_READY)
-        block.point_to_device()
 
     def _is_old(self, block: Block) -> bool:
         """Whether the host's tensors were edited behind their version counters.
@@ -195,7 +202,7 @@ class Scheduler:
     def _reload(self, block: Block, slot: Slot) -> None:
         self._vacate(block, slot)
         self._load(block, slot, Priority.CRITICAL)
-        self._loader.finish(block)
+        self._finish(block, slot)
 
     # Loading and evicting
 
@@ -298,29 +305,35 @@ class Scheduler:
                 self.evict(block, verify=block.stays)
                 self.free_slot(slot)
 
-    def evict(self, block: Block, *, verify: bool = False) -> None:
+    def evict(
+        self, block: Block, *, verify: bool = False, stream: Stream | None = None
+    ) -> None:
         """Give up a block's slot, bringing its bytes home first if they changed.
 
         Args:
             block: On the device and not in use.
             verify: Compare the bytes too: while a tensor points into a slot outside of
                 any pass, an edit through `.data` changes it behind its version counter.
+            stream: The current stream, for who knows it.
         """
         slot = block.slot
         if slot is None:
             raise StagehandInternalError(f"block {block.name!r} is not on the device")
-        bound = block.bound
-        if (bound or block.filled_in != self._pass) and block.is_replaced():
-            self.take_in(block)
-        changed = bound and [t._version for t in block.tracked] != block.versions
-        if bound:
-            # Whoever read or edited its tensors since its last use used the slot.
-            self._engine.release(slot, self._device.current_stream())
-        if not bound:
+        if block.bound:
+            if block.is_replaced():
+                self.take_in(block)
+            versions = [t._version for t in block.tracked]
+            changed = versions != block.versions
+            block.versions = versions
+            # Whoever read or edited its tensors used the slot.
+            self._engine.release(slot, stream or self._device.current_stream())
+            if changed or verify:
+                block.to(BlockState.EVICTING)
+                self._loader.save(block, only_if_different=not changed)
+        else:
+            if block.filled_in != self._pass and block.is_replaced():
+                self.take_in(block)
             self._loader.forget(block)
-        elif changed or verify:
-            block.to(BlockState.EVICTING)
-            self._loader.save(block, only_if_different=not changed)
         self._vacate(block, slot)
         self._counters.evictions += 1
         if use_count_of(slot.storage._cdata) > slot.alone:
@@ -331,14 +344,12 @@ class Scheduler:
         if block.bound:
             block.point_to_host()
         elif block.state is _PREFETCHING:
-            block.to(_GPU_READY)  # the next copy into the slot waits its turn
+            block.along(ARRIVED)  # the next copy into the slot waits its turn
         if block.state is _GPU_READY:
             block.along(DROPPED)
         else:
             block.to(BlockState.UNLOADED)
-        block.seal = None
-        block.slot = None
-        slot.occupant = None
+        block.seal = block.slot = slot.occupant = None
         if self._latest is block:
             self._latest = None
 
@@ -410,7 +421,7 @@ class Scheduler:
 
     # Looking ahead
 
-    def _run_ahead(self) -> None:
+    def _run_ahead(self, stream: Stream) -> None:
         ahead, line = self._ahead, self._line
         room = self._lookahead - len(ahead)
         position = self._front + 1
@@ -424,7 +435,7 @@ class Scheduler:
                     if other is not None:
                         if other.uses or other.awaited:
                             break
-                        self.evict(other)
+                        self.evict(other, stream=stream)
                     if not self._load(block, slot, _SPECULATIVE):
                         break
                 elif not block.hosted:  # hosted ones are brought when they are needed
@@ -494,7 +505,8 @@ class Scheduler:
         if self.stopwatch is not None:
             self.stopwatch.end_pass(stream)
         if self.order.cursor == self.order.length - 1 and not self.order.lost:
-            self._run_ahead()  # the last use has let go of its slot; a pause may come
+            # The last use has let go of its slot, and a pause may come.
+            self._run_ahead(stream)
         for slot in self._slots:
             block = slot.occupant
             if block is None:
@@ -513,9 +525,11 @@ class Scheduler:
         for block in self._loader.staged():
             if block.seal is None:
                 block.seal = sample(block)
+        self._pass += 1  # uses outside of passes must notice edits made since, too
 
     def reset_uses(self) -> None:
         """Forget uses whose end was never told: an interrupt skipped the hooks."""
+        self._fetched = None
         for slot in self._slots:
             block = slot.occupant
             if block is not None and block.uses:
