@@ -42,10 +42,12 @@ PLAN: dict[int, dict[str, tuple[str, ...]]] = {
             *("holds", "loader", "scheduler", "steering"),
         )
     },
-    4: dict.fromkeys(
-        ["graph", "weights", "activations", "streamer", "conductor", "guards", "optim"],
-        (),
-    ),
+    4: {
+        **dict.fromkeys(
+            ["graph", "weights", "activations", "streamer", "conductor", "guards"], ()
+        ),
+        "optim": ("rounding", "states", "update", "overlap", "adamw"),
+    },
     5: {
         "": (
             *("config", "report", "assembly", "measure", "files", "moves"),
@@ -53,7 +55,7 @@ PLAN: dict[int, dict[str, tuple[str, ...]]] = {
         )
     },
     6: {
-        "compat": (),
+        "compat": ("ramtorch",),
         "integrations": (),
         "cli": ("models", "tasks", "outcome", "command", "main"),
         "testing": (),

@@ -15,6 +15,7 @@ from stagehand.core.telemetry import Counters
 from stagehand.core.transfer import TransferEngine
 from stagehand.core.workers import WorkerGroup
 from stagehand.errors import StagehandOOMError
+from stagehand.guards import Checks
 from stagehand.residency.blocks import Block, Finding, Group, can_stream, tensor_bytes
 from stagehand.residency.loader import HostLoader, LaneLoader, Loader
 from stagehand.residency.masters import Masters
@@ -26,6 +27,7 @@ from stagehand.units import MIB, format_at_least, format_bytes
 __all__ = ["Parts", "Settings", "assemble"]
 
 _READERS = 2  # threads: more do not read faster from one disk
+_NO_CHECKS = Checks()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,7 +50,7 @@ class Settings:
     """Make room when the whole process needs memory."""
     inference_mode: bool = False
     """No gradients will be asked for."""
-    checks_nonfinite: bool = False
+    checks: Checks = _NO_CHECKS
     timed: bool = False
     traced: bool = False
     log_interval: int = 10

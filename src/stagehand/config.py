@@ -6,6 +6,7 @@ from pathlib import Path
 
 from stagehand.core.ledger import Watermarks
 from stagehand.errors import ConfigError
+from stagehand.guards import Checks
 from stagehand.units import MIB
 
 __all__ = ["StagehandConfig"]
@@ -46,6 +47,13 @@ class StagehandConfig:
     """Priority of the lanes' streams; lower runs first."""
     nan_inf_check: bool = False
     """Count NaN and infinite values in outputs of blocks. Costs a pass over them."""
+    strict_bf16: bool = False
+    """Refuse a floating-point parameter or output of a block that is not bfloat16."""
+    dtype_promotion_check: bool = False
+    """Count outputs of blocks that are wider than every floating-point input, as when
+    something in float32 slips into a bfloat16 stream."""
+    fail_on_dtype_promotion: bool = False
+    """Raise at the first of these. Counts them, too."""
     telemetry_enabled: bool = True
     """Time uses and copies, for hits, stalls and the trace."""
     telemetry_interval_steps: int = 10
@@ -80,6 +88,15 @@ class StagehandConfig:
                 f" {self.pinned_pool_mb}: a slab must fit the pool"
             )
         self.watermarks()
+
+    def checks(self) -> Checks:
+        """Return which checks are asked for."""
+        return Checks(
+            nan_inf_check=self.nan_inf_check,
+            strict_bf16=self.strict_bf16,
+            dtype_promotion_check=self.dtype_promotion_check,
+            fail_on_dtype_promotion=self.fail_on_dtype_promotion,
+        )
 
     def watermarks(self) -> Watermarks:
         """Return both marks in bytes."""

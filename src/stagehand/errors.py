@@ -15,6 +15,7 @@ __all__ = [
     "InvalidStateTransitionError",
     "MissingTensorError",
     "OffsetError",
+    "OptimizerError",
     "OrphanedParameterError",
     "ReadError",
     "ShardChangedError",
@@ -78,6 +79,10 @@ class OrphanedParameterError(StagehandError, RuntimeError):
 
 class TransferError(StagehandError, RuntimeError):
     """Bytes could not be moved between two tiers."""
+
+
+class OptimizerError(StagehandError, RuntimeError):
+    """An optimizer cannot take a step as it is asked to."""
 
 
 class CheckpointError(StagehandError, ValueError):

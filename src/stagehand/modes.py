@@ -12,6 +12,7 @@ from stagehand.assembly import Settings
 from stagehand.config import StagehandConfig
 from stagehand.core.device import Device, find_device
 from stagehand.errors import ConfigError
+from stagehand.guards import Checks
 from stagehand.residency.blocks import find_blocks, find_layers, tensor_bytes
 from stagehand.runtime import HANDLE, Runtime
 from stagehand.units import MIB, parse_bytes
@@ -50,6 +51,7 @@ class StagehandRuntime(Runtime):
     Raises:
         ConfigError: If nothing matches, or the model is streamed already.
         StagehandOOMError: If the budget or a slab is too small; it names what works.
+        DtypeMismatchError: If `strict_bf16` finds a parameter of another type.
 
     Example:
         >>> runtime = StagehandRuntime(model, block_pattern=r"^layers\\.\\d+$")
@@ -83,7 +85,7 @@ class StagehandRuntime(Runtime):
             stream_priority=config.copy_stream_priority,
             watermarks=config.watermarks(),
             inference_mode=inference_mode,
-            checks_nonfinite=config.nan_inf_check,
+            checks=config.checks(),
             timed=config.telemetry_enabled,
             traced=trace,
             log_interval=config.telemetry_interval_steps,
@@ -106,6 +108,10 @@ def layer(
     trace: bool = False,
     pool: Arena | None = None,
     opaque: Sequence[type[nn.Module]] = (),
+    nan_inf_check: bool = False,
+    strict_bf16: bool = False,
+    dtype_promotion_check: bool = False,
+    fail_on_dtype_promotion: bool = False,
 ) -> _Model:
     """Stream a model's weights, layer by layer; use the model as before.
 
@@ -127,10 +133,17 @@ def layer(
         trace: Keep spans for `export_trace`.
         pool: Pinned memory from another runtime's `shutdown_keep_pool()`.
         opaque: Module classes that read their children's parameters themselves.
+        nan_inf_check: Count NaN and infinite values in outputs of blocks.
+        strict_bf16: Refuse a floating-point parameter or output of a block that is not
+            bfloat16.
+        dtype_promotion_check: Count outputs of blocks that are wider than every
+            floating-point input.
+        fail_on_dtype_promotion: Raise at the first of these.
 
     Raises:
         ConfigError: If an argument cannot work, or the model is streamed already.
         StagehandOOMError: If the budget is too small; it names the smallest that works.
+        DtypeMismatchError: If `strict_bf16` finds a parameter of another type.
 
     Example:
         >>> model = stagehand.layer(model, vram_budget="8GB")
@@ -148,6 +161,12 @@ def layer(
         pinned_bytes=pinned,
         lookahead=prefetch_k,
         inference_mode=inference_mode,
+        checks=Checks(
+            nan_inf_check=nan_inf_check,
+            strict_bf16=strict_bf16,
+            dtype_promotion_check=dtype_promotion_check,
+            fail_on_dtype_promotion=fail_on_dtype_promotion,
+        ),
         timed=bool(telemetry),
         traced=trace,
         telemetry_file=None if isinstance(telemetry, bool) else telemetry,

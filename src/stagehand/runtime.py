@@ -22,7 +22,7 @@ from stagehand.errors import (
 )
 from stagehand.files import KeyMap, back_by_files
 from stagehand.graph import SavedTensors
-from stagehand.guards import FiniteCheck
+from stagehand.guards import Guards
 from stagehand.measure import Measure
 from stagehand.moves import Moves
 from stagehand.report import Report, advise
@@ -41,7 +41,7 @@ from stagehand.weights import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
     from stagehand.core.arena import Arena
@@ -74,7 +74,8 @@ class Runtime(PassListener):
         telemetry = Telemetry(
             path=settings.telemetry_file,
             interval_steps=settings.log_interval,
-            checks_nonfinite=settings.checks_nonfinite,
+            checks_nonfinite=settings.checks.nan_inf_check,
+            checks_promotions=settings.checks.counts_promotions,
             times_uses=settings.timed or settings.traced,
         )
         self._measure = Measure(
@@ -87,11 +88,12 @@ class Runtime(PassListener):
         self._gathered_bytes = sum(
             {id(g): g.nbytes for _, g in finding.gathered}.values()
         )
+        self._guards = Guards(settings.checks, self._counters)
+        self._guards.check_parameters(
+            (*finding.streamed, *(group for _, group in finding.gathered))
+        )
         self._parts, sites = assemble(finding, settings, self._counters)
         self._files: FileSet | None = None
-        self._finite = (
-            FiniteCheck(self._counters) if settings.checks_nonfinite else None
-        )
         self._manual = False
         self._ready = False
         self._closed = False
@@ -105,6 +107,7 @@ class Runtime(PassListener):
         self._watched: int | None = None
         self._warned = False
         self._last_report: Report | None = None
+        self._at_shutdown: list[Callable[[nn.Module], None]] = []
         self._home = next(
             (t.device for t in model.parameters() if not t.is_meta), torch.device("cpu")
         )
@@ -124,8 +127,7 @@ class Runtime(PassListener):
         )
         for site, block in sites:
             self._hooks.add_site(site, block)
-            if self._finite is not None:
-                self._hooks.add_look(site, self._finite.look_at)
+            self._add_look(site, block.name)
         self._owners = {
             id(tensor): block for block in parts.away for tensor in block.tensors
         }
@@ -136,11 +138,14 @@ class Runtime(PassListener):
             join=parts.scheduler.join,
             leave=parts.scheduler.after,
         )
-        for table, _ in finding.gathered:
+        for table, group in finding.gathered:
             self._hooks.add_gather(table, self._rows)
+            self._add_look(table, group.name)
         self._finalizer = weakref.finalize(model, parts.close)
-        model.__dict__[HANDLE] = self
-        model.__dict__["_apply"] = Moves(self)
+        # The handle comes first, so that a copy of the model begins with it.
+        own = {k: v for k, v in model.__dict__.items() if k != HANDLE}
+        model.__dict__.clear()
+        model.__dict__.update({HANDLE: self, **own, "_apply": Moves(self)})
         try:
             parts.steering.steer()
             self._measure.know(parts.scheduler.blocks)
@@ -148,6 +153,11 @@ class Runtime(PassListener):
         except BaseException:
             self.shutdown()
             raise
+
+    def _add_look(self, module: nn.Module, block: str) -> None:
+        look = self._guards.look(block)
+        if look is not None:
+            self._hooks.add_look(module, look)
 
     @property
     def model(self) -> nn.Module:
@@ -173,12 +183,17 @@ class Runtime(PassListener):
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        """A copy of the model has no runtime."""
-        return
+        """A copy of the model has no runtime, and all of its tensors on the host."""
+        self._settle()
 
     def __reduce__(self) -> Any:
         """Nor has a pickled model."""
+        self._settle()
         return type(None), ()
+
+    def _settle(self) -> None:
+        if not self._closed and self._model_ref() is not None:
+            self.park()
 
     # Passes
 
@@ -332,8 +347,7 @@ class Runtime(PassListener):
     def _close_step(self) -> None:
         if self._measure.timed:
             self._parts.steering.note(*self._measure.collect())
-        if self._finite is not None:
-            self._finite.collect()
+        self._guards.collect()
         self._measure.end_step(self._parts.weights, self._parts.pinned_arena)
 
     @contextmanager
@@ -396,6 +410,11 @@ class Runtime(PassListener):
     def block_ids(self) -> tuple[str, ...]:
         """The names of all streamed blocks, in the order of the model's definition."""
         return tuple(block.name for block in self._parts.streamed)
+
+    @property
+    def streamed_tensors(self) -> tuple[torch.Tensor, ...]:
+        """The parameters and buffers of all blocks and of tables on the host."""
+        return tuple(t for block in self._parts.away for t in block.tensors)
 
     def _block(self, block_id: str) -> Block:
         self._check_open()
@@ -549,6 +568,11 @@ class Runtime(PassListener):
         self._end(keep_pool=True)
         return self._parts.pinned_arena
 
+    def at_shutdown(self, call: Callable[[nn.Module], None]) -> None:
+        """Call something with the plain model at the end of the shutdown."""
+        self._check_open()
+        self._at_shutdown.append(call)
+
     def _end(self, *, keep_pool: bool) -> None:
         if self._closed:
             return
@@ -569,6 +593,8 @@ class Runtime(PassListener):
         if self._files is not None:
             self._files.close()
         self._measure.telemetry.close()
+        for call in self._at_shutdown:
+            call(model)
 
     def _take_home_new_buffers(self, model: nn.Module) -> None:
         """Move buffers that a forward made anew to where the model came from."""

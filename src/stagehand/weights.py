@@ -433,8 +433,9 @@ class _SiteEnd(_Hook):
         if is_dynamo_compiling():
             _call_untraced(self, module, args, output)
             return
-        if self._block.uses:
-            self._after(self._block)
+        block = self._block
+        if block.uses:
+            self._after(block)
         stack = self._edges._stack
         if len(stack) == 1 and stack[0].module is module:
             self._edges.leave(module)
@@ -443,11 +444,14 @@ class _SiteEnd(_Hook):
 class _Look(_Hook):
     __slots__ = ("_look",)
 
-    def __init__(self, look: Callable[[Any], None]) -> None:
+    def __init__(self, look: Callable[[Any, Any], None]) -> None:
         self._look = look
 
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        self._look(output)
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if is_dynamo_compiling():
+            _call_untraced(self, module, args, kwargs, output)
+            return
+        self._look((args, kwargs), output)
 
 
 class _RowsBegin(_Hook):
@@ -693,9 +697,11 @@ class SiteHooks:
         )
         self._handles += (begin, end)
 
-    def add_look(self, module: nn.Module, look: Callable[[Any], None]) -> None:
-        """Show every output of a module to `look`."""
-        self._handles.append(module.register_forward_hook(_Look(look)))
+    def add_look(self, module: nn.Module, look: Callable[[Any, Any], None]) -> None:
+        """Show a module's inputs and every output to `look`."""
+        self._handles.append(
+            module.register_forward_hook(_Look(look), with_kwargs=True)
+        )
 
     def add_gather(self, module: nn.Module, mode: RowGather) -> None:
         """Let a module look its rows up on the host."""

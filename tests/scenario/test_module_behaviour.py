@@ -246,6 +246,21 @@ def test_a_pickled_model_comes_back_plain_with_the_same_values(place, streamed, 
     expect(streamed, place)
 
 
+@pytest.mark.parametrize("way", ["deepcopy", "pickle"])
+def test_tensors_of_the_model_itself_are_on_the_host_in_a_copy(place, way):
+    """A module's own tensors are copied before its hooks could bring them home."""
+    model = stack()
+    model.register_buffer("scale", torch.ones(3))
+    model.token = nn.Parameter(torch.ones(4))
+    stagehand.layer(model, vram_budget=BUDGET, device=place)
+    plain = deepcopy(model) if way == "deepcopy" else pickle.loads(pickle.dumps(model))
+    named = (*plain.parameters(), *plain.buffers())
+    assert {tensor.device.type for tensor in named} == {"cpu"}
+    runtime = runtime_of(model)
+    runtime.shutdown()
+    assert deepcopy({"runtime": runtime}) == {"runtime": None}
+
+
 def test_a_state_dict_is_whole_whenever_it_is_taken(place, streamed):
     assert_bitwise_equal(
         {k: v.cpu() for k, v in streamed.state_dict().items()}, values(stack()), "state"

@@ -5,6 +5,7 @@ import math
 import pytest
 
 from stagehand import ConfigError, StagehandConfig
+from stagehand.guards import Checks
 from stagehand.units import MIB
 
 
@@ -50,3 +51,17 @@ def test_slab_that_does_not_fit_the_pool_is_refused_with_both_sizes():
 def test_watermarks_in_the_wrong_order_are_refused():
     with pytest.raises(ConfigError, match="low < high"):
         StagehandConfig(vram_high_watermark_mb=1, vram_low_watermark_mb=2)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "nan_inf_check",
+        "strict_bf16",
+        "dtype_promotion_check",
+        "fail_on_dtype_promotion",
+    ],
+)
+def test_checks_are_off_by_default_and_switched_on_one_by_one(name):
+    assert StagehandConfig().checks() == Checks()
+    assert StagehandConfig(**{name: True}).checks() == Checks(**{name: True})

@@ -59,7 +59,7 @@ def test_misspelt_counter_is_refused():
 
 
 def test_record_has_what_was_counted_and_the_next_step_starts_anew():
-    telemetry = Telemetry(checks_nonfinite=True)
+    telemetry = Telemetry(checks_nonfinite=True, checks_promotions=True)
     for value, name in enumerate(sorted(COUNTERS), start=1):
         setattr(telemetry.counters, name, value)
     record = telemetry.end_step(step=4, duration_ms=2.5)
@@ -78,7 +78,8 @@ def test_what_nobody_measured_is_none_and_null():
         if getattr(record, field.name) is None
     }
     gauges = {field.name for field in dataclasses.fields(StepRecord)} - COUNTERS
-    assert unmeasured == gauges - {"step"} | {"nan_count", "inf_count"}
+    checked = {"nan_count", "inf_count", "dtype_promotions"}
+    assert unmeasured == gauges - {"step"} | checked
     line = json.loads(record.to_json())
     assert line["vram_used_mb"] is None
     assert {name for name in unmeasured if line[name] is None} == unmeasured
@@ -236,6 +237,13 @@ def test_nan_counts_are_numbers_only_where_somebody_checks(checks, total):
     end_steps(telemetry, "nan_count", [2])
     assert telemetry.records[0].nan_count == total
     assert telemetry.totals()["nan_count"] == total
+
+
+@pytest.mark.parametrize(("checks", "total"), [(True, 3), (False, None)])
+def test_promotions_are_numbers_only_where_somebody_checks(checks, total):
+    telemetry = Telemetry(checks_promotions=checks)
+    end_steps(telemetry, "dtype_promotions", [1, 2])
+    assert telemetry.totals()["dtype_promotions"] == total
 
 
 def test_hit_rate_counts_streamed_uses_of_the_window_only():

@@ -59,6 +59,8 @@ class Counters:
     """NaN values found, where outputs are checked."""
     inf_count: int = 0
     """Infinite values found, where outputs are checked."""
+    dtype_promotions: int = 0
+    """Outputs of blocks that were wider than every input, where that is checked."""
 
     def reset(self) -> None:
         """Set every counter to zero."""
@@ -68,6 +70,7 @@ class Counters:
 
 _COUNTERS = tuple(field.name for field in fields(Counters))
 _NONFINITE = frozenset({"nan_count", "inf_count"})
+_PROMOTIONS = frozenset({"dtype_promotions"})
 _TIMED = frozenset({"stall_time_ms", "stall_count", "prefetch_hits", "prefetch_misses"})
 
 
@@ -93,6 +96,7 @@ class StepRecord:
     abandoned_slots: int
     nan_count: int | None
     inf_count: int | None
+    dtype_promotions: int | None
 
     duration_ms: float | None = None
     """From the step's begin to its end, on the host."""
@@ -100,8 +104,6 @@ class StepRecord:
     """Time that the lanes spent copying."""
     compute_time_ms: float | None = None
     """Time that the device spent computing."""
-    dtype_promotions: int | None = None
-    """Block outputs that had a wider element type than was asked for."""
     device_used_bytes: int | None = None
     """Device bytes that the runtime holds for weights."""
     device_peak_bytes: int | None = None
@@ -154,6 +156,7 @@ class Telemetry:
         interval_steps: int = 1,
         window_steps: int = 100,
         checks_nonfinite: bool = False,
+        checks_promotions: bool = False,
         times_uses: bool = True,
     ) -> None:
         """Open no file yet; the first record does.
@@ -165,6 +168,8 @@ class Telemetry:
             window_steps: Steps that `records` and the statistics reach back.
             checks_nonfinite: Whether somebody counts NaN and infinite values; without
                 it their counts are `None`.
+            checks_promotions: Whether somebody compares outputs with inputs; without
+                it the count of promotions is `None`.
             times_uses: Whether somebody times uses; without it hits, misses and stalls
                 are `None`.
 
@@ -184,6 +189,8 @@ class Telemetry:
         self._unmeasured: frozenset[str] = frozenset()
         if not checks_nonfinite:
             self._unmeasured |= _NONFINITE
+        if not checks_promotions:
+            self._unmeasured |= _PROMOTIONS
         if not times_uses:
             self._unmeasured |= _TIMED
         self._window: deque[StepRecord] = deque(maxlen=window_steps)
