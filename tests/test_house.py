@@ -44,7 +44,16 @@ PLAN: dict[int, dict[str, tuple[str, ...]]] = {
     },
     4: {
         **dict.fromkeys(
-            ["graph", "weights", "activations", "streamer", "conductor", "guards"], ()
+            [
+                "graph",
+                "gradients",
+                "weights",
+                "activations",
+                "streamer",
+                "conductor",
+                "guards",
+            ],
+            (),
         ),
         "optim": ("rounding", "states", "update", "overlap", "adamw"),
     },

@@ -72,6 +72,8 @@ class Parts:
     pinned_arena: Arena
     engine: TransferEngine
     workers: WorkerGroup
+    adders: WorkerGroup
+    """One thread that adds gradients on the host."""
     loader: Loader
     blocks: list[Block]
     masters: Masters
@@ -113,6 +115,7 @@ class Parts:
     def close(self) -> None:
         """Stop threads and free memory without bringing anything home. Idempotent."""
         self.loader.close()
+        self.adders.close()
         self.scheduler.drop()
         self.device_arena.close()
         if not self.keep_pool:
@@ -186,6 +189,7 @@ def assemble(
         pinned_arena,
         engine,
         workers,
+        WorkerGroup("adder", 1),
         loader,
         blocks,
         masters,

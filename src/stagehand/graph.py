@@ -6,12 +6,18 @@ reused. So a saved tensor that lies in a slot becomes a handle: the block, and t
 shape, strides and offset of the view inside the block's image. Unpacking brings the
 block to the device and makes the view where the block lies then.
 
-One pair of hooks serves a whole pass; it is entered outside of any checkpointed region,
-so that checkpointing keeps working.
+One pair of hooks serves a whole pass. Where somebody else's hooks are on top of it, as
+inside of a checkpointed region, a site puts a pair there that passes on to them what is
+no weight: forward and recompute leave out the same tensors, so checkpointing works, and
+what a recompute saves holds no slot either.
+
+Under autocast the graph saves casts of weights. A cast of a trained weight is known by
+the graph itself and becomes a handle that casts again; one of a frozen weight leaves no
+trace in the graph and stays an activation.
 """
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,6 +25,11 @@ import torch
 from stagehand.core.transfer import Slot
 from stagehand.errors import StagehandInternalError
 from stagehand.residency.blocks import Block
+from stagehand.torch_private import (
+    pop_saved_hooks,
+    push_saved_hooks,
+    top_saved_hooks,
+)
 
 __all__ = ["SavedTensors", "WeightHandle"]
 
@@ -65,12 +76,7 @@ class WeightHandle:
             raise StagehandInternalError(f"block {block.name!r} is not on the device")
         tensor = block.tensors[self.number]
         if tensor._version != self.version:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified"
-                f" by an inplace operation: a weight of block {block.name!r} of"
-                f" shape {list(tensor.shape)} is at version {tensor._version};"
-                f" expected version {self.version} instead"
-            )
+            raise _changed(block, tensor, self.version)
         # A view of its own: who keeps it holds the memory, and the slot can tell.
         base = block.views[self.number]
         if base.dtype is not self.dtype:
@@ -94,34 +100,75 @@ class SavedTensors:
 
     Args:
         slots: The slots in use, by the address of their memory.
+        owners: The streamed block of each parameter, by the parameter's id.
         fetch: Brings a block to the device for backward.
     """
 
     def __init__(
-        self, slots: Mapping[int, Slot], fetch: Callable[[Block], None]
+        self,
+        slots: Mapping[int, Slot],
+        owners: Mapping[int, Block],
+        fetch: Callable[[Block], None],
     ) -> None:
         self._slots = slots
+        self._owners = owners
         self._fetch = fetch
         # Which tensor of a block begins or lies at an offset, noted once.
         self._numbers: dict[tuple[int, int, torch.dtype], int] = {}
 
-    def hooks(self) -> AbstractContextManager[Any]:
-        """Return a context inside which weights are saved as handles."""
-        return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+    @contextmanager
+    def hooks(self) -> Iterator[None]:
+        """Save weights as handles inside, and all else as outside."""
+        self.rise()
+        try:
+            yield
+        finally:
+            pop_saved_hooks()
 
-    def _pack(self, saved: torch.Tensor) -> "WeightHandle | _Kept":
+    def rise(self) -> bool:
+        """Be on top of this thread's hooks; False if that was so already.
+
+        If not, the caller must end it with `pop_saved_hooks`.
+        """
+        top = top_saved_hooks()
+        if top is None:
+            push_saved_hooks(self._pack, self._unpack)
+            return True
+        owner = getattr(top[0], "__self__", None)
+        if owner is self or (isinstance(owner, _Inside) and owner.saved is self):
+            return False
+        inside = _Inside(self, *top)
+        push_saved_hooks(inside.pack, inside.unpack)
+        return True
+
+    def _pack(self, saved: torch.Tensor) -> "WeightHandle | _Cast | _Kept":
+        return self.handle(saved) or _Kept(saved)
+
+    def _unpack(self, packed: "WeightHandle | _Cast | _Kept") -> torch.Tensor:
+        if isinstance(packed, _Kept):
+            return packed.get()
+        return self.bring(packed)
+
+    def bring(self, packed: "WeightHandle | _Cast") -> torch.Tensor:
+        """Return the view that a handle stands for."""
+        self._fetch(packed.block)
+        return packed.view()
+
+    def handle(self, saved: torch.Tensor) -> "WeightHandle | _Cast | None":
+        """Return what stands for a weight; None if the tensor is no weight."""
         kind = type(saved)
         if kind is not torch.Tensor and type(saved.data) is not torch.Tensor:
-            return _Kept(saved)  # a wrapper around other tensors
+            return None  # a wrapper around other tensors
         try:
             address = saved.untyped_storage().data_ptr()
         except NotImplementedError:  # sparse, or otherwise without a storage
-            return _Kept(saved)
+            return None
         slot = self._slots.get(address)
-        if slot is None or slot.occupant is None or saved.is_nested:
-            return _Kept(saved)
-        if saved.is_conj() or saved.is_neg():  # a handle knows bytes, not their meaning
-            return _Kept(saved)
+        if slot is None or slot.occupant is None:
+            return None if saved.grad_fn is None else self._cast(saved)
+        # A handle knows bytes, not their meaning.
+        if saved.is_nested or saved.is_conj() or saved.is_neg():
+            return None
         block: Block = slot.occupant
         offset = int(saved.storage_offset())
         dtype = saved.dtype
@@ -139,11 +186,74 @@ class SavedTensors:
             block.tensors[number]._version,
         )
 
-    def _unpack(self, packed: "WeightHandle | _Kept") -> torch.Tensor:
-        if isinstance(packed, _Kept):
-            return packed.get()
-        self._fetch(packed.block)
-        return packed.view()
+    def _cast(self, saved: torch.Tensor) -> "_Cast | None":
+        base = saved if saved._base is None else saved._base
+        made = base.grad_fn
+        if made is None or made.name() != "ToCopyBackward0":
+            return None
+        weight = getattr(made.next_functions[0][0], "variable", None)
+        block = self._owners.get(id(weight))
+        if weight is None or block is None or base.device != weight.device:
+            return None
+        return _Cast(block, weight, base.dtype, saved)
+
+
+class _Inside:
+    """Hooks on top of somebody else's: weights are handles, all else is theirs."""
+
+    def __init__(
+        self,
+        saved: SavedTensors,
+        pack: Callable[[torch.Tensor], Any],
+        unpack: Callable[[Any], torch.Tensor],
+    ) -> None:
+        self.saved = saved
+        self._pack = pack
+        self._unpack = unpack
+
+    def pack(self, saved: torch.Tensor) -> Any:
+        return self.saved.handle(saved) or self._pack(saved)
+
+    def unpack(self, packed: Any) -> torch.Tensor:
+        if isinstance(packed, WeightHandle | _Cast):
+            return self.saved.bring(packed)
+        return self._unpack(packed)
+
+
+class _Cast:
+    """A view of a weight's copy in another element type, made again when asked for."""
+
+    __slots__ = ("block", "dtype", "offset", "shape", "stride", "version", "weight")
+
+    def __init__(
+        self,
+        block: Block,
+        weight: torch.Tensor,
+        dtype: torch.dtype,
+        saved: torch.Tensor,
+    ) -> None:
+        self.block = block
+        self.weight = weight
+        self.dtype = dtype
+        self.shape = saved.shape
+        self.stride = saved.stride()
+        self.offset = int(saved.storage_offset())
+        self.version = weight._version
+
+    def view(self) -> torch.Tensor:
+        if self.weight._version != self.version:
+            raise _changed(self.block, self.weight, self.version)
+        cast = self.weight.data.to(self.dtype)
+        return cast.as_strided(self.shape, self.stride, self.offset)
+
+
+def _changed(block: Block, tensor: torch.Tensor, version: int) -> RuntimeError:
+    return RuntimeError(
+        "one of the variables needed for gradient computation has been modified by an"
+        f" inplace operation: a weight of block {block.name!r} of shape"
+        f" {list(tensor.shape)} is at version {tensor._version}; expected version"
+        f" {version} instead"
+    )
 
 
 class _Kept:

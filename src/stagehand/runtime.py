@@ -21,6 +21,7 @@ from stagehand.errors import (
     StagehandWarning,
 )
 from stagehand.files import KeyMap, back_by_files
+from stagehand.gradients import Gradients
 from stagehand.graph import SavedTensors
 from stagehand.guards import Guards
 from stagehand.measure import Measure
@@ -114,23 +115,26 @@ class Runtime(PassListener):
         parts = self._parts
         for block in parts.blocks:
             parts.masters.adopt(block)
-        self._saved = SavedTensors(
-            parts.scheduler.slots_by_memory, parts.scheduler.fetch
-        )
+        self._owners = {
+            id(tensor): block for block in parts.away for tensor in block.tensors
+        }
         self._edges = Edges(self, settings.device.torch_device)
+        self._saved = SavedTensors(
+            parts.scheduler.slots_by_memory, self._owners, self._fetch
+        )
+        self._gradients = self._make_gradients()
         self._hooks = SiteHooks(
             model,
             self._edges,
             before=parts.scheduler.before,
             after=parts.scheduler.after,
+            fetch=self._fetch,
+            rise=self._saved.rise,
             settle=self.park,
         )
         for site, block in sites:
             self._hooks.add_site(site, block)
             self._add_look(site, block.name)
-        self._owners = {
-            id(tensor): block for block in parts.away for tensor in block.tensors
-        }
         self._rows = RowGather(
             settings.device.torch_device,
             self._counters,
@@ -153,6 +157,20 @@ class Runtime(PassListener):
         except BaseException:
             self.shutdown()
             raise
+
+    def _make_gradients(self) -> Gradients | None:
+        """Gradients are at home where they are made on the host."""
+        parts = self._parts
+        if self._device.is_host:
+            return None
+        return Gradients(
+            parts.device,
+            parts.engine,
+            parts.pinned_arena,
+            parts.adders,
+            enter=self._edges.enter_backward,
+            fetch=self._fetch,
+        )
 
     def _add_look(self, module: nn.Module, block: str) -> None:
         look = self._guards.look(block)
@@ -199,10 +217,56 @@ class Runtime(PassListener):
 
     def begin_pass(self, module: nn.Module) -> AbstractContextManager[Any] | None:
         """See `PassListener.begin_pass`."""
-        parts, measure = self._parts, self._measure
         if module is self._model_ref() and not self._manual:
             self._next_step(None)
-        measure.begin_pass()
+        self._tell(Phase.FORWARD)
+        self._measure.begin_pass()
+        if self._gradients is not None and self._takes_gradients():
+            self._gradients.watch(self._parts.streamed)
+        self._begin_uses(backward=False)
+        return self._pass_context(module)
+
+    def begin_backward(self) -> None:
+        """See `PassListener.begin_backward`."""
+        self._tell(Phase.BACKWARD)
+        self._begin_uses(backward=True)
+
+    def end_backward(self, *, failed: bool) -> None:
+        """See `PassListener.end_backward`."""
+        scheduler, gradients = self._parts.scheduler, self._gradients
+        scheduler.release_fetched()
+        if failed:
+            scheduler.reset_uses()
+        if gradients is not None:
+            gradients.pass_on()
+        scheduler.end_pass()
+        if gradients is not None:
+            gradients.settle()
+
+    def _fetch(self, block: Block) -> None:
+        """Bring a block to the device for autograd."""
+        self._edges.enter_backward()
+        scheduler, gradients = self._parts.scheduler, self._gradients
+        left = scheduler.fetched
+        if left is block:
+            return
+        if gradients is not None and left is not None and left.trains:
+            scheduler.release_fetched()
+            if gradients.has_listeners:
+                scheduler.send_home(left)
+            gradients.pass_on()
+        scheduler.fetch(block)
+
+    def _takes_gradients(self) -> bool:
+        return torch.is_grad_enabled() and not self._settings.inference_mode
+
+    def _tell(self, phase: Phase) -> None:
+        """Move the clock of a step that nobody else tells of its phases."""
+        if self._measure.in_step and not self._manual:
+            self._measure.clock.enter(phase)
+
+    def _begin_uses(self, *, backward: bool) -> None:
+        parts, measure = self._parts, self._measure
         if not self._ready:
             self._prepare()
         if self._files is not None:
@@ -210,7 +274,7 @@ class Runtime(PassListener):
         if measure.stopwatch.is_over():
             parts.steering.note(*measure.collect())
         self._make_room()
-        parts.scheduler.begin_pass()
+        parts.scheduler.begin_pass(backward=backward)
         if not parts.scheduler.in_use and parts.steering.steer():
             if parts.weights.overdraft_bytes:
                 parts.device_arena.trim()  # what was kept for reuse under the old limit
@@ -219,7 +283,6 @@ class Runtime(PassListener):
         watch = measure.timed or parts.steering.wants_times(measure.stopwatch.uses)
         parts.scheduler.stopwatch = measure.stopwatch if watch else None
         parts.engine.stopwatch = parts.scheduler.stopwatch
-        return self._pass_context(module)
 
     def _pass_context(self, module: nn.Module) -> ExitStack:
         stack = ExitStack()
@@ -245,6 +308,8 @@ class Runtime(PassListener):
         if watched is not None and sys.exc_info()[0] is None:
             self._known.add(watched)  # a pass that failed did not show all
         self._parts.scheduler.end_pass()
+        if self._gradients is not None:
+            self._gradients.settle()  # of a backward pass inside of a forward
         self._measure.end_pass()
         if strays:
             self._keep(strays)
@@ -456,6 +521,25 @@ class Runtime(PassListener):
         self._place_rest()
         return count
 
+    # Gradients
+
+    def when_home(
+        self, listener: Callable[[Sequence[nn.Parameter]], None]
+    ) -> Callable[[], None]:
+        """Call `listener(parameters)` in backward as their gradients come home.
+
+        In one worker thread, with streamed parameters that are on the host and whose
+        gradients are complete beside them; it may change both. Where the model computes
+        on the host, gradients are there at once and nobody is called.
+
+        Returns:
+            A function that ends the subscription.
+        """
+        self._check_open()
+        if self._gradients is None:
+            return lambda: None
+        return self._gradients.when_home(listener)
+
     # Memory
 
     def set_budget(self, vram_budget: int | str) -> None:
@@ -578,6 +662,8 @@ class Runtime(PassListener):
             return
         model, parts = self._check_open(), self._parts
         self.park()
+        if self._gradients is not None:
+            self._gradients.close()
         self._close_step()
         self._last_report = self.report()
         self._hooks.remove()

@@ -4,12 +4,22 @@
   importing the library is refused.
 - `torch._C._current_graph_task_id`: is this thread inside a backward pass? Without it,
   importing the library is refused.
+- `torch._C._autograd._{push,pop,top}_saved_tensors_default_hooks`: save weights as
+  handles inside of regions whose own hooks save all else, as checkpointing does.
+  Without them, importing the library is refused.
+- `torch.autograd.Variable._execution_engine.queue_callback`: learn that a backward pass
+  is over. It came with the engine.
+- `torch.autograd.graph._engine_run_backward`: the function in which a thread waits for
+  a backward pass. Without it, a forward that itself runs a backward pass may hang.
+- `Tensor._post_accumulate_grad_hooks`: gradients are taken home after the user's hooks
+  have seen them. Without it, before those that were registered later.
 - `torch._disable_dynamo`: leave a function out of compiled graphs without importing the
   compiler. Without it, compiled blocks warn of what they cannot trace.
 
 Tried with torch 2.9 to 2.13.
 """
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -17,22 +27,48 @@ import torch
 
 from stagehand.errors import StagehandError
 
-__all__ = ["in_backward", "storage_use_count", "untraced", "use_count_of"]
+__all__ = [
+    "at_end_of_backward",
+    "graph_task",
+    "has_more_hooks",
+    "in_backward",
+    "is_last_hook",
+    "pop_saved_hooks",
+    "push_saved_hooks",
+    "storage_use_count",
+    "top_saved_hooks",
+    "untraced",
+    "use_count_of",
+    "waits_for_backward",
+]
+
+SavedHooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 
 
-def _required(name: str) -> Callable[..., int]:
-    found: Callable[..., int] | None = getattr(torch._C, name, None)
+def _required(name: str, owner: Any = torch._C) -> Callable[..., Any]:
+    found: Callable[..., Any] | None = getattr(owner, name, None)
     if found is None:
         raise StagehandError(
-            f"torch {torch.__version__} has no torch._C.{name}, which weight streaming"
-            " needs to keep memory safe; use torch 2.9 to 2.13"
+            f"torch {torch.__version__} has no {owner.__name__}.{name}, which weight"
+            " streaming needs to keep memory safe; use torch 2.9 to 2.13"
         )
     return found
 
 
-use_count_of = _required("_storage_Use_Count")
+use_count_of: Callable[[int], int] = _required("_storage_Use_Count")
 """`storage_use_count` of a storage's `_cdata`, where a call more is too slow."""
-_graph_task_id = _required("_current_graph_task_id")
+graph_task: Callable[[], int] = _required("_current_graph_task_id")
+"""The number of the backward pass in which this thread runs, or -1."""
+push_saved_hooks: Callable[[Any, Any], None] = _required(
+    "_push_saved_tensors_default_hooks", torch._C._autograd
+)
+"""Let this thread's operators save tensors through a pair of hooks from now on."""
+pop_saved_hooks: Callable[[], None] = _required(
+    "_pop_saved_tensors_default_hooks", torch._C._autograd
+)
+"""End what the latest push began."""
+_top_saved_hooks = _required("_top_saved_tensors_default_hooks", torch._C._autograd)
+_run_backward = getattr(torch.autograd.graph, "_engine_run_backward", None)
 
 
 def storage_use_count(storage: torch.UntypedStorage) -> int:
@@ -42,7 +78,51 @@ def storage_use_count(storage: torch.UntypedStorage) -> int:
 
 def in_backward() -> bool:
     """Return whether this thread runs inside autograd's backward pass."""
-    return _graph_task_id() != -1
+    return graph_task() != -1
+
+
+def top_saved_hooks() -> SavedHooks | None:
+    """Return the pair of hooks through which this thread saves tensors now."""
+    pair: SavedHooks | None = _top_saved_hooks(False)
+    return pair
+
+
+def at_end_of_backward(call: Callable[[], None]) -> None:
+    """Call something when the backward pass in which this thread runs has succeeded.
+
+    If it fails, the reference to `call` is dropped.
+    """
+    torch.autograd.Variable._execution_engine.queue_callback(call)
+
+
+def waits_for_backward(thread: int) -> bool:
+    """Return whether a thread, by its number, is inside a call of autograd."""
+    frame = sys._current_frames().get(thread)
+    while frame is not None and _run_backward is not None:
+        if frame.f_code is _run_backward.__code__:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def has_more_hooks(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor has several post-accumulate hooks."""
+    hooks: Any = getattr(tensor, "_post_accumulate_grad_hooks", None)
+    return hooks is not None and len(hooks) > 1
+
+
+def is_last_hook(tensor: torch.Tensor, number: int) -> bool:
+    """Let a post-accumulate hook be the last of its tensor; return whether it was.
+
+    Args:
+        tensor: Whose hooks.
+        number: The hook's, as its handle knows it.
+    """
+    hooks: Any = getattr(tensor, "_post_accumulate_grad_hooks", None)
+    if not hooks or next(reversed(hooks)) == number:
+        return True
+    hooks.move_to_end(number)
+    return False
 
 
 def untraced(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -7,6 +7,11 @@ Two kinds of places are hooked, with PyTorch's own forward hooks:
   direct children, and any site that is called while none of these runs. The outermost
   one holds the runtime's lock, moves inputs to the device and begins and ends the pass.
 
+Autograd's way back is a pass too. No hook tells where it begins: the first weight that
+is unpacked, the first gradient that arrives or the first module that is recomputed does
+(`Edges.enter_backward`), in whichever thread autograd runs. It ends with the outermost
+call of autograd, whether that succeeds or raises.
+
 An exception inside a forward runs the hooks (`always_call`); an interrupt does not. So
 each edge notes its frame, and what a dead frame left open is closed at the next entry.
 """
@@ -15,6 +20,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,7 +28,14 @@ from torch import nn
 from torch.compiler import is_dynamo_compiling
 from torch.overrides import TorchFunctionMode
 
-from stagehand.torch_private import untraced
+from stagehand.torch_private import (
+    at_end_of_backward,
+    graph_task,
+    in_backward,
+    pop_saved_hooks,
+    untraced,
+    waits_for_backward,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -57,6 +70,12 @@ class PassListener:
     def abort_pass(self) -> None:
         """A pass was left without a word; close what it left open."""
 
+    def begin_backward(self) -> None:
+        """Autograd begins to go back through the model."""
+
+    def end_backward(self, *, failed: bool) -> None:
+        """It is over."""
+
 
 class _Here(threading.local):
     """This thread, by its object: the numbers of threads that ended are used again."""
@@ -88,22 +107,33 @@ class _Turn:
         self._count = 0
         self._sorting = False  # the owner is back, and may be closing what it left
 
-    def acquire(self) -> None:
-        """Wait for one's turn."""
+    def acquire(self, *, in_backward: bool = False) -> bool:
+        """Wait for one's turn; return whether it was granted.
+
+        Args:
+            in_backward: Do not wait for an owner that itself waits for autograd: that
+                needs the thread that asks.
+        """
         me = _HERE.thread
         with self._ownership:
             if self._owner is me:
                 self._count += 1
                 self._sorting = True
-                return
-        while not self._lock.acquire(timeout=_LOOK_SECONDS):
+                return True
+        while not self._lock.acquire(blocking=False):
+            owner = self._owner
+            if in_backward and owner is not None and waits_for_backward(owner.ident):
+                return False
+            if self._lock.acquire(timeout=_LOOK_SECONDS):
+                break
             with self._ownership:
                 if not self._is_forgotten():
                     continue
                 self._owner, self._count = me, 1
             self._take_over()
-            return
+            return True
         self._owner, self._count = me, 1
+        return True
 
     def _is_forgotten(self) -> bool:
         if self._owner is None or self._sorting:
@@ -133,14 +163,35 @@ _LOOK_SECONDS = 0.05
 
 
 class _Frame:
-    """One entry through an edge that has not been left."""
+    """One entry through an edge, or autograd's, that has not been left."""
 
     __slots__ = ("context", "frame", "module")
 
-    def __init__(self, module: nn.Module, frame: FrameType) -> None:
+    def __init__(self, module: nn.Module | None, frame: FrameType | None) -> None:
         self.module = module
         self.frame = frame
         self.context: AbstractContextManager[Any] | None = None
+
+
+class _Backward:
+    """One call of autograd that goes through the model, and those inside of it.
+
+    Autograd calls it when it has succeeded, and drops it when it has failed.
+    """
+
+    __slots__ = ("__weakref__", "_edges", "over", "task")
+
+    def __init__(self, edges: Edges) -> None:
+        self._edges = edges
+        self.task = graph_task()
+        self.over = False
+
+    def __call__(self) -> None:
+        self._edges.leave_backward(self, failed=False)
+
+    def __del__(self) -> None:
+        if not self.over:
+            self._edges.leave_backward(self, failed=True)
 
 
 class Edges:
@@ -158,6 +209,9 @@ class Edges:
         self._stack: list[_Frame] = []
         self._thread: Any = None
         self._unclosed: dict[Any, list[AbstractContextManager[Any]]] = {}  # by thread
+        self._backward: Callable[[], _Backward | None] | None = None
+        self.risen: list[tuple[nn.Module, bool]] = []
+        """Sites that run with gradients, and whether they put hooks on top."""
 
     def inside(self) -> bool:
         """Return whether this thread runs inside the model."""
@@ -182,6 +236,9 @@ class Edges:
             kwargs: Its keyword arguments.
             frame: The caller's frame, which lives as long as the module runs.
         """
+        if in_backward():
+            self.enter_backward()
+            return None
         self.lock.acquire()
         try:
             self._close_dead()
@@ -202,7 +259,7 @@ class Edges:
 
     def leave(self, module: nn.Module) -> None:
         """End the latest entry, if it is this module's."""
-        if not self.inside() or self._stack[-1].module is not module:
+        if not self.inside() or self._stack[-1].module is not module or in_backward():
             return
         entry = self._stack.pop()
         try:
@@ -216,6 +273,46 @@ class Edges:
         finally:
             self.lock.release()
 
+    def enter_backward(self) -> None:
+        """Begin autograd's pass, unless it or another pass of this thread goes on."""
+        if self._thread is _HERE.thread:
+            return
+        known = None if self._backward is None else self._backward()
+        if known is not None and known.task == graph_task():
+            return  # autograd uses a thread for each device
+        if not self.lock.acquire(in_backward=True):
+            return  # a forward waits for this: it is part of its pass
+        try:
+            self._close_dead()
+        except BaseException:
+            self.lock.release()
+            raise
+        self.lock.sorted()
+        self._stack.append(_Frame(None, None))
+        self._thread = _HERE.thread
+        self._queue_end()
+        self._listener.begin_backward()
+
+    def _queue_end(self) -> None:
+        # Only autograd may hold it, not even the frame of a failure's traceback.
+        backward = _Backward(self)
+        self._backward = weakref.ref(backward)
+        at_end_of_backward(backward)
+
+    def leave_backward(self, backward: _Backward, *, failed: bool) -> None:
+        """End autograd's pass, in any thread."""
+        backward.over = True
+        self._forget_backward()
+        try:
+            self._listener.end_backward(failed=failed)
+        finally:
+            self.lock.release()
+
+    def _forget_backward(self) -> None:
+        self._stack.clear()
+        self._thread = None
+        self._backward = None
+
     def _close_dead(self) -> None:
         """Close entries whose frame is gone: an interrupt skipped their hooks."""
         if self._unclosed:
@@ -223,12 +320,19 @@ class Edges:
                 context.__exit__(None, None, None)
         if not self._stack or _is_running(self._stack[-1].frame):
             return
+        self._sink()
         while self._stack and not _is_running(self._stack[-1].frame):
             entry = self._stack.pop()
             if entry.context is not None:
                 entry.context.__exit__(None, None, None)
             self.lock.release()
         self._abort()
+
+    def _sink(self) -> None:
+        """Take off the hooks of sites that an interrupt left."""
+        while self.risen:
+            if self.risen.pop()[1]:
+                pop_saved_hooks()
 
     def _is_left(self) -> bool:
         return bool(self._stack) and not _is_running(self._stack[0].frame)
@@ -248,8 +352,13 @@ class Edges:
             self._listener.end_pass()
 
 
-def _is_running(frame: FrameType) -> bool:
-    """Whether a frame has not returned, in whichever thread; else it is cleared."""
+def _is_running(frame: FrameType | None) -> bool:
+    """Whether a frame has not returned, in whichever thread; else it is cleared.
+
+    Without a frame, it is autograd that tells when it is over.
+    """
+    if frame is None:
+        return True
     try:
         frame.clear()
     except RuntimeError:
@@ -400,14 +509,19 @@ class _EdgeEnd(_Hook):
 
 
 class _SiteBegin(_Hook):
-    __slots__ = ("_before", "_block", "_edges")
+    __slots__ = ("_before", "_block", "_edges", "_rise")
 
     def __init__(
-        self, block: Block, before: Callable[[Block], None], edges: Edges
+        self,
+        block: Block,
+        before: Callable[[Block], None],
+        edges: Edges,
+        rise: Callable[[], bool],
     ) -> None:
         self._block = block
         self._before = before
         self._edges = edges
+        self._rise = rise
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if is_dynamo_compiling():
@@ -416,6 +530,8 @@ class _SiteBegin(_Hook):
         if self._edges._thread is not _HERE.thread:
             moved = self._edges.enter(module, args, kwargs, _module_frame())
         self._before(self._block)
+        if torch.is_grad_enabled():
+            self._edges.risen.append((module, self._rise()))
         return moved
 
 
@@ -433,12 +549,31 @@ class _SiteEnd(_Hook):
         if is_dynamo_compiling():
             _call_untraced(self, module, args, output)
             return
+        risen = self._edges.risen
+        if risen and risen[-1][0] is module and risen.pop()[1]:
+            pop_saved_hooks()
         block = self._block
         if block.uses:
             self._after(block)
         stack = self._edges._stack
         if len(stack) == 1 and stack[0].module is module:
             self._edges.leave(module)
+
+
+class _InnerBegin(_Hook):
+    """A module inside of a site is recomputed by itself, without the site."""
+
+    __slots__ = ("_block", "_fetch")
+
+    def __init__(self, block: Block, fetch: Callable[[Block], None]) -> None:
+        self._block = block
+        self._fetch = fetch
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        if is_dynamo_compiling():
+            _call_untraced(self, module, args)
+        elif not self._block.uses and in_backward():
+            self._fetch(self._block)
 
 
 class _Look(_Hook):
@@ -653,6 +788,9 @@ class SiteHooks:
         edges: Its edge.
         before: Called with a block when a site begins.
         after: Called with a block when a site ends.
+        fetch: Called with a block when a part of its site is recomputed.
+        rise: Makes this thread's operators save weights as handles; returns whether
+            hooks were pushed for that.
         settle: Brings every tensor home before the model is copied.
     """
 
@@ -663,11 +801,15 @@ class SiteHooks:
         *,
         before: Callable[[Block], None],
         after: Callable[[Block], None],
+        fetch: Callable[[Block], None],
+        rise: Callable[[], bool],
         settle: Callable[[], None],
     ) -> None:
         self._edges = edges
         self._before = before
         self._after = after
+        self._fetch = fetch
+        self._rise = rise
         self._handles: list[RemovableHandle] = []
         for edge in (model, *model.children()):
             if type(edge).forward is not nn.ModuleList.forward:
@@ -690,12 +832,19 @@ class SiteHooks:
     def add_site(self, module: nn.Module, block: Block) -> None:
         """Tell the scheduler when a module uses a block."""
         begin = module.register_forward_pre_hook(
-            _SiteBegin(block, self._before, self._edges), prepend=True, with_kwargs=True
+            _SiteBegin(block, self._before, self._edges, self._rise),
+            prepend=True,
+            with_kwargs=True,
         )
         end = module.register_forward_hook(
             _SiteEnd(block, self._after, self._edges), always_call=True
         )
         self._handles += (begin, end)
+        for part in module.modules():
+            own = (*part._parameters.values(), *part._buffers.values())
+            if part is not module and any(tensor is not None for tensor in own):
+                inner = _InnerBegin(block, self._fetch)
+                self._handles.append(part.register_forward_pre_hook(inner))
 
     def add_look(self, module: nn.Module, look: Callable[[Any, Any], None]) -> None:
         """Show a module's inputs and every output to `look`."""

@@ -173,7 +173,22 @@ def free_by_a_holder_after_it_read(rig):
     del kept
 
 
+def carry_home_what_a_stream_makes(rig):
+    """The copy waits for the maker, and the memory for the copy."""
+    home = rig.host(9)
+    with rig.side:
+        made = torch.full((NBYTES,), 3, dtype=torch.uint8, device="hpu")
+    rig.engine.carry_home(made, home, block=0, maker=rig.side)
+    del made
+    with rig.side:
+        other = torch.zeros(NBYTES, dtype=torch.uint8, device="hpu")
+    rig.engine.drain()
+    assert home.eq(3).all()
+    del other
+
+
 HAZARDS = (
+    carry_home_what_a_stream_makes,
     *(read_after_load, load_after_read, load_after_two_readers, save_after_load),
     *(load_after_interleaved_readers, save_after_write, load_after_save),
     *(read_after_reload_by_the_same_stream, read_by_a_second_stream, free_after_read),
@@ -202,7 +217,10 @@ GUARDS = {
         *(free_after_read, reuse_by_another_slot_after_read),
     ),
     ("disown", "buffer.record_stream(stream)"): (free_by_a_holder_after_it_read,),
+    ("carry_home", "stream.wait_event(self._ready)"): (carry_home_what_a_stream_makes,),
+    ("carry_home", "source.record_stream(stream)"): (carry_home_what_a_stream_makes,),
     # Marks that later waits rely on.
+    ("carry_home", "self._ready.record(maker)"): (carry_home_what_a_stream_makes,),
     ("load", "filled.record(stream)"): (read_after_load,),
     ("load", "slot._seen_by = "): (read_after_reload_by_the_same_stream,),
     ("_mark", "slot._drained.record(stream)"): (load_after_read,),

@@ -95,9 +95,10 @@ class Device(Protocol):
         """Return the bytes that can still be had, those cached by PyTorch included."""
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Queue a copy of bytes on the current stream, whose host side is `pinned`.
+        """Queue a copy on the current stream, whose host side is `pinned`.
 
-        The host side starts where that memory starts.
+        Both are of one shape and element type, and the host side starts where that
+        memory starts.
         """
 
     def synchronize(self) -> None:
@@ -203,9 +204,11 @@ class AcceleratorDevice:
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """See `Device.copy`. No copy may span two registrations of pinned memory."""
-        if target.numel() <= _REGISTER_CHUNK:
+        if target.numel() * target.element_size() <= _REGISTER_CHUNK:
             target.copy_(source, non_blocking=True)
             return
+        if target.dtype != torch.uint8 and target.stride() == source.stride():
+            target, source = _bytes_of(target), _bytes_of(source)
         for start in range(0, target.numel(), _REGISTER_CHUNK):
             piece = slice(start, start + _REGISTER_CHUNK)
             target[piece].copy_(source[piece], non_blocking=True)
@@ -213,6 +216,10 @@ class AcceleratorDevice:
     def synchronize(self) -> None:
         """See `Device.synchronize`."""
         torch.accelerator.synchronize(self._index)
+
+
+def _bytes_of(dense: torch.Tensor) -> torch.Tensor:
+    return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)
 
 
 class _RegisteredMemory(mmap.mmap):

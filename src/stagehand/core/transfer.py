@@ -177,6 +177,7 @@ class TransferEngine:
         self._counters = counters
         self.h2d = Lane(device, h2d_capacity, priority)
         self.d2h = Lane(device, d2h_capacity, priority)
+        self._ready = device.new_event()
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         """Return device memory that belongs to the H2D lane's stream.
@@ -216,7 +217,7 @@ class TransferEngine:
             with lane.context:
                 self._device.copy(target, source)
         else:
-            self._copy(slot, "H2D", lane, target, source)
+            self._copy(_block_in(slot), "H2D", lane, target, source)
         filled.record(stream)  # type: ignore[union-attr]
         slot._seen_by = slot._reader = None
         slot._used = False
@@ -233,7 +234,7 @@ class TransferEngine:
 
     def _copy(
         self,
-        slot: Slot,
+        block: int,
         way: str,
         lane: Lane,
         target: torch.Tensor,
@@ -244,7 +245,6 @@ class TransferEngine:
         with lane.context:
             self._device.copy(target, source)
         if watch is not None and start is not None:
-            block = -1 if slot.occupant is None else slot.occupant.index
             watch.copied(block, way, target.numel(), start, watch.mark_copy(stream))
 
     def await_filled(self, slot: Slot, stream: Stream) -> None:
@@ -282,7 +282,7 @@ class TransferEngine:
         stream.wait_event(slot._filled)
         if slot._used:
             stream.wait_event(slot._drained)
-        self._copy(slot, "D2H", self.d2h, target, source)
+        self._copy(_block_in(slot), "D2H", self.d2h, target, source)
         done = self._device.new_event()
         done.record(stream)
         slot._drained.record(stream)  # type: ignore[union-attr]
@@ -293,6 +293,28 @@ class TransferEngine:
         self._counters.d2h_copies += 1
         self.d2h.note(done)
         return Ticket(done, nbytes)
+
+    def carry_home(
+        self, source: torch.Tensor, target: torch.Tensor, *, block: int, maker: Stream
+    ) -> None:
+        """Queue the copy of a tensor that lies in no slot; never denied.
+
+        The tensor's memory may be given up at once: it is not reused before the copy is
+        done.
+
+        Args:
+            source: On the device.
+            target: Of the same shape and element type, in pinned memory.
+            block: Whose it is, for the records.
+            maker: The stream that made the tensor; the lane waits for it.
+        """
+        stream = self.d2h.stream
+        self._ready.record(maker)
+        stream.wait_event(self._ready)
+        self._copy(block, "D2H", self.d2h, target, source)
+        source.record_stream(stream)  # type: ignore[arg-type]
+        self._counters.d2h_bytes += source.numel() * source.element_size()
+        self._counters.d2h_copies += 1
 
     def retire(self, slot: Slot) -> None:
         """Order all that touches the slot before the next use of its memory."""
@@ -315,3 +337,7 @@ class TransferEngine:
         stream = self._device.current_stream()
         if not self._device.is_host:
             buffer.record_stream(stream)  # type: ignore[arg-type]
+
+
+def _block_in(slot: Slot) -> int:
+    return -1 if slot.occupant is None else slot.occupant.index

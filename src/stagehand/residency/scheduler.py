@@ -87,6 +87,7 @@ class Scheduler:
         self._line_version = -1
         self._latest: Block | None = None
         self._fetched: Block | None = None
+        self._backward = False  # the present pass goes backward
         self._fixed: Collection[int] = ()
         self.strained = False
         """Whether memory was taken from the plan's slots: follow it again."""
@@ -105,6 +106,8 @@ class Scheduler:
             StagehandOOMError: If blocks in use leave no slot for it.
             CheckpointError: If its file cannot be read.
         """
+        if self._fetched is not None and self._fetched is not block:
+            self.release_fetched()
         if block.uses:
             block.uses += 1
             return
@@ -150,9 +153,9 @@ class Scheduler:
         block.uses += 1
 
     def fetch(self, block: Block) -> None:
-        """Make a block usable for backward, until the next fetch or pass."""
+        """Make a block usable for backward, until another one's use or the next
+        pass."""
         if self._fetched is not block:
-            self.release_fetched()
             self.before(block)
             self._fetched = block
 
@@ -375,6 +378,8 @@ class Scheduler:
                 )
             else:
                 copy_values(place, given)
+                if not given.is_cpu:  # may have been made on another stream
+                    self._engine.disown(given)
         block.mark_changed()
         if refused:
             raise OrphanedParameterError(
@@ -430,6 +435,8 @@ class Scheduler:
             block = line[position]
             if block.slot is None:
                 slot = block.home
+                if self._backward and block.trains and position >= self._length:
+                    break  # it is about to change
                 if slot is not None:
                     other = slot.occupant
                     if other is not None:
@@ -454,6 +461,8 @@ class Scheduler:
         position = max(position, self._staged_front + 1)
         while position < last:
             block = self._line[position]
+            if self._backward and block.trains and position >= self._length:
+                return
             if block.slot is None and block.image is None and not block.hosted:
                 self._loader.request(block)
                 if block.state is not BlockState.HOST_STAGED:
@@ -478,9 +487,15 @@ class Scheduler:
 
     # Passes
 
-    def begin_pass(self) -> None:
-        """The model is entered from outside."""
+    def begin_pass(self, *, backward: bool = False) -> None:
+        """The model is entered from outside, or autograd begins to go back through it.
+
+        Args:
+            backward: Whether weights are expected to change after the pass, where
+                gradients are taken for them: then nothing of these is loaded ahead.
+        """
         self.release_fetched()
+        self._backward = backward
         self._latest = None  # each pass has the same uses, whatever came before it
         length = self.order.length if self.order.cursor >= 0 else 0
         if self.order.turn() and not self.order.lost:
@@ -492,8 +507,23 @@ class Scheduler:
         self._pass += 1
         for slot in self._slots:
             block = slot.occupant
-            if block is not None and block.bound and block.is_replaced():
-                self.take_in(block)
+            if block is None:
+                continue
+            if block.bound:
+                if block.is_replaced():
+                    self.take_in(block)
+            elif block.trains and block.is_changed():
+                self._forget_stale(block, slot)
+        for index in self._fixed:  # nobody tells of their uses
+            block = self.blocks[index]
+            if block.trains and not block.bound:
+                self._bring(block, self._device.current_stream())
+
+    def _forget_stale(self, block: Block, slot: Slot) -> None:
+        """An optimizer has changed a block whose copy is still here."""
+        if block.awaited:
+            self._forget_ahead()
+        self._vacate(block, slot)
 
     def end_pass(self) -> None:
         """The model is left: streamed tensors point to the host again.
@@ -513,10 +543,12 @@ class Scheduler:
                 continue
             if block.bound:  # read until now, also where no site tells of it
                 self._engine.release(slot, stream)
-            if block.stays or block.uses:
+            if block.uses or (block.stays and not block.trains):
                 continue
             if block.bound:
                 if block.is_changed() or block.is_replaced():
+                    if block.awaited:
+                        self._forget_ahead()
                     self.evict(block)
                     continue
                 block.point_to_host()
@@ -614,6 +646,16 @@ class Scheduler:
                 slot.occupant = None
             self.free_slot(slot)
         self._slots = []
+
+    def send_home(self, block: Block) -> None:
+        """Let a block's tensors point to the host now, in the middle of a pass."""
+        if block.bound and not block.uses:
+            self.evict(block)
+
+    @property
+    def fetched(self) -> Block | None:
+        """The block that `fetch` holds."""
+        return self._fetched
 
     @property
     def in_use(self) -> list[str]:

@@ -1,0 +1,448 @@
+"""Gradients of streamed weights come home while backward goes on.
+
+Between passes a streamed parameter is on the host, and so is its gradient. In backward
+it is on the device, where autograd makes the gradient and would add it to what
+`param.grad` holds. So two hooks on each trained parameter stand around that addition:
+the one before takes an earlier gradient out of its way, the one after queues the new
+one's copy to pinned memory and takes it off the device. What came before is added on
+the host, by a worker thread, behind the copy. When backward is over, `param.grad` is
+the sum, beside the parameter.
+
+A sum in two places would differ from autograd's in nothing: one addition of two values
+of one element type is exact to the bit on every device.
+
+Memory: as many bytes of pinned memory as the trained streamed parameters have, for
+their gradients; while they accumulate, those of two blocks more.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import deque
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from stagehand.core.layout import plain_tensors
+from stagehand.errors import StagehandWarning
+from stagehand.torch_private import has_more_hooks, is_last_hook, storage_use_count
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+    from concurrent.futures import Future
+
+    from torch import nn
+    from torch.utils.hooks import RemovableHandle
+
+    from stagehand.core.arena import Arena, Lease
+    from stagehand.core.device import Device, Event, Stream
+    from stagehand.core.transfer import TransferEngine
+    from stagehand.core.workers import WorkerGroup
+    from stagehand.residency.blocks import Block
+
+    Listener = Callable[[Sequence[nn.Parameter]], None]
+
+__all__ = ["Gradients"]
+
+_JOBS_UNDER_WAY = 2  # blocks whose gradients wait to be added
+
+
+class _Home:
+    """Where the gradient of one parameter goes.
+
+    Between backward passes `grad` is None. In one, it is what `param.grad` will be:
+    either what it was before, or the new place; None as long as nothing came.
+    """
+
+    __slots__ = (
+        *("alone", "block", "grad", "handles", "lease", "parameter", "touched"),
+        "whole",
+    )
+
+    def __init__(self, parameter: torch.Tensor, block: Block) -> None:
+        self.parameter = parameter
+        self.block = block
+        self.handles: list[RemovableHandle] = []
+        self.lease: Lease | None = None
+        self.alone = 0  # the memory's reference count when only the lease holds it
+        self.grad: torch.Tensor | None = None
+        self.whole = False
+        """Whether the device's gradient has `grad` in it already."""
+        self.touched = False
+        """Whether this backward pass has come to it."""
+
+    def fits(self, grad: torch.Tensor) -> bool:
+        """Whether a gradient can lie as its parameter does."""
+        mine = self.parameter
+        return (
+            grad.layout is torch.strided
+            and grad.dtype == mine.dtype
+            and grad.shape == mine.shape
+            and grad.numel() > 0
+        )
+
+
+class _Arrival(NamedTuple):
+    """A gradient in staging memory, and what it becomes part of."""
+
+    lease: Lease
+    staged: torch.Tensor
+    target: torch.Tensor
+    adds: bool
+
+
+class Gradients:
+    """Brings the gradients of one runtime's streamed parameters home.
+
+    Not thread-safe: callers hold the runtime's lock.
+
+    Args:
+        device: Where gradients are made.
+        engine: Whose D2H lane they take.
+        arena: Pinned memory.
+        workers: Threads that add; one, so that sums are made in order.
+        enter: Called before anything else in a hook: makes sure that a backward pass is
+            known to run.
+        fetch: Brings a block to the device.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        engine: TransferEngine,
+        arena: Arena,
+        workers: WorkerGroup,
+        *,
+        enter: Callable[[], None],
+        fetch: Callable[[Block], None],
+    ) -> None:
+        self._device = device
+        self._engine = engine
+        self._arena = arena
+        self._workers = workers
+        self._enter = enter
+        self._fetch = fetch
+        self._homes: dict[int, _Home] = {}  # by the parameter's id
+        self._touched: list[_Home] = []  # since this backward pass began
+        self._late: list[tuple[_Home, Stream]] = []
+        self._sent = False
+        self._arrivals: list[_Arrival] = []
+        self._complete: dict[int, _Home] = {}  # not yet told to listeners
+        self._jobs: deque[Future[None]] = deque()
+        self._listeners: dict[object, Listener] = {}
+        self._warned = False
+
+    def __repr__(self) -> str:
+        return f"Gradients({len(self._homes)} parameters, {len(self._jobs)} jobs)"
+
+    # Which parameters
+
+    def watch(self, blocks: Iterable[Block]) -> None:
+        """Expect gradients of all parameters that now require one, and of no others."""
+        for block in blocks:
+            trains = False
+            for tensor in block.tensors:
+                if tensor.requires_grad:
+                    trains = True
+                    if id(tensor) not in self._homes:
+                        self._homes[id(tensor)] = self._hook(tensor, block)
+            block.trains = trains
+
+    def _hook(self, tensor: torch.Tensor, block: Block) -> _Home:
+        home = _Home(tensor, block)
+
+        def before(grad: torch.Tensor) -> None:
+            self._before(home, grad)
+
+        def after(parameter: torch.Tensor) -> None:
+            self._after(home)
+
+        home.handles = [
+            tensor.register_hook(before),  # type: ignore[no-untyped-call]
+            tensor.register_post_accumulate_grad_hook(after),  # type: ignore[no-untyped-call]
+        ]
+        return home
+
+    def when_home(self, listener: Listener) -> Callable[[], None]:
+        """Call `listener(parameters)` in backward, in a worker thread.
+
+        It is told of parameters that are on the host, and whose gradients are complete
+        beside them, once a backward pass. It may change both.
+
+        Returns:
+            A function that ends the subscription.
+        """
+        key = object()
+        self._listeners[key] = listener
+
+        def unsubscribe() -> None:
+            self._listeners.pop(key, None)
+
+        return unsubscribe
+
+    # Hooks
+
+    def _before(self, home: _Home, grad: torch.Tensor) -> None:
+        """Take an earlier gradient out of the way of a new one."""
+        self._enter()
+        parameter = home.parameter
+        watched = has_more_hooks(parameter)
+        if watched:  # by an optimizer, say, that steps it in backward, on the device
+            self._fetch(home.block)
+        given = parameter.grad
+        if given is None or given.device == grad.device:
+            return
+        self._touch(home)
+        home.grad = given
+        parameter.grad = None
+        if watched:
+            home.whole = True
+            parameter.grad = given.to(grad.device)
+
+    def _after(self, home: _Home) -> None:
+        """Send a new gradient home."""
+        self._enter()
+        grad = home.parameter.grad
+        if grad is None:  # an optimizer has used it up
+            home.grad, home.whole = None, False
+        elif grad.device == self._device.torch_device:
+            self._touch(home)
+            maker = self._device.current_stream()
+            if is_last_hook(home.parameter, home.handles[1].id):
+                self._send(home, grad, maker)
+            else:  # hooks that were registered later shall see it first
+                self._late.append((home, maker))
+
+    def _touch(self, home: _Home) -> None:
+        if not home.touched:
+            home.touched = True
+            self._touched.append(home)
+
+    def _send_late(self) -> None:
+        while self._late:
+            home, maker = self._late.pop()
+            grad = home.parameter.grad
+            if grad is None:
+                home.grad, home.whole = None, False
+            else:
+                self._send(home, grad, maker)
+
+    def _send(self, home: _Home, grad: torch.Tensor, maker: Stream) -> None:
+        home.parameter.grad = None
+        if torch.is_grad_enabled() or not home.fits(grad):
+            self._send_whole(home, grad)
+        elif home.grad is not None:
+            self._stage(home, grad, maker, adds=not home.whole)
+        elif self._has_place(home):
+            home.grad = self._place(home)
+            self._carry(home, grad, home.grad, maker)
+        else:
+            home.grad = torch.empty_like(grad, device="cpu")
+            self._stage(home, grad, maker, adds=False)
+        home.whole = False
+        self._complete[id(home)] = home
+
+    def _send_whole(self, home: _Home, grad: torch.Tensor) -> None:
+        """Copy a gradient of a kind of its own, or one that is itself differentiated.
+
+        The host waits.
+        """
+        self._wait()
+        there = grad.to("cpu")
+        old = None if home.whole else home.grad
+        home.grad = there if old is None else old + there
+
+    def _carry(
+        self, home: _Home, grad: torch.Tensor, target: torch.Tensor, maker: Stream
+    ) -> None:
+        index = home.block.index
+        self._engine.carry_home(grad, target, block=index, maker=maker)
+        self._sent = True
+
+    # Memory
+
+    def _has_place(self, home: _Home) -> bool:
+        """Have pinned memory for a gradient that nobody else holds, if there is any."""
+        lease = home.lease
+        if lease is not None:
+            if storage_use_count(lease.buffer.untyped_storage()) <= home.alone:
+                return True
+            lease.abandon()  # somebody keeps an earlier gradient
+        like = home.parameter
+        nbytes = like.numel() * like.element_size()
+        home.lease = lease = self._arena.acquire_nowait(nbytes, "a gradient")
+        if lease is None:
+            return False
+        home.alone = storage_use_count(lease.buffer.untyped_storage())
+        return True
+
+    def _place(self, home: _Home) -> torch.Tensor:
+        lease = home.lease
+        if lease is None:
+            return torch.empty_like(home.parameter, device="cpu")
+        return _like(home.parameter, lease.buffer)
+
+    def _stage(
+        self, home: _Home, grad: torch.Tensor, maker: Stream, *, adds: bool
+    ) -> None:
+        """Let a gradient cross to staging memory, and a thread take it from there."""
+        target = home.grad
+        if target is None:
+            return
+        lease = self._staging(grad.numel() * grad.element_size())
+        if lease is None:
+            self._warn(grad)
+            self._wait()
+            there = grad.to("cpu")
+            _combine(target, there, adds=adds)
+            return
+        staged = _like(grad, lease.buffer)
+        self._carry(home, grad, staged, maker)
+        self._arrivals.append(_Arrival(lease, staged, target, adds))
+
+    def _staging(self, nbytes: int) -> Lease | None:
+        lease = self._arena.acquire_nowait(nbytes, "an arriving gradient")
+        while lease is None and (self._arrivals or self._jobs):
+            self.pass_on()
+            self._jobs.popleft().result()
+            lease = self._arena.acquire_nowait(nbytes, "an arriving gradient")
+        return lease
+
+    def _warn(self, grad: torch.Tensor) -> None:
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"no page-locked memory is left for a gradient of {grad.dtype}"
+                f" {list(grad.shape)}: the host waits for each that comes home; raise"
+                " ram_budget (or pinned_pool_mb)",
+                StagehandWarning,
+                stacklevel=2,
+            )
+
+    # Passing on
+
+    def pass_on(self) -> None:
+        """Let a thread add what is under way, and listeners use what is complete.
+
+        Called when another block's turn begins: what came belongs to blocks that are
+        left.
+        """
+        self._send_late()
+        told = self._told()
+        if not self._arrivals and not told:
+            return
+        arrivals, self._arrivals = self._arrivals, []
+        done = self._device.new_event()
+        done.record(self._engine.d2h.stream)
+        listeners = tuple(self._listeners.values())
+        while len(self._jobs) >= _JOBS_UNDER_WAY:
+            self._jobs.popleft().result()
+        self._jobs.append(
+            self._workers.submit(_take_in, done, arrivals, told, listeners)
+        )
+
+    def _told(self) -> list[nn.Parameter]:
+        """Parameters of which listeners are told now: they are on the host."""
+        if not self._listeners:
+            self._complete.clear()
+            return []
+        told = [home for home in self._complete.values() if not home.block.bound]
+        for home in told:
+            del self._complete[id(home)]
+            home.parameter.grad, home.grad = home.grad, None
+        return [home.parameter for home in told]  # type: ignore[misc]
+
+    @property
+    def has_listeners(self) -> bool:
+        """Whether somebody wants parameters on the host during backward."""
+        return bool(self._listeners)
+
+    # The end of a backward pass
+
+    def settle(self) -> None:
+        """Wait for all gradients and put them beside their parameters, on the host.
+
+        Raises:
+            Exception: What a thread or a listener raised first; gradients are in place.
+        """
+        try:
+            self.pass_on()
+            self._wait()
+        finally:
+            self._put_back()
+
+    def _wait(self) -> None:
+        if self._arrivals:
+            self.pass_on()
+        failed: BaseException | None = None
+        while self._jobs:
+            failed = failed or self._jobs.popleft().exception()
+        if self._sent:
+            self._engine.d2h.stream.synchronize()
+            self._sent = False
+        if failed is not None:
+            raise failed
+
+    def _put_back(self) -> None:
+        touched, self._touched = self._touched, []
+        self._late.clear()
+        self._complete.clear()
+        for home in touched:
+            grad, home.grad = home.grad, None
+            home.whole = home.touched = False
+            if grad is None:
+                continue
+            there = home.parameter.grad
+            if there is not None and there.is_cpu:  # it was used on the host as well
+                grad = grad + there
+            home.parameter.grad = grad
+
+    def close(self) -> None:
+        """Take the hooks off and leave gradients to their parameters. Idempotent."""
+        for home in self._homes.values():
+            for handle in home.handles:
+                handle.remove()
+            home.block.trains = False
+            if home.lease is not None:
+                storage = home.lease.buffer.untyped_storage()
+                if storage_use_count(storage) > home.alone:
+                    home.lease.abandon()
+                else:
+                    home.lease.release()
+        self._homes.clear()
+        self._workers.close()
+
+
+def _like(tensor: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
+    """Return pinned bytes as a tensor of the same kind as another."""
+    with plain_tensors():
+        return torch.empty(0, dtype=tensor.dtype).set_(
+            buffer.untyped_storage(),
+            int(buffer.storage_offset()) // tensor.element_size(),
+            tensor.shape,
+            tensor.stride(),
+        )
+
+
+def _combine(target: torch.Tensor, there: torch.Tensor, *, adds: bool) -> None:
+    with torch.no_grad():
+        if adds:
+            target.add_(there)
+        else:
+            target.copy_(there)
+
+
+def _take_in(
+    done: Event,
+    arrivals: Sequence[_Arrival],
+    complete: Sequence[nn.Parameter],
+    listeners: Sequence[Listener],
+) -> None:
+    """A thread's part: what arrived becomes part of gradients, and is made use of."""
+    done.synchronize()
+    for lease, staged, target, adds in arrivals:
+        _combine(target, staged, adds=adds)
+        lease.release()
+    if complete:
+        for listener in listeners:
+            listener(complete)
