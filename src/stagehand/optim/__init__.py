@@ -1,0 +1,6 @@
+"""Optimizers that step parameters where they lie, with their states beside them."""
+
+from stagehand.optim.adamw import OffloadedAdamW
+from stagehand.optim.overlap import GradientSource
+
+__all__ = ["GradientSource", "OffloadedAdamW"]

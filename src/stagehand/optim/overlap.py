@@ -1,0 +1,146 @@
+"""Steps that are taken during backward, and what must not come between.
+
+A parameter whose gradient is complete can be stepped while backward goes on with
+others. That is only the same as a step afterwards if nobody changes the gradient
+later: each early step notes the gradient it used and its version, and the optimizer's
+`step()` compares.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from stagehand.errors import ConfigError, OptimizerError
+
+__all__ = ["EarlySteps", "GradientSource", "find_source"]
+
+_HANDLE = "_stagehand_layer_runtime"
+_REMEDY = (
+    "make the optimizer with overlap=None to clip, scale, accumulate or skip"
+    " gradients; zero_grad() gives this step up"
+)
+
+
+class GradientSource(Protocol):
+    """Who knows, during backward, which gradients have come home.
+
+    As narrow as this because an optimizer needs no more: a streamed model's runtime is
+    one, and a test's list of tensors can be one too.
+    """
+
+    def when_home(
+        self, listener: Callable[[Sequence[nn.Parameter]], None]
+    ) -> Callable[[], None]:
+        """Call `listener(parameters)` for parameters whose gradient is complete.
+
+        Such parameters lie on the host, and so does their `grad`; nobody else touches
+        either of them during the call. Calls come one at a time, from one thread that
+        is not inside autograd, and all of them have returned before `backward()`
+        returns or raises. What the listener raises, `backward()` raises.
+
+        Returns:
+            A function that ends this; idempotent.
+        """
+
+
+def find_source(overlap: "GradientSource | nn.Module") -> GradientSource:
+    """Return the source that a user means: it itself, or a streamed model's runtime.
+
+    Raises:
+        ConfigError: If it is neither.
+    """
+    source: Any = overlap
+    if isinstance(overlap, nn.Module) and not hasattr(overlap, "when_home"):
+        source = getattr(overlap, _HANDLE, None)
+        if source is None:
+            raise ConfigError(
+                f"overlap is a {type(overlap).__name__} that is not streamed; pass the"
+                " model that stagehand.layer() returned, or overlap=None"
+            )
+    if not callable(getattr(source, "when_home", None)):
+        raise ConfigError(
+            f"overlap is a {type(source).__name__}, which has no when_home(); pass a"
+            " streamed model, a GradientSource, or None"
+        )
+    found: GradientSource = source
+    return found
+
+
+class EarlySteps:
+    """The parameters that were stepped since the last `step()`, and their gradients."""
+
+    def __init__(self) -> None:
+        # The gradients are held, so that no other tensor can take their place unseen.
+        self._used: dict[torch.Tensor, tuple[torch.Tensor, int]] = {}
+
+    def __len__(self) -> int:
+        return len(self._used)
+
+    def __contains__(self, parameter: torch.Tensor) -> bool:
+        return parameter in self._used
+
+    def note(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Remember that these were stepped with the gradients that they have now."""
+        for parameter in parameters:
+            gradient = parameter.grad
+            if gradient is not None:
+                self._used[parameter] = (gradient, gradient._version)
+
+    def check_new(
+        self, parameters: Iterable[torch.Tensor], name: Callable[[torch.Tensor], str]
+    ) -> None:
+        """Do nothing if none of these was stepped before.
+
+        Args:
+            parameters: What is to be stepped.
+            name: Says which parameter it is, for the error.
+
+        Raises:
+            OptimizerError: Otherwise.
+        """
+        again = [parameter for parameter in parameters if parameter in self._used]
+        if again:
+            raise OptimizerError(
+                f"{_name_some(again, name)} got a gradient again, but had been stepped"
+                " with the one of an earlier backward pass already, without a step()"
+                f" since (overlap takes one backward pass for each); {_REMEDY}"
+            )
+
+    def check_gradients(self, name: Callable[[torch.Tensor], str]) -> None:
+        """Do nothing if all gradients that were used are what they were.
+
+        Args:
+            name: Says which parameter it is, for the error.
+
+        Raises:
+            OptimizerError: Otherwise.
+        """
+        other = [p for p, (used, _) in self._used.items() if p.grad is not used]
+        if other:
+            raise OptimizerError(
+                f"the grad of {_name_some(other, name)} was replaced or removed after"
+                f" backward had stepped the parameter with it (overlap); {_REMEDY}"
+            )
+        changed = [p for p, (used, seen) in self._used.items() if used._version != seen]
+        if changed:
+            raise OptimizerError(
+                f"the grad of {_name_some(changed, name)} was changed in place (by"
+                " clipping or a second backward pass) after backward had stepped the"
+                f" parameter with it (overlap); {_REMEDY}"
+            )
+
+    def clear(self) -> int:
+        """Forget all; return how many there were."""
+        count = len(self._used)
+        self._used.clear()
+        return count
+
+
+def _name_some(
+    parameters: Sequence[torch.Tensor], name: Callable[[torch.Tensor], str]
+) -> str:
+    first = name(parameters[0])
+    more = len(parameters) - 1
+    return f"{first} and {more} more" if more else first

@@ -1,0 +1,58 @@
+"""A budget that changes: the device never holds more than the present one allows."""
+
+import pytest
+import torch
+from small import WIDTH, batch, run_resident, runtime_of, smallest_budget
+from torch import nn
+
+import stagehand
+from architectures.trees import assert_bitwise_equal
+
+
+def uneven():
+    """Layers of sizes so close that the slots of a ring all have the largest size."""
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(0)
+        return nn.Sequential(
+            *(
+                nn.Sequential(nn.Linear(WIDTH, width), nn.Linear(width, WIDTH))
+                for width in (64, 60, 56, 52)
+            )
+        )
+
+
+@pytest.mark.parametrize("lowered", ["to what is leased", "to the smallest"])
+def test_memory_kept_for_reuse_is_given_back_when_the_budget_is_lowered(sim, lowered):
+    """Slots that a larger budget had made needless stayed allocated under a smaller
+    one, beside those in use: together they were more than it allowed.
+    """
+    model, smallest = uneven(), smallest_budget(uneven(), "hpu")
+    inputs, expected = batch(), run_resident(model, "hpu", batch())
+    stagehand.layer(model, vram_budget=4 * smallest, device="hpu")
+    arena = runtime_of(model)._parts.device_arena
+    began = []
+    model[0][0].register_forward_pre_hook(
+        lambda *_: began.append((arena.account.held_bytes, sim.allocated_bytes()))
+    )
+
+    def run():
+        began.clear()
+        with torch.no_grad():
+            assert_bitwise_equal(model(inputs), expected, "output")
+        [(held, allocated)] = began
+        assert held == arena.leased_bytes + arena.kept_bytes
+        return held, allocated
+
+    others = sim.allocated_bytes()
+    run()
+    runtime_of(model).set_budget(100 * smallest)
+    run()
+    assert arena.kept_bytes > 0  # else there is nothing to give back
+    budget = smallest if lowered == "to the smallest" else arena.leased_bytes
+    runtime_of(model).set_budget(budget)
+    assert arena.kept_bytes == 0
+    for _ in range(2):
+        held, allocated = run()
+        assert held <= budget
+        assert allocated <= others + budget + inputs.nbytes
+    runtime_of(model).shutdown()

@@ -1,0 +1,298 @@
+"""Steering: when a plan is made again, and for what."""
+
+from dataclasses import dataclass
+
+import pytest
+
+from stagehand.core.stopwatch import CopyTime, UseTime
+from stagehand.errors import StagehandOOMError
+from stagehand.residency.order import Order
+from stagehand.residency.steering import Steering
+
+MIB = 1 << 20
+
+
+@dataclass
+class Piece:
+    """What steering asks a block for."""
+
+    index: int
+    nbytes: int
+    hosted: bool = False
+
+
+class Follower:
+    """What steering asks a scheduler for; keeps the plans that it shall follow."""
+
+    def __init__(self, guess):
+        self.order = Order(guess)
+        self.strained = False
+        self.followed = []
+
+    def follow(self, plan, *, fixed):
+        self.followed.append((plan, set(fixed)))
+        self.strained = False
+
+    def run(self, *route):
+        for block in route:
+            self.order.use(block)
+        self.order.turn()
+
+
+class Rig:
+    """Blocks of 10 bytes, of which block 0 has to stay; the others are in the order."""
+
+    def __init__(self, count=5, budget=30, hosted=(), lookahead=4):
+        self.blocks = [Piece(i, 10, i in hosted) for i in range(count)]
+        guess = [i for i in range(1, count) if i not in hosted]
+        self.scheduler = Follower(guess)
+        self.steering = Steering(
+            self.scheduler,
+            self.blocks,
+            must_stay=[0],
+            budget_bytes=budget,
+            max_lookahead=lookahead,
+        )
+
+    def run(self, *route):
+        """One pass; return whether there is a new plan before the next."""
+        self.scheduler.run(*route)
+        return self.steering.steer()
+
+    def settled(self):
+        """Go on until the plan for the guessed route is there."""
+        assert self.steering.steer()
+        assert not self.run(*self.scheduler.order.cycle())
+        return self
+
+    def note(self, route, seconds):
+        """Tell of uses that computed so long."""
+        times = [
+            UseTime(block=block, start_ms=0.0, stall_ms=5.0, compute_ms=1e3 * second)
+            for block, second in zip(route, seconds, strict=True)
+        ]
+        self.steering.note(times, [])
+
+
+def copy(nbytes, seconds, lane="H2D"):
+    return CopyTime(
+        block=1, lane=lane, nbytes=nbytes, start_ms=0.0, duration_ms=1e3 * seconds
+    )
+
+
+# --------------------------------------------------------------------- when it is due
+
+
+def test_first_plan_is_for_the_order_of_definition():
+    rig = Rig()
+    assert rig.scheduler.followed == []
+    assert rig.steering.steer()
+    [(plan, fixed)] = rig.scheduler.followed
+    assert plan is rig.steering.plan
+    assert fixed == {0}
+    assert rig.steering.workload().order == (1, 2, 3, 4)
+    assert sum(plan.slots) <= 30
+
+
+def test_nothing_is_planned_while_passes_are_alike():
+    rig = Rig().settled()
+    for _ in range(3):
+        assert not rig.run(1, 2, 3, 4)
+    assert len(rig.scheduler.followed) == 1
+
+
+def test_first_pass_that_goes_another_way_is_planned_for_at_once():
+    rig = Rig()
+    rig.steering.steer()
+    assert rig.run(4, 3, 2, 1)
+    assert rig.steering.workload().order == (4, 3, 2, 1)
+    assert not rig.run(4, 3, 2, 1)
+
+
+def test_one_odd_pass_costs_no_plan():
+    rig = Rig().settled()
+    assert not rig.run(4, 3)
+    assert not rig.run(1, 2, 3, 4)
+    assert not rig.run(1, 2, 3, 4)
+
+
+def test_route_that_changed_twice_alike_is_planned_for():
+    rig = Rig().settled()
+    assert not rig.run(4, 3, 2, 1)
+    assert rig.run(4, 3, 2, 1)
+    assert rig.scheduler.followed[-1][0] is rig.steering.plan
+    assert not rig.run(4, 3, 2, 1)
+
+
+def test_routes_that_take_turns_are_planned_for_together_and_once():
+    rig = Rig().settled()
+    plans = [rig.run(*route) for route in [(4, 3), (1, 2, 3, 4)] * 4]
+    assert plans.count(True) == 1
+    assert sorted(rig.steering.workload().order) == [1, 2, 3, 3, 4, 4]
+
+
+def test_plan_that_memory_was_taken_from_is_followed_again_as_it_is():
+    rig = Rig().settled()
+    rig.scheduler.strained = True
+    assert rig.steering.steer()
+    first, again = rig.scheduler.followed
+    assert first == again
+    assert not rig.steering.steer()
+
+
+# --------------------------------------------------------------------- measured times
+
+
+def test_times_are_wanted_after_the_first_pass_for_two_rounds():
+    rig = Rig()
+    rig.steering.steer()
+    assert not rig.steering.wants_times(0)  # the first kernels take longer
+    rig.run(1, 2, 3, 4)
+    assert rig.steering.wants_times(0)
+    assert rig.steering.wants_times(7)
+    assert not rig.steering.wants_times(8)  # under way
+
+
+def test_two_rounds_of_times_make_a_plan_with_the_shorter_ones():
+    rig = Rig().settled()
+    assert rig.steering.plan.limit == "unknown"
+    rig.note((1, 2, 3, 4), (9.0, 2.0, 3.0, 4.0))
+    assert not rig.steering.steer()
+    rig.note((1, 2, 3, 4), (1.0, 9.0, 9.0, 9.0))
+    assert rig.steering.steer()
+    assert rig.steering.workload().seconds == (1.0, 2.0, 3.0, 4.0)
+    assert rig.steering.plan.limit == "compute"
+    assert not rig.steering.wants_times(0)
+    rig.note((1, 2, 3, 4) * 2, (0.5,) * 8)
+    assert not rig.steering.steer()
+
+
+def test_times_that_begin_in_the_middle_of_a_round_are_turned():
+    rig = Rig().settled()
+    rig.note((3, 4, 1, 2) * 2, (3.0, 4.0, 1.0, 2.0) * 2)
+    assert rig.steering.steer()
+    assert rig.steering.workload().seconds == (1.0, 2.0, 3.0, 4.0)
+
+
+def test_times_of_another_route_are_no_measurement():
+    rig = Rig().settled()
+    rig.note((4, 3, 2, 1) * 2, (1.0,) * 8)
+    assert not rig.steering.steer()
+    assert rig.steering.wants_times(0)
+    rig.note((1, 2, 3, 4) * 2, (1.0,) * 8)
+    assert rig.steering.steer()
+
+
+def test_another_route_is_measured_anew():
+    rig = Rig().settled()
+    rig.note((1, 2, 3, 4) * 2, (1.0,) * 8)
+    rig.steering.steer()
+    rig.run(4, 3, 2, 1)
+    assert rig.run(4, 3, 2, 1)
+    assert rig.steering.workload().seconds is None
+    assert rig.steering.wants_times(0)
+
+
+def test_link_rate_comes_from_large_copies_to_the_device():
+    steering = Rig().steering
+    guess = steering.link_bytes_per_second
+    steering.note([], [copy(2 * MIB, 1.0, lane="D2H"), copy(0, 1.0)])
+    assert steering.link_bytes_per_second == guess
+    steering.note([], [copy(1000, 1.0)])
+    assert steering.link_bytes_per_second == pytest.approx(1000)
+    steering.note([], [copy(1000, 1.0), copy(2 * MIB, 2.0), copy(4 * MIB, 1.0)])
+    assert steering.link_bytes_per_second == pytest.approx(2 * MIB)
+    assert steering.workload().link_bytes_per_second == pytest.approx(2 * MIB)
+
+
+# -------------------------------------------------------------------------- the budget
+
+
+def test_smallest_budget_is_what_stays_and_the_largest_of_the_others():
+    rig = Rig(count=4)
+    rig.blocks[2].nbytes = 17
+    assert rig.steering.smallest_budget() == 10 + 17
+    rig.blocks[2].hosted = True  # only its rows cross
+    assert rig.steering.smallest_budget() == 10 + 10
+
+
+def test_budget_below_the_smallest_is_refused_when_it_is_made():
+    with pytest.raises(StagehandOOMError) as caught:
+        Rig(budget=19)
+    assert (caught.value.needed_bytes, caught.value.limit_bytes) == (20, 19)
+
+
+def test_changed_budget_is_planned_for_once_and_from_the_next_pass_on():
+    rig = Rig().settled()
+    plan = rig.steering.plan
+    rig.steering.set_budget(50)
+    assert rig.steering.plan is plan
+    assert rig.steering.steer()
+    assert rig.steering.plan.resident == {0, 1, 2, 3, 4}
+    rig.steering.set_budget(20)
+    assert rig.steering.steer()
+    assert sum(rig.steering.plan.slots) == 20
+    assert not rig.steering.steer()
+
+
+def test_budget_that_cannot_work_changes_nothing_and_says_what_could():
+    rig = Rig().settled()
+    plan = rig.steering.plan
+    with pytest.raises(StagehandOOMError) as caught:
+        rig.steering.set_budget(19)
+    assert (caught.value.needed_bytes, caught.value.limit_bytes) == (20, 19)
+    assert not rig.steering.steer()
+    rig.steering.keep([])
+    assert rig.steering.steer()
+    assert rig.steering.plan == plan
+
+
+def test_measured_times_outlast_a_change_of_the_budget():
+    rig = Rig().settled()
+    rig.note((1, 2, 3, 4) * 2, (1.0,) * 8)
+    rig.steering.steer()
+    rig.steering.set_budget(40)
+    assert rig.steering.steer()
+    assert rig.steering.workload().seconds == (1.0,) * 4
+    assert not rig.steering.wants_times(0)
+
+
+def test_no_more_is_loaded_ahead_than_allowed():
+    for most in range(4):
+        rig = Rig(count=9, budget=60, lookahead=most)
+        assert rig.steering.plan.lookahead <= most
+    assert rig.steering.plan.lookahead > 0
+
+
+# ---------------------------------------------------------------------------- keeping
+
+
+def test_kept_blocks_stay_from_the_next_pass_on():
+    rig = Rig(budget=40).settled()
+    rig.steering.keep([rig.blocks[3]])
+    assert rig.steering.must_stay == {0, 3}
+    assert len(rig.scheduler.followed) == 1
+    assert rig.steering.steer()
+    plan, fixed = rig.scheduler.followed[-1]
+    assert {0, 3} <= plan.resident
+    assert fixed == {0, 3}
+
+
+def test_kept_table_is_a_block_like_any_other():
+    rig = Rig(hosted=[4]).settled()
+    assert rig.steering.workload().nbytes == (10, 10, 10, 10, 0)
+    rig.steering.keep([rig.blocks[4]])
+    assert not rig.blocks[4].hosted
+    assert rig.steering.workload().nbytes == (10,) * 5
+    assert rig.steering.steer()
+    assert 4 in rig.steering.plan.resident
+
+
+def test_what_does_not_fit_is_not_kept_and_nothing_changes():
+    rig = Rig(hosted=[4]).settled()
+    with pytest.raises(StagehandOOMError) as caught:
+        rig.steering.keep(rig.blocks[2:])
+    assert (caught.value.needed_bytes, caught.value.limit_bytes) == (50, 30)
+    assert rig.steering.must_stay == {0}
+    assert rig.blocks[4].hosted
+    assert not rig.steering.steer()
