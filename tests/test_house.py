@@ -46,6 +46,7 @@ PLAN: dict[int, dict[str, tuple[str, ...]]] = {
         **dict.fromkeys(
             [
                 "graph",
+                "autocast",
                 "gradients",
                 "weights",
                 "activations",

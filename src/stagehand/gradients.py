@@ -124,6 +124,8 @@ class Gradients:
         self._fetch = fetch
         self._homes: dict[int, _Home] = {}  # by the parameter's id
         self._touched: list[_Home] = []  # since this backward pass began
+        # What backward passes left, and where and at which version.
+        self._settled: list[tuple[_Home, int, int]] = []
         self._late: list[tuple[_Home, Stream]] = []
         self._sent = False
         self._arrivals: list[_Arrival] = []
@@ -136,6 +138,18 @@ class Gradients:
         return f"Gradients({len(self._homes)} parameters, {len(self._jobs)} jobs)"
 
     # Which parameters
+
+    def note_steps(self) -> None:
+        """Take parameters for changed whose gradients were used up since they came.
+
+        torch's fused optimizers change a parameter without moving its version. Whoever
+        steps clears the gradients before or after; whoever accumulates does not.
+        """
+        for home, address, version in self._settled:
+            grad = home.parameter.grad
+            if grad is None or (grad.data_ptr(), grad._version) != (address, version):
+                home.block.mark_changed()
+        self._settled.clear()
 
     def watch(self, blocks: Iterable[Block]) -> None:
         """Expect gradients of all parameters that now require one, and of no others."""
@@ -396,6 +410,8 @@ class Gradients:
             if there is not None and there.is_cpu:  # it was used on the host as well
                 grad = grad + there
             home.parameter.grad = grad
+            if grad.layout is torch.strided:
+                self._settled.append((home, grad.data_ptr(), grad._version))
 
     def close(self) -> None:
         """Take the hooks off and leave gradients to their parameters. Idempotent."""

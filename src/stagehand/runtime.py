@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from stagehand.assembly import Settings, assemble
+from stagehand.autocast import Casts
 from stagehand.core.clock import Phase
 from stagehand.core.telemetry import Telemetry
 from stagehand.errors import (
@@ -122,6 +123,7 @@ class Runtime(PassListener):
         self._saved = SavedTensors(
             parts.scheduler.slots_by_memory, self._owners, self._fetch
         )
+        self._casts = Casts(settings.device.torch_device.type)
         self._gradients = self._make_gradients()
         self._hooks = SiteHooks(
             model,
@@ -129,7 +131,8 @@ class Runtime(PassListener):
             before=parts.scheduler.before,
             after=parts.scheduler.after,
             fetch=self._fetch,
-            rise=self._saved.rise,
+            track=self._track,
+            untrack=self._casts.end,
             settle=self.park,
         )
         for site, block in sites:
@@ -221,8 +224,10 @@ class Runtime(PassListener):
             self._next_step(None)
         self._tell(Phase.FORWARD)
         self._measure.begin_pass()
-        if self._gradients is not None and self._takes_gradients():
-            self._gradients.watch(self._parts.streamed)
+        if self._gradients is not None:
+            self._gradients.note_steps()
+            if self._takes_gradients():
+                self._gradients.watch(self._parts.streamed)
         self._begin_uses(backward=False)
         return self._pass_context(module)
 
@@ -257,6 +262,11 @@ class Runtime(PassListener):
             gradients.pass_on()
         scheduler.fetch(block)
 
+    def _track(self, block: Block) -> bool:
+        """A site begins, with gradients."""
+        self._casts.begin(block)
+        return self._saved.rise()
+
     def _takes_gradients(self) -> bool:
         return torch.is_grad_enabled() and not self._settings.inference_mode
 
@@ -286,6 +296,7 @@ class Runtime(PassListener):
 
     def _pass_context(self, module: nn.Module) -> ExitStack:
         stack = ExitStack()
+        stack.enter_context(self._casts.one_pass())
         if self._settings.inference_mode:
             stack.enter_context(torch.no_grad())
         elif torch.is_grad_enabled():

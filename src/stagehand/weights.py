@@ -509,19 +509,19 @@ class _EdgeEnd(_Hook):
 
 
 class _SiteBegin(_Hook):
-    __slots__ = ("_before", "_block", "_edges", "_rise")
+    __slots__ = ("_before", "_block", "_edges", "_track")
 
     def __init__(
         self,
         block: Block,
         before: Callable[[Block], None],
         edges: Edges,
-        rise: Callable[[], bool],
+        track: Callable[[Block], bool],
     ) -> None:
         self._block = block
         self._before = before
         self._edges = edges
-        self._rise = rise
+        self._track = track
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if is_dynamo_compiling():
@@ -531,28 +531,34 @@ class _SiteBegin(_Hook):
             moved = self._edges.enter(module, args, kwargs, _module_frame())
         self._before(self._block)
         if torch.is_grad_enabled():
-            self._edges.risen.append((module, self._rise()))
+            self._edges.risen.append((module, self._track(self._block)))
         return moved
 
 
 class _SiteEnd(_Hook):
-    __slots__ = ("_after", "_block", "_edges")
+    __slots__ = ("_after", "_block", "_edges", "_untrack")
 
     def __init__(
-        self, block: Block, after: Callable[[Block], None], edges: Edges
+        self,
+        block: Block,
+        after: Callable[[Block], None],
+        edges: Edges,
+        untrack: Callable[[Block], None],
     ) -> None:
         self._block = block
         self._after = after
         self._edges = edges
+        self._untrack = untrack
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         if is_dynamo_compiling():
             _call_untraced(self, module, args, output)
             return
-        risen = self._edges.risen
-        if risen and risen[-1][0] is module and risen.pop()[1]:
-            pop_saved_hooks()
-        block = self._block
+        block, risen = self._block, self._edges.risen
+        if risen and risen[-1][0] is module:
+            if risen.pop()[1]:
+                pop_saved_hooks()
+            self._untrack(block)
         if block.uses:
             self._after(block)
         stack = self._edges._stack
@@ -789,8 +795,9 @@ class SiteHooks:
         before: Called with a block when a site begins.
         after: Called with a block when a site ends.
         fetch: Called with a block when a part of its site is recomputed.
-        rise: Makes this thread's operators save weights as handles; returns whether
-            hooks were pushed for that.
+        track: Called with a block when a site begins with gradients; returns whether
+            it put hooks on top of those through which this thread saves tensors.
+        untrack: Called with it when the site ends.
         settle: Brings every tensor home before the model is copied.
     """
 
@@ -802,14 +809,16 @@ class SiteHooks:
         before: Callable[[Block], None],
         after: Callable[[Block], None],
         fetch: Callable[[Block], None],
-        rise: Callable[[], bool],
+        track: Callable[[Block], bool],
+        untrack: Callable[[Block], None],
         settle: Callable[[], None],
     ) -> None:
         self._edges = edges
         self._before = before
         self._after = after
         self._fetch = fetch
-        self._rise = rise
+        self._track = track
+        self._untrack = untrack
         self._handles: list[RemovableHandle] = []
         for edge in (model, *model.children()):
             if type(edge).forward is not nn.ModuleList.forward:
@@ -832,12 +841,12 @@ class SiteHooks:
     def add_site(self, module: nn.Module, block: Block) -> None:
         """Tell the scheduler when a module uses a block."""
         begin = module.register_forward_pre_hook(
-            _SiteBegin(block, self._before, self._edges, self._rise),
+            _SiteBegin(block, self._before, self._edges, self._track),
             prepend=True,
             with_kwargs=True,
         )
         end = module.register_forward_hook(
-            _SiteEnd(block, self._after, self._edges), always_call=True
+            _SiteEnd(block, self._after, self._edges, self._untrack), always_call=True
         )
         self._handles += (begin, end)
         for part in module.modules():

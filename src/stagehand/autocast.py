@@ -1,0 +1,67 @@
+"""Keeps autocast from holding on to casts of streamed weights.
+
+Autocast caches its casts of trained fp32 weights until its region ends: half of a
+model's bytes. So the cache is off during a pass. A weight that is used more than once
+is an exception: with the cache autograd adds its gradients before they are cast back,
+without it after, which rounds differently. Such blocks are known from their second use
+on, and keep their casts as if they were resident.
+"""
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from stagehand.errors import StagehandWarning
+from stagehand.residency.blocks import Block
+
+__all__ = ["Casts"]
+
+
+class Casts:
+    """Autocast's cache during the passes of one runtime.
+
+    Args:
+        kind: The device's type, as autocast knows it.
+    """
+
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
+        self._wanted = True
+        self._used: set[int] = set()  # blocks, in this pass
+        self._reused: set[int] = set()
+
+    @contextmanager
+    def one_pass(self) -> Iterator[None]:
+        """Switch the cache off inside."""
+        self._wanted = torch.is_autocast_cache_enabled()
+        self._used.clear()
+        torch.set_autocast_cache_enabled(False)
+        try:
+            yield
+        finally:
+            torch.set_autocast_cache_enabled(self._wanted)
+
+    def begin(self, block: Block) -> None:
+        """A module that reads a block begins, with gradients."""
+        if not self._wanted or not torch.is_autocast_enabled(self._kind):
+            return
+        if block.index in self._reused:
+            torch.set_autocast_cache_enabled(True)
+        elif block.index not in self._used:
+            self._used.add(block.index)
+        elif any(t.requires_grad and t.dtype == torch.float32 for t in block.tensors):
+            self._reused.add(block.index)
+            warnings.warn(
+                f"block {block.name!r} is used again in a pass under autocast: its"
+                " gradients of this pass are added in fp32, those of later passes as"
+                " without streaming",
+                StagehandWarning,
+                stacklevel=2,
+            )
+
+    def end(self, block: Block) -> None:
+        """The module ends."""
+        if block.index in self._reused:
+            torch.set_autocast_cache_enabled(False)
