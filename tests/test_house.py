@@ -56,7 +56,7 @@ PLAN: dict[int, dict[str, tuple[str, ...]]] = {
             ],
             (),
         ),
-        "optim": ("rounding", "states", "update", "overlap", "adamw"),
+        "optim": ("rounding", "states", "update", "overlap", "scaler", "adamw"),
     },
     5: {
         "": (

@@ -2,5 +2,6 @@
 
 from stagehand.optim.adamw import OffloadedAdamW
 from stagehand.optim.overlap import GradientSource
+from stagehand.optim.scaler import GradScaler
 
-__all__ = ["GradientSource", "OffloadedAdamW"]
+__all__ = ["GradScaler", "GradientSource", "OffloadedAdamW"]
