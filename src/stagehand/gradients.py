@@ -18,6 +18,7 @@ their gradients; while they accumulate, those of two blocks more.
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections import deque
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
 __all__ = ["Gradients"]
 
 _JOBS_UNDER_WAY = 2  # blocks whose gradients wait to be added
+_ALONE = 2  # a storage's use count when one tensor has it, and who asks
 
 
 class _Home:
@@ -55,8 +57,8 @@ class _Home:
     """
 
     __slots__ = (
-        *("alone", "block", "grad", "handles", "lease", "parameter", "touched"),
-        "whole",
+        *("__weakref__", "alone", "block", "grad", "handles", "lease", "parameter"),
+        *("touched", "whole"),
     )
 
     def __init__(self, parameter: torch.Tensor, block: Block) -> None:
@@ -164,12 +166,18 @@ class Gradients:
 
     def _hook(self, tensor: torch.Tensor, block: Block) -> _Home:
         home = _Home(tensor, block)
+        # Python cannot collect a tensor that its own hooks hold.
+        me, known = weakref.ref(self), weakref.ref(home)
 
         def before(grad: torch.Tensor) -> None:
-            self._before(home, grad)
+            self, home = me(), known()
+            if self is not None and home is not None:
+                self._before(home, grad)
 
         def after(parameter: torch.Tensor) -> None:
-            self._after(home)
+            self, home = me(), known()
+            if self is not None and home is not None:
+                self._after(home)
 
         home.handles = [
             tensor.register_hook(before),  # type: ignore[no-untyped-call]
@@ -269,8 +277,11 @@ class Gradients:
     def _carry(
         self, home: _Home, grad: torch.Tensor, target: torch.Tensor, maker: Stream
     ) -> None:
+        # The gradient of a broadcast tensor can be a view of another one, to which
+        # autograd adds in place once nobody else seems to hold the memory.
+        shared = storage_use_count(grad.untyped_storage()) > _ALONE
         index = home.block.index
-        self._engine.carry_home(grad, target, block=index, maker=maker)
+        self._engine.carry_home(grad, target, block=index, maker=maker, shared=shared)
         self._sent = True
 
     # Memory
@@ -385,17 +396,31 @@ class Gradients:
         finally:
             self._put_back()
 
+    def give_up(self) -> None:
+        """Wait for what is under way when backward has failed; nothing is raised."""
+        self._late.clear()
+        self._await_jobs()
+        for lease, *_ in self._arrivals:
+            lease.release()
+        self._arrivals.clear()
+        self._put_back()
+
     def _wait(self) -> None:
         if self._arrivals:
             self.pass_on()
+        failed = self._await_jobs()
+        if failed is not None:
+            raise failed
+
+    def _await_jobs(self) -> BaseException | None:
+        """Return the first failure when neither a thread nor the lane has work."""
         failed: BaseException | None = None
         while self._jobs:
             failed = failed or self._jobs.popleft().exception()
         if self._sent:
             self._engine.d2h.stream.synchronize()
             self._sent = False
-        if failed is not None:
-            raise failed
+        return failed
 
     def _put_back(self) -> None:
         touched, self._touched = self._touched, []
@@ -404,10 +429,12 @@ class Gradients:
         for home in touched:
             grad, home.grad = home.grad, None
             home.whole = home.touched = False
+            there = home.parameter.grad
+            if there is not None and not there.is_cpu:  # backward failed before it left
+                home.parameter.grad = there = None
             if grad is None:
                 continue
-            there = home.parameter.grad
-            if there is not None and there.is_cpu:  # it was used on the host as well
+            if there is not None:  # it was used on the host as well
                 grad = grad + there
             home.parameter.grad = grad
             if grad.layout is torch.strided:
@@ -426,6 +453,7 @@ class Gradients:
                 else:
                     home.lease.release()
         self._homes.clear()
+        self._settled.clear()
         self._workers.close()
 
 
