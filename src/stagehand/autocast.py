@@ -8,8 +8,6 @@ on, and keep their casts as if they were resident.
 """
 
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
 
@@ -20,7 +18,7 @@ __all__ = ["Casts"]
 
 
 class Casts:
-    """Autocast's cache during the passes of one runtime.
+    """Autocast's cache during the passes of one runtime; a context for one at a time.
 
     Args:
         kind: The device's type, as autocast knows it.
@@ -32,16 +30,15 @@ class Casts:
         self._used: set[int] = set()  # blocks, in this pass
         self._reused: set[int] = set()
 
-    @contextmanager
-    def one_pass(self) -> Iterator[None]:
-        """Switch the cache off inside."""
+    def __enter__(self) -> None:
+        """A pass begins: switch the cache off."""
         self._wanted = torch.is_autocast_cache_enabled()
         self._used.clear()
         torch.set_autocast_cache_enabled(False)
-        try:
-            yield
-        finally:
-            torch.set_autocast_cache_enabled(self._wanted)
+
+    def __exit__(self, *_: object) -> None:
+        """The pass ends: let it be as it was."""
+        torch.set_autocast_cache_enabled(self._wanted)
 
     def begin(self, block: Block) -> None:
         """A module that reads a block begins, with gradients."""

@@ -16,8 +16,7 @@ the graph itself and becomes a handle that casts again; one of a frozen weight l
 trace in the graph and stays an activation.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -26,6 +25,8 @@ from stagehand.core.transfer import Slot
 from stagehand.errors import StagehandInternalError
 from stagehand.residency.blocks import Block
 from stagehand.torch_private import (
+    graph_task,
+    in_backward,
     pop_saved_hooks,
     push_saved_hooks,
     top_saved_hooks,
@@ -116,14 +117,9 @@ class SavedTensors:
         # Which tensor of a block begins or lies at an offset, noted once.
         self._numbers: dict[tuple[int, int, torch.dtype], int] = {}
 
-    @contextmanager
-    def hooks(self) -> Iterator[None]:
-        """Save weights as handles inside, and all else as outside."""
-        self.rise()
-        try:
-            yield
-        finally:
-            pop_saved_hooks()
+    def hooks(self) -> "_Saving":
+        """Return a context that saves weights as handles, and all else as outside."""
+        return _Saving(self)
 
     def rise(self) -> bool:
         """Be on top of this thread's hooks; False if that was so already.
@@ -152,6 +148,10 @@ class SavedTensors:
     def bring(self, packed: "WeightHandle | _Cast") -> torch.Tensor:
         """Return the view that a handle stands for."""
         self._fetch(packed.block)
+        if torch.is_grad_enabled() and in_backward():
+            # A backward that is itself differentiated saves the weight again, in the
+            # node that unpacks it. Autograd ends with each node what began in it.
+            self.rise()
         return packed.view()
 
     def handle(self, saved: torch.Tensor) -> "WeightHandle | _Cast | None":
@@ -198,8 +198,31 @@ class SavedTensors:
         return _Cast(block, weight, base.dtype, saved)
 
 
+class _Saving:
+    """A context of one thread: one that is never left must not end in another."""
+
+    __slots__ = ("_rose", "_saved")
+
+    def __init__(self, saved: SavedTensors) -> None:
+        self._saved = saved
+        self._rose = False
+
+    def __enter__(self) -> None:
+        self._rose = self._saved.rise()
+
+    def __exit__(self, *_: object) -> None:
+        if self._rose:
+            pop_saved_hooks()
+
+
 class _Inside:
-    """Hooks on top of somebody else's: weights are handles, all else is theirs."""
+    """Hooks on top of somebody else's: weights are handles, all else is theirs.
+
+    To unpack something, theirs may run the model again, as checkpointing does. Autograd
+    unpacks all that an operator saved, one by one: a weight that came first would keep
+    its slot's memory while other blocks are brought. So before the first weight of a
+    site, what else the site saved first is unpacked, and kept until it is asked for.
+    """
 
     def __init__(
         self,
@@ -210,13 +233,31 @@ class _Inside:
         self.saved = saved
         self._pack = pack
         self._unpack = unpack
+        self._first: Any = None
+        self._early: torch.Tensor | None = None
+        self._task = -1  # the backward pass in which the first was unpacked
 
     def pack(self, saved: torch.Tensor) -> Any:
-        return self.saved.handle(saved) or self._pack(saved)
+        handle = self.saved.handle(saved)
+        if handle is not None:
+            return handle
+        packed = self._pack(saved)
+        if self._first is None:
+            self._first = packed
+        return packed
 
     def unpack(self, packed: Any) -> torch.Tensor:
+        task = graph_task()
         if isinstance(packed, WeightHandle | _Cast):
+            if self._first is not None and task not in (-1, self._task):
+                self._early = self._unpack(self._first)
+                self._task = task
             return self.saved.bring(packed)
+        if packed is self._first:
+            early, self._early = self._early, None
+            if early is not None and task == self._task:
+                return early
+            self._task = task
         return self._unpack(packed)
 
 

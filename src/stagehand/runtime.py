@@ -242,10 +242,14 @@ class Runtime(PassListener):
         scheduler.release_fetched()
         if failed:
             scheduler.reset_uses()
-        if gradients is not None:
+        elif gradients is not None:
             gradients.pass_on()
         scheduler.end_pass()
-        if gradients is not None:
+        if gradients is None:
+            return
+        if failed:
+            gradients.give_up()
+        else:
             gradients.settle()
 
     def _fetch(self, block: Block) -> None:
@@ -253,7 +257,7 @@ class Runtime(PassListener):
         self._edges.enter_backward()
         scheduler, gradients = self._parts.scheduler, self._gradients
         left = scheduler.fetched
-        if left is block:
+        if left is block or scheduler.is_at_hand(block):
             return
         if gradients is not None and left is not None and left.trains:
             scheduler.release_fetched()
@@ -296,7 +300,7 @@ class Runtime(PassListener):
 
     def _pass_context(self, module: nn.Module) -> ExitStack:
         stack = ExitStack()
-        stack.enter_context(self._casts.one_pass())
+        stack.enter_context(self._casts)
         if self._settings.inference_mode:
             stack.enter_context(torch.no_grad())
         elif torch.is_grad_enabled():

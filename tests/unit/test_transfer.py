@@ -178,7 +178,7 @@ def carry_home_what_a_stream_makes(rig):
     home = rig.host(9)
     with rig.side:
         made = torch.full((NBYTES,), 3, dtype=torch.uint8, device="hpu")
-    rig.engine.carry_home(made, home, block=0, maker=rig.side)
+    rig.engine.carry_home(made, home, block=0, maker=rig.side, shared=False)
     del made
     with rig.side:
         other = torch.zeros(NBYTES, dtype=torch.uint8, device="hpu")
@@ -187,8 +187,20 @@ def carry_home_what_a_stream_makes(rig):
     del other
 
 
+def carry_home_what_its_maker_goes_on_to_change(rig):
+    """The maker, who shares the memory, waits for the copy."""
+    home = rig.host(9)
+    with rig.side:
+        made = torch.full((NBYTES,), 3, dtype=torch.uint8, device="hpu")
+    rig.engine.carry_home(made.view(-1), home, block=0, maker=rig.side, shared=True)
+    with rig.side:
+        made.add_(1)
+    rig.engine.drain()
+    assert home.eq(3).all()
+
+
 HAZARDS = (
-    carry_home_what_a_stream_makes,
+    *(carry_home_what_a_stream_makes, carry_home_what_its_maker_goes_on_to_change),
     *(read_after_load, load_after_read, load_after_two_readers, save_after_load),
     *(load_after_interleaved_readers, save_after_write, load_after_save),
     *(read_after_reload_by_the_same_stream, read_by_a_second_stream, free_after_read),
@@ -219,8 +231,14 @@ GUARDS = {
     ("disown", "buffer.record_stream(stream)"): (free_by_a_holder_after_it_read,),
     ("carry_home", "stream.wait_event(self._ready)"): (carry_home_what_a_stream_makes,),
     ("carry_home", "source.record_stream(stream)"): (carry_home_what_a_stream_makes,),
+    ("carry_home", "maker.wait_event(self._ready)"): (
+        carry_home_what_its_maker_goes_on_to_change,
+    ),
     # Marks that later waits rely on.
     ("carry_home", "self._ready.record(maker)"): (carry_home_what_a_stream_makes,),
+    ("carry_home", "self._ready.record(stream)"): (
+        carry_home_what_its_maker_goes_on_to_change,
+    ),
     ("load", "filled.record(stream)"): (read_after_load,),
     ("load", "slot._seen_by = "): (read_after_reload_by_the_same_stream,),
     ("_mark", "slot._drained.record(stream)"): (load_after_read,),

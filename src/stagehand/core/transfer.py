@@ -295,7 +295,13 @@ class TransferEngine:
         return Ticket(done, nbytes)
 
     def carry_home(
-        self, source: torch.Tensor, target: torch.Tensor, *, block: int, maker: Stream
+        self,
+        source: torch.Tensor,
+        target: torch.Tensor,
+        *,
+        block: int,
+        maker: Stream,
+        shared: bool,
     ) -> None:
         """Queue the copy of a tensor that lies in no slot; never denied.
 
@@ -307,12 +313,17 @@ class TransferEngine:
             target: Of the same shape and element type, in pinned memory.
             block: Whose it is, for the records.
             maker: The stream that made the tensor; the lane waits for it.
+            shared: Whether the maker may write to the tensor's memory again: then it
+                waits for the copy.
         """
         stream = self.d2h.stream
         self._ready.record(maker)
         stream.wait_event(self._ready)
         self._copy(block, "D2H", self.d2h, target, source)
         source.record_stream(stream)  # type: ignore[arg-type]
+        if shared:
+            self._ready.record(stream)
+            maker.wait_event(self._ready)
         self._counters.d2h_bytes += source.numel() * source.element_size()
         self._counters.d2h_copies += 1
 

@@ -159,6 +159,14 @@ class Scheduler:
             self.before(block)
             self._fetched = block
 
+    def is_at_hand(self, block: Block) -> bool:
+        """Whether a block is here without a use; if so, this stream may read it now."""
+        if block.index not in self._fixed or not block.bound:
+            return False
+        stream = self._device.current_stream()
+        self._engine.await_filled(block.slot, stream)  # type: ignore[arg-type]
+        return True
+
     def release_fetched(self) -> None:
         """End the use that `fetch` began."""
         block, self._fetched = self._fetched, None
