@@ -129,7 +129,6 @@ class Runtime(PassListener):
             model,
             self._edges,
             before=parts.scheduler.before,
-            after=parts.scheduler.after,
             fetch=self._fetch,
             track=self._track,
             untrack=self._casts.end,
@@ -143,6 +142,7 @@ class Runtime(PassListener):
             self._counters,
             self._owners,
             join=parts.scheduler.join,
+            bring=parts.scheduler.before,
             leave=parts.scheduler.after,
         )
         for table, group in finding.gathered:
@@ -228,13 +228,14 @@ class Runtime(PassListener):
             self._gradients.note_steps()
             if self._takes_gradients():
                 self._gradients.watch(self._parts.streamed)
-        self._begin_uses(backward=False)
+                self._hooks.watch_parts()
+        self._begin_uses(changes_follow=not self._takes_gradients())
         return self._pass_context(module)
 
     def begin_backward(self) -> None:
         """See `PassListener.begin_backward`."""
         self._tell(Phase.BACKWARD)
-        self._begin_uses(backward=True)
+        self._begin_uses(changes_follow=True)
 
     def end_backward(self, *, failed: bool) -> None:
         """See `PassListener.end_backward`."""
@@ -279,7 +280,7 @@ class Runtime(PassListener):
         if self._measure.in_step and not self._manual:
             self._measure.clock.enter(phase)
 
-    def _begin_uses(self, *, backward: bool) -> None:
+    def _begin_uses(self, *, changes_follow: bool) -> None:
         parts, measure = self._parts, self._measure
         if not self._ready:
             self._prepare()
@@ -288,7 +289,7 @@ class Runtime(PassListener):
         if measure.stopwatch.is_over():
             parts.steering.note(*measure.collect())
         self._make_room()
-        parts.scheduler.begin_pass(backward=backward)
+        parts.scheduler.begin_pass(changes_follow=changes_follow)
         if not parts.scheduler.in_use and parts.steering.steer():
             if parts.weights.overdraft_bytes:
                 parts.device_arena.trim()  # what was kept for reuse under the old limit
@@ -322,9 +323,10 @@ class Runtime(PassListener):
         watched, self._watched = self._watched, None
         if watched is not None and sys.exc_info()[0] is None:
             self._known.add(watched)  # a pass that failed did not show all
+        self._parts.scheduler.release_fetched()  # by a backward inside of a forward
         self._parts.scheduler.end_pass()
         if self._gradients is not None:
-            self._gradients.settle()  # of a backward pass inside of a forward
+            self._gradients.settle()
         self._measure.end_pass()
         if strays:
             self._keep(strays)

@@ -536,17 +536,12 @@ class _SiteBegin(_Hook):
 
 
 class _SiteEnd(_Hook):
-    __slots__ = ("_after", "_block", "_edges", "_untrack")
+    __slots__ = ("_block", "_edges", "_untrack")
 
     def __init__(
-        self,
-        block: Block,
-        after: Callable[[Block], None],
-        edges: Edges,
-        untrack: Callable[[Block], None],
+        self, block: Block, edges: Edges, untrack: Callable[[Block], None]
     ) -> None:
         self._block = block
-        self._after = after
         self._edges = edges
         self._untrack = untrack
 
@@ -560,7 +555,7 @@ class _SiteEnd(_Hook):
                 pop_saved_hooks()
             self._untrack(block)
         if block.uses:
-            self._after(block)
+            block.uses -= 1  # as `Scheduler.after` does
         stack = self._edges._stack
         if len(stack) == 1 and stack[0].module is module:
             self._edges.leave(module)
@@ -626,7 +621,8 @@ class RowGather(TorchFunctionMode):
         counters: Where lookups are counted.
         tables: The block of each table, by the table's id.
         join: Called with the block before a lookup in a table that is on the device.
-        leave: Called with the block after it.
+        bring: Called with the block before a lookup that needs the table there.
+        leave: Called with the block after either.
     """
 
     def __init__(
@@ -636,6 +632,7 @@ class RowGather(TorchFunctionMode):
         tables: Mapping[int, Block],
         *,
         join: Callable[[Block], None],
+        bring: Callable[[Block], None],
         leave: Callable[[Block], None],
     ) -> None:
         super().__init__()
@@ -645,6 +642,7 @@ class RowGather(TorchFunctionMode):
         self._counters = counters
         self._tables = tables
         self._join = join
+        self._bring = bring
         self._leave = leave
 
     def __torch_function__(
@@ -672,8 +670,8 @@ class RowGather(TorchFunctionMode):
         **kwargs: Any,
     ) -> torch.Tensor:
         block = self._tables.get(id(weight))
-        if block is not None and block.bound:
-            self._join(block)
+        if block is not None and (block.bound or _is_tied_and_trains(block, weight)):
+            (self._join if block.bound else self._bring)(block)
             try:
                 return nn.functional.embedding(input, weight, *args, **kwargs)
             finally:
@@ -684,6 +682,14 @@ class RowGather(TorchFunctionMode):
         rows = nn.functional.embedding(input.to(weight.device), weight, *args, **kwargs)
         self._counters.h2d_bytes += rows.numel() * rows.element_size()
         return rows.to(self._device)
+
+
+def _is_tied_and_trains(block: Block, table: torch.Tensor) -> bool:
+    """Whether a table's gradient has parts that are made on the device.
+
+    Then all are, so that they are added in the order in which autograd meets them.
+    """
+    return not block.hosted and table.requires_grad and torch.is_grad_enabled()
 
 
 class StrayUses(TorchFunctionMode):
@@ -793,7 +799,6 @@ class SiteHooks:
         model: The module that users call.
         edges: Its edge.
         before: Called with a block when a site begins.
-        after: Called with a block when a site ends.
         fetch: Called with a block when a part of its site is recomputed.
         track: Called with a block when a site begins with gradients; returns whether
             it put hooks on top of those through which this thread saves tensors.
@@ -807,7 +812,6 @@ class SiteHooks:
         edges: Edges,
         *,
         before: Callable[[Block], None],
-        after: Callable[[Block], None],
         fetch: Callable[[Block], None],
         track: Callable[[Block], bool],
         untrack: Callable[[Block], None],
@@ -815,11 +819,11 @@ class SiteHooks:
     ) -> None:
         self._edges = edges
         self._before = before
-        self._after = after
         self._fetch = fetch
         self._track = track
         self._untrack = untrack
         self._handles: list[RemovableHandle] = []
+        self._sites: list[tuple[nn.Module, Block]] = []  # whose parts are not watched
         for edge in (model, *model.children()):
             if type(edge).forward is not nn.ModuleList.forward:
                 self._hook_edge(edge, settle)
@@ -846,14 +850,24 @@ class SiteHooks:
             with_kwargs=True,
         )
         end = module.register_forward_hook(
-            _SiteEnd(block, self._after, self._edges, self._untrack), always_call=True
+            _SiteEnd(block, self._edges, self._untrack), always_call=True
         )
         self._handles += (begin, end)
-        for part in module.modules():
-            own = (*part._parameters.values(), *part._buffers.values())
-            if part is not module and any(tensor is not None for tensor in own):
-                inner = _InnerBegin(block, self._fetch)
-                self._handles.append(part.register_forward_pre_hook(inner))
+        self._sites.append((module, block))
+
+    def watch_parts(self) -> None:
+        """Notice from now on when a part of a site is recomputed by itself.
+
+        Checkpointing inside of a block does that. It costs a hook on every part that
+        has tensors of its own, so it waits for the first pass with gradients.
+        """
+        while self._sites:
+            site, block = self._sites.pop()
+            begin = _InnerBegin(block, self._fetch)
+            for part in site.modules():
+                own = (*part._parameters.values(), *part._buffers.values())
+                if part is not site and any(tensor is not None for tensor in own):
+                    self._handles.append(part.register_forward_pre_hook(begin))
 
     def add_look(self, module: nn.Module, look: Callable[[Any, Any], None]) -> None:
         """Show a module's inputs and every output to `look`."""

@@ -87,7 +87,7 @@ class Scheduler:
         self._line_version = -1
         self._latest: Block | None = None
         self._fetched: Block | None = None
-        self._backward = False  # the present pass goes backward
+        self._changes_follow = False
         self._fixed: Collection[int] = ()
         self.strained = False
         """Whether memory was taken from the plan's slots: follow it again."""
@@ -331,7 +331,7 @@ class Scheduler:
         if slot is None:
             raise StagehandInternalError(f"block {block.name!r} is not on the device")
         if block.bound:
-            if block.is_replaced():
+            if [t.data_ptr() for t in block.tensors] != block.addresses:
                 self.take_in(block)
             versions = [t._version for t in block.tracked]
             changed = versions != block.versions
@@ -443,7 +443,7 @@ class Scheduler:
             block = line[position]
             if block.slot is None:
                 slot = block.home
-                if self._backward and block.trains and position >= self._length:
+                if self._changes_follow and block.trains and position >= self._length:
                     break  # it is about to change
                 if slot is not None:
                     other = slot.occupant
@@ -469,7 +469,7 @@ class Scheduler:
         position = max(position, self._staged_front + 1)
         while position < last:
             block = self._line[position]
-            if self._backward and block.trains and position >= self._length:
+            if self._changes_follow and block.trains and position >= self._length:
                 return
             if block.slot is None and block.image is None and not block.hosted:
                 self._loader.request(block)
@@ -495,15 +495,15 @@ class Scheduler:
 
     # Passes
 
-    def begin_pass(self, *, backward: bool = False) -> None:
+    def begin_pass(self, *, changes_follow: bool = False) -> None:
         """The model is entered from outside, or autograd begins to go back through it.
 
         Args:
-            backward: Whether weights are expected to change after the pass, where
-                gradients are taken for them: then nothing of these is loaded ahead.
+            changes_follow: Whether weights may change after the pass, where gradients
+                are taken for them: nothing of these is loaded ahead for the next one.
         """
         self.release_fetched()
-        self._backward = backward
+        self._changes_follow = changes_follow
         self._latest = None  # each pass has the same uses, whatever came before it
         length = self.order.length if self.order.cursor >= 0 else 0
         if self.order.turn() and not self.order.lost:
