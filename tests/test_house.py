@@ -22,7 +22,7 @@ PLAN: dict[int, dict[str, tuple[str, ...]]] = {
     1: {
         "core": (
             *("states", "device", "stopwatch", "clock", "telemetry", "limits"),
-            *("ledger", "arena", "workers", "layout", "transfer"),
+            *("ledger", "arena", "workers", "layout", "saved", "transfer"),
         )
     },
     2: {
@@ -34,6 +34,7 @@ PLAN: dict[int, dict[str, tuple[str, ...]]] = {
             "files",
             "pages",
             "safetensors",
+            *("packed_layout", "packing_triton", "unpacking", "packing"),
         )
     },
     3: {
@@ -49,19 +50,23 @@ PLAN: dict[int, dict[str, tuple[str, ...]]] = {
                 "autocast",
                 "gradients",
                 "weights",
-                "activations",
                 "streamer",
                 "conductor",
                 "guards",
             ],
             (),
         ),
+        "activations": ("pieces", "spill", "saving"),
+        "pretrained": (
+            *("deferred", "naming", "transformers_models", "diffusers_models"),
+            *("sources", "scratch", "matching"),
+        ),
         "optim": ("rounding", "states", "update", "overlap", "scaler", "adamw"),
     },
     5: {
         "": (
-            *("config", "report", "assembly", "measure", "files", "moves"),
-            *("runtime", "modes"),
+            *("config", "report", "assembly", "additions", "measure", "files", "moves"),
+            *("runtime", "modes", "loading"),
         )
     },
     6: {
@@ -77,7 +82,7 @@ EXPECTED_PUBLIC = (
     *("CheckpointError", "ClosedError", "ConfigError", "InvalidStateTransitionError"),
     *("PinnedPool", "Report", "StagehandConfig", "StagehandError"),
     *("StagehandInternalError", "StagehandOOMError", "StagehandRuntime"),
-    *("StagehandWarning", "__version__", "layer"),
+    *("StagehandWarning", "__version__", "activations", "layer"),
 )
 
 # Bookkeeping: tested without a device, so it and what it imports do without torch.

@@ -1,5 +1,6 @@
 """Run and train PyTorch models that do not fit the accelerator, at full precision."""
 
+from stagehand.activations.saving import Activations as activations
 from stagehand.config import StagehandConfig
 from stagehand.core.arena import Arena as PinnedPool
 from stagehand.errors import (
@@ -12,6 +13,7 @@ from stagehand.errors import (
     StagehandOOMError,
     StagehandWarning,
 )
+from stagehand.loading import load
 from stagehand.modes import StagehandRuntime, layer
 from stagehand.report import Report
 
@@ -31,5 +33,7 @@ __all__ = [
     "StagehandRuntime",
     "StagehandWarning",
     "__version__",
+    "activations",
     "layer",
+    "load",
 ]

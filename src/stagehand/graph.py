@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from stagehand.core.saved import Kept, modified
 from stagehand.core.transfer import Slot
 from stagehand.errors import StagehandInternalError
 from stagehand.residency.blocks import Block
@@ -34,35 +35,62 @@ from stagehand.torch_private import (
 
 __all__ = ["SavedTensors", "WeightHandle"]
 
+# Of one slot, and of one runtime: a model may cut its weights anew in each pass.
+_VIEWS_KEPT = 1_000
+_HANDLES_KEPT = 100_000
+
+_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
+
+# A block's or tensor's number, and offset, type, shape and strides of a view.
+_Key = tuple[int, int, torch.dtype, torch.Size, tuple[int, ...]]
+
+
+class _Place:
+    """Where a view lies in an image, and what it is like; one object for all alike.
+
+    Attributes:
+        number: Which parameter or buffer of the block the view was made from.
+        offset: Where it starts, in elements from the start of the image.
+    """
+
+    __slots__ = ("dtype", "number", "offset", "shape", "stride")
+
+    def __init__(
+        self,
+        number: int,
+        offset: int,
+        dtype: torch.dtype,
+        shape: torch.Size,
+        stride: tuple[int, ...],
+    ) -> None:
+        self.number = number
+        self.offset = offset
+        self.dtype = dtype
+        self.shape = shape
+        self.stride = stride
+
+    def view_of(self, block: Block, target: torch.Tensor) -> torch.Tensor:
+        """Return the view in the slot that holds the block now."""
+        base = block.views[self.number]
+        if base.dtype is not self.dtype:
+            base = target.view(self.dtype)
+        return base.as_strided(self.shape, self.stride, self.offset)
+
 
 class WeightHandle:
     """A view of a block's image, without its memory.
 
     Attributes:
         block: Whose bytes they are.
-        number: Which parameter or buffer of the block the view was made from.
-        offset: Where it starts, in elements from the start of the image.
+        place: Where in the image.
         version: The parameter's version when it was saved.
     """
 
-    __slots__ = ("block", "dtype", "number", "offset", "shape", "stride", "version")
+    __slots__ = ("block", "place", "version")
 
-    def __init__(
-        self,
-        block: Block,
-        number: int,
-        dtype: torch.dtype,
-        shape: torch.Size,
-        stride: tuple[int, ...],
-        offset: int,
-        version: int,
-    ) -> None:
+    def __init__(self, block: Block, place: _Place, version: int) -> None:
         self.block = block
-        self.number = number
-        self.dtype = dtype
-        self.shape = shape
-        self.stride = stride
-        self.offset = offset
+        self.place = place
         self.version = version
 
     def view(self) -> torch.Tensor:
@@ -72,17 +100,21 @@ class WeightHandle:
             RuntimeError: If the parameter was changed in place since it was saved, as
                 autograd itself raises.
         """
-        block = self.block
-        if block.slot is None or block.target is None:
+        block, place = self.block, self.place
+        slot, target = block.slot, block.target
+        if slot is None or target is None:
             raise StagehandInternalError(f"block {block.name!r} is not on the device")
-        tensor = block.tensors[self.number]
+        tensor = block.tensors[place.number]
         if tensor._version != self.version:
             raise _changed(block, tensor, self.version)
+        view: torch.Tensor | None = slot.views.get(place)
+        if view is None:
+            view = place.view_of(block, target)
+            if len(slot.views) < _VIEWS_KEPT:
+                slot.views[place] = view
+                slot.alone += 1
         # A view of its own: who keeps it holds the memory, and the slot can tell.
-        base = block.views[self.number]
-        if base.dtype is not self.dtype:
-            base = block.target.view(self.dtype)
-        return base.as_strided(self.shape, self.stride, self.offset)
+        return view.detach()
 
 
 def _number_at(block: Block, offset: int) -> int:
@@ -114,8 +146,10 @@ class SavedTensors:
         self._slots = slots
         self._owners = owners
         self._fetch = fetch
-        # Which tensor of a block begins or lies at an offset, noted once.
-        self._numbers: dict[tuple[int, int, torch.dtype], int] = {}
+        # The latest handle of each view of each block, and what such views have in
+        # common: most are saved again in each pass.
+        self._handles: dict[_Key, WeightHandle] = {}
+        self._places: dict[_Key, _Place] = {}
 
     def hooks(self) -> "_Saving":
         """Return a context that saves weights as handles, and all else as outside."""
@@ -137,13 +171,13 @@ class SavedTensors:
         push_saved_hooks(inside.pack, inside.unpack)
         return True
 
-    def _pack(self, saved: torch.Tensor) -> "WeightHandle | _Cast | _Kept":
-        return self.handle(saved) or _Kept(saved)
+    def _pack(self, saved: torch.Tensor) -> "WeightHandle | _Cast | Kept":
+        return self.handle(saved) or Kept(saved)
 
-    def _unpack(self, packed: "WeightHandle | _Cast | _Kept") -> torch.Tensor:
-        if isinstance(packed, _Kept):
+    def _unpack(self, packed: "WeightHandle | _Cast | Kept") -> torch.Tensor:
+        if type(packed) is Kept:
             return packed.get()
-        return self.bring(packed)
+        return self.bring(packed)  # type: ignore[arg-type]
 
     def bring(self, packed: "WeightHandle | _Cast") -> torch.Tensor:
         """Return the view that a handle stands for."""
@@ -157,34 +191,47 @@ class SavedTensors:
     def handle(self, saved: torch.Tensor) -> "WeightHandle | _Cast | None":
         """Return what stands for a weight; None if the tensor is no weight."""
         kind = type(saved)
-        if kind is not torch.Tensor and type(saved.data) is not torch.Tensor:
+        if kind not in _PLAIN and type(saved.data) is not torch.Tensor:
             return None  # a wrapper around other tensors
         try:
             address = saved.untyped_storage().data_ptr()
         except NotImplementedError:  # sparse, or otherwise without a storage
             return None
         slot = self._slots.get(address)
-        if slot is None or slot.occupant is None:
+        block: Block | None = None if slot is None else slot.occupant
+        if block is None:
             return None if saved.grad_fn is None else self._cast(saved)
         # A handle knows bytes, not their meaning.
-        if saved.is_nested or saved.is_conj() or saved.is_neg():
+        if saved.is_nested or saved.is_neg() or saved.is_conj():
             return None
-        block: Block = slot.occupant
-        offset = int(saved.storage_offset())
-        dtype = saved.dtype
-        place = block.index, offset, dtype
-        number = self._numbers.get(place)
-        if number is None:
-            number = self._numbers[place] = _number_at(block, offset * dtype.itemsize)
-        return WeightHandle(
-            block,
-            number,
-            dtype,
+        key = (
+            block.index,
+            int(saved.storage_offset()),
+            saved.dtype,
             saved.shape,
             saved.stride(),
-            offset,
-            block.tensors[number]._version,
         )
+        known = self._handles.get(key)
+        if known is None or known.block is not block:
+            return self._note(block, key)
+        version = block.tensors[known.place.number]._version
+        if known.version != version:
+            known = self._handles[key] = WeightHandle(block, known.place, version)
+        return known
+
+    def _note(self, block: Block, key: "_Key") -> WeightHandle:
+        _, offset, dtype, shape, stride = key
+        number = _number_at(block, offset * dtype.itemsize)
+        if len(self._handles) >= _HANDLES_KEPT:
+            self._handles.clear()
+            self._places.clear()
+        common = number, *key[1:]
+        place = self._places.get(common)
+        if place is None:
+            place = self._places[common] = _Place(number, offset, dtype, shape, stride)
+        handle = WeightHandle(block, place, block.tensors[number]._version)
+        self._handles[key] = handle
+        return handle
 
     def _cast(self, saved: torch.Tensor) -> "_Cast | None":
         base = saved if saved._base is None else saved._base
@@ -248,7 +295,7 @@ class _Inside:
 
     def unpack(self, packed: Any) -> torch.Tensor:
         task = graph_task()
-        if isinstance(packed, WeightHandle | _Cast):
+        if type(packed) in _HANDLES:
             if self._first is not None and task not in (-1, self._task):
                 self._early = self._unpack(self._first)
                 self._task = task
@@ -288,34 +335,9 @@ class _Cast:
         return cast.as_strided(self.shape, self.stride, self.offset)
 
 
+_HANDLES = frozenset({WeightHandle, _Cast})
+
+
 def _changed(block: Block, tensor: torch.Tensor, version: int) -> RuntimeError:
-    return RuntimeError(
-        "one of the variables needed for gradient computation has been modified by an"
-        f" inplace operation: a weight of block {block.name!r} of shape"
-        f" {list(tensor.shape)} is at version {tensor._version}; expected version"
-        f" {version} instead"
-    )
-
-
-class _Kept:
-    """A saved tensor that is kept as it is.
-
-    Detached, because a node that holds its own output would never be freed. Hooks
-    switch autograd's version check off, so it is done here.
-    """
-
-    __slots__ = ("tensor", "version")
-
-    def __init__(self, saved: torch.Tensor) -> None:
-        self.tensor = saved.detach()
-        self.version = saved._version
-
-    def get(self) -> torch.Tensor:
-        if self.tensor._version != self.version:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified"
-                f" by an inplace operation: a {self.tensor.dtype} tensor of shape"
-                f" {list(self.tensor.shape)} is at version {self.tensor._version};"
-                f" expected version {self.version} instead"
-            )
-        return self.tensor
+    what = f"a weight of block {block.name!r} of shape {list(tensor.shape)}"
+    return modified(what, tensor._version, version)

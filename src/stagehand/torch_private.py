@@ -13,6 +13,11 @@
   a backward pass. Without it, a forward that itself runs a backward pass may hang.
 - `Tensor._post_accumulate_grad_hooks`: gradients are taken home after the user's hooks
   have seen them. Without it, before those that were registered later.
+- `torch._C._{len,pop,push_on}_torch_dispatch_stack`: copies of weights are no part of
+  what a dispatch mode watches. Without them, selective checkpointing may refuse.
+- `torch.utils._python_dispatch.TorchDispatchMode`: see every operator of a thread. It
+  is put on this thread's stack directly: entering it also sets flags that are seen by
+  all threads. Without them, importing the library fails.
 - `torch._disable_dynamo`: leave a function out of compiled graphs without importing the
   compiler. Without it, compiled blocks warn of what they cannot trace.
 
@@ -20,15 +25,20 @@ Tried with torch 2.9 to 2.13.
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode
 
 from stagehand.errors import StagehandError
 
 __all__ = [
+    "DispatchMode",
     "at_end_of_backward",
+    "dispatch_modes",
+    "dispatching",
     "graph_task",
     "has_more_hooks",
     "in_backward",
@@ -40,6 +50,7 @@ __all__ = [
     "untraced",
     "use_count_of",
     "waits_for_backward",
+    "without_modes",
 ]
 
 SavedHooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
@@ -68,7 +79,20 @@ pop_saved_hooks: Callable[[], None] = _required(
 )
 """End what the latest push began."""
 _top_saved_hooks = _required("_top_saved_tensors_default_hooks", torch._C._autograd)
+dispatch_modes: Callable[[], int] = getattr(
+    torch._C, "_len_torch_dispatch_stack", lambda: 0
+)
+"""Return how many dispatch modes are active in this thread."""
 _run_backward = getattr(torch.autograd.graph, "_engine_run_backward", None)
+
+
+def _wrapper_count() -> int:
+    tensor = torch.empty(1)
+    return use_count_of(tensor.untyped_storage()._cdata) - 1
+
+
+WRAPPERS = _wrapper_count()
+"""How often Python's own object for a storage counts, once it was asked for."""
 
 
 def storage_use_count(storage: torch.UntypedStorage) -> int:
@@ -123,6 +147,29 @@ def is_last_hook(tensor: torch.Tensor, number: int) -> bool:
         return True
     hooks.move_to_end(number)
     return False
+
+
+@contextmanager
+def dispatching(mode: DispatchMode) -> Iterator[None]:
+    """Let a mode see the operators that this thread calls."""
+    torch._C._push_on_torch_dispatch_stack(mode)
+    try:
+        yield
+    finally:
+        torch._C._pop_torch_dispatch_stack(None)
+
+
+@contextmanager
+def without_modes() -> Iterator[None]:
+    """Keep what happens inside from the dispatch modes that are active."""
+    modes = []
+    while dispatch_modes():
+        modes.append(torch._C._pop_torch_dispatch_stack(None))
+    try:
+        yield
+    finally:
+        while modes:
+            torch._C._push_on_torch_dispatch_stack(modes.pop())
 
 
 def untraced(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -327,6 +327,51 @@ class TransferEngine:
         self._counters.d2h_bytes += source.numel() * source.element_size()
         self._counters.d2h_copies += 1
 
+    def copy_home(
+        self, source: torch.Tensor, target: torch.Tensor, *, maker: Stream
+    ) -> Event:
+        """Queue the copy of a tensor that its owner keeps until the event is done.
+
+        Args:
+            source: On the device.
+            target: Of the same shape and element type, in pinned memory.
+            maker: The stream that made the tensor; the lane waits for it.
+        """
+        stream = self.d2h.stream
+        self._ready.record(maker)
+        stream.wait_event(self._ready)
+        self._copy(-1, "D2H", self.d2h, target, source)
+        return self._finished(self.d2h, source)
+
+    def bring_back(
+        self, source: torch.Tensor, *, after: Event
+    ) -> tuple[torch.Tensor, Event]:
+        """Queue the copy of pinned bytes to new device memory.
+
+        The memory is the lane's: who reads it waits for the event, and tells the
+        allocator which stream does.
+
+        Args:
+            source: In pinned memory.
+            after: The event behind the copy that wrote it.
+        """
+        self.h2d.stream.wait_event(after)
+        target = self.allocate(source.numel())
+        self._copy(-1, "H2D", self.h2d, target, source)
+        return target, self._finished(self.h2d, source)
+
+    def _finished(self, lane: Lane, moved: torch.Tensor) -> Event:
+        done = self._device.new_event()
+        done.record(lane.stream)
+        nbytes = moved.numel() * moved.element_size()
+        if lane is self.h2d:
+            self._counters.h2d_bytes += nbytes
+            self._counters.h2d_copies += 1
+        else:
+            self._counters.d2h_bytes += nbytes
+            self._counters.d2h_copies += 1
+        return done
+
     def retire(self, slot: Slot) -> None:
         """Order all that touches the slot before the next use of its memory."""
         if slot._used:

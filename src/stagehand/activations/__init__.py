@@ -1,0 +1,1 @@
+"""Autograd's saved tensors leave the device when the budget needs it."""

@@ -1,0 +1,49 @@
+"""What stands for a saved tensor that is left where it is.
+
+Hooks for saved tensors switch autograd's own version check off, so whoever installs
+them has to make it, with the same error.
+"""
+
+import torch
+
+__all__ = ["Kept", "modified"]
+
+
+def modified(what: str, found: int, expected: int) -> RuntimeError:
+    """Return the error that autograd raises for a saved tensor that was changed.
+
+    Args:
+        what: The tensor, for the message.
+        found: Its version.
+        expected: Its version when it was saved.
+    """
+    return RuntimeError(
+        "one of the variables needed for gradient computation has been modified by an"
+        f" inplace operation: {what} is at version {found}; expected version"
+        f" {expected} instead"
+    )
+
+
+class Kept:
+    """A saved tensor that is kept as it is.
+
+    Detached, because a node that holds its own output would never be freed.
+    """
+
+    __slots__ = ("tensor", "version")
+
+    def __init__(self, saved: torch.Tensor) -> None:
+        self.tensor = saved.detach()
+        self.version = saved._version
+
+    def get(self) -> torch.Tensor:
+        """Return the tensor.
+
+        Raises:
+            RuntimeError: If it was changed in place since it was saved.
+        """
+        tensor = self.tensor
+        if tensor._version != self.version:
+            what = f"a {tensor.dtype} tensor of shape {list(tensor.shape)}"
+            raise modified(what, tensor._version, self.version)
+        return tensor
