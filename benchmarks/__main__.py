@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from benchmarks import handles, memory, overhead, planning
+from benchmarks import handles, memory, overhead, packing, planning, training
 from benchmarks.results import Result, as_lines, as_table
 
 _HEADING = """\
@@ -47,11 +47,15 @@ def _measure(*, quick: bool) -> Iterator[Result]:
         yield from planning.measure(blocks=100, rounds=1)
         yield from memory.measure(rounds=1)
         yield from handles.measure(rounds=1)
+        yield from packing.measure(rounds=1, weights=1 << 20)
+        yield from training.measure((10, 30), blocks_timed=100)
         return
     yield from overhead.measure()
     yield from planning.measure()
     yield from memory.measure()
     yield from handles.measure()
+    yield from packing.measure()
+    yield from training.measure()
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ from torch.nn import functional
 from benchmarks.models import Stack, make_runtime, streamed_blocks
 from benchmarks.results import Result
 from benchmarks.timing import take_turns
-from stagehand.graph import SavedTensors
 
 __all__ = ["measure"]
 
@@ -26,16 +25,13 @@ def measure(rounds: int = 200) -> Iterator[Result]:
     try:
         with torch.inference_mode():
             model(torch.zeros(1, 16))  # now all blocks are there
-        scheduler = runtime._parts.scheduler
-        saved = SavedTensors(scheduler.slots_by_memory, scheduler.fetch)
         # Frozen: then it is all that a layer saves.
         weight = streamed_blocks(runtime)[0].tensors[0].requires_grad_(False)
         functions = {
             "identity": _step(weight, lambda: saved_tensors_hooks(_same, _same)),
-            "handle": _step(weight, saved.hooks),
+            "handle": _step(weight, runtime._saved.hooks),
         }
         times = take_turns(functions, rounds=rounds)
-        scheduler.release_fetched()
     finally:
         runtime.shutdown()
     yield Result.of(

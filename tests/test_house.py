@@ -34,7 +34,8 @@ PLAN: dict[int, dict[str, tuple[str, ...]]] = {
             "files",
             "pages",
             "safetensors",
-            *("packed_layout", "packing_triton", "unpacking", "packing"),
+            *("packed_stream", "packed_layout", "packing_triton", "unpacking"),
+            "packing",
         )
     },
     3: {
@@ -58,8 +59,8 @@ PLAN: dict[int, dict[str, tuple[str, ...]]] = {
         ),
         "activations": ("pieces", "spill", "saving"),
         "pretrained": (
-            *("deferred", "naming", "transformers_models", "diffusers_models"),
-            *("sources", "scratch", "matching"),
+            *("operators", "deferred", "naming", "transformers_models"),
+            *("diffusers_models", "sources", "scratch", "matching"),
         ),
         "optim": ("rounding", "states", "update", "overlap", "scaler", "adamw"),
     },
@@ -82,7 +83,7 @@ EXPECTED_PUBLIC = (
     *("CheckpointError", "ClosedError", "ConfigError", "InvalidStateTransitionError"),
     *("PinnedPool", "Report", "StagehandConfig", "StagehandError"),
     *("StagehandInternalError", "StagehandOOMError", "StagehandRuntime"),
-    *("StagehandWarning", "__version__", "activations", "layer"),
+    *("StagehandWarning", "__version__", "activations", "layer", "load"),
 )
 
 # Bookkeeping: tested without a device, so it and what it imports do without torch.

@@ -1,5 +1,8 @@
 """Calibrate the link, then stream stacks of real block shapes in given budgets.
 
+Then adapters on a frozen stack are trained: forward, backward and optimizer, in bf16
+and with checkpoints, under a cap of the device's memory.
+
 Every cell asserts that streamed outputs are bit for bit the resident ones, and holds
 its time against the larger of the resident time and the bytes over the link's rate,
 both measured in the same process. Results are JSON lines in `benchmarks/results/`,
@@ -15,11 +18,12 @@ from typing import Any
 
 import torch
 
+from benchmarks.gpu import training
 from benchmarks.gpu.cells import Cell, Scale, run
 from benchmarks.gpu.link import calibrate
 from benchmarks.gpu.shapes import SHAPES
 from stagehand.core.device import Device, find_device
-from stagehand.units import format_bytes
+from stagehand.units import format_bytes, parse_bytes
 
 _ROOT = Path(__file__).resolve().parents[2]
 _SIZES = tuple(2**power for power in range(16, 31, 2))
@@ -48,7 +52,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for cell in run(device, name, SHAPES[name], options.budgets, scale):
             write(cell.line())
             print(_sentence(cell))
+    _train(device, options, scale, write)
     return 0
+
+
+def _train(
+    device: Device,
+    options: argparse.Namespace,
+    scale: Scale,
+    write: Callable[[dict[str, Any]], None],
+) -> None:
+    cap = None if options.dry else parse_bytes(options.cap, name="--cap")
+    for name in options.train:
+        for cell in training.run(
+            device, name, SHAPES[name], options.training_budgets, scale, cap_bytes=cap
+        ):
+            write(cell.line())
+            print("trained: " + _sentence(cell))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -67,6 +87,16 @@ def _parser() -> argparse.ArgumentParser:
         default=["15%", "50%"],
         help='device bytes for weights: "12GB", or a part of the stack\'s',
     )
+    parser.add_argument(
+        "--train", nargs="*", choices=SHAPES, default=["ltx-2"], help="what to train"
+    )
+    parser.add_argument(
+        "--training-budgets",
+        nargs="+",
+        default=["50%"],
+        help="as --budgets, for training; they have to leave room under the cap",
+    )
+    parser.add_argument("--cap", default="24GiB", help="device memory in training")
     parser.add_argument("--out", type=Path, help="folder for the results")
     return parser
 
@@ -100,7 +130,7 @@ def _writer(
     return write
 
 
-def _sentence(cell: Cell) -> str:
+def _sentence(cell: Cell | training.TrainingCell) -> str:
     line = cell.line()
     return (
         f"{cell.shape}, {cell.blocks} blocks, {format_bytes(cell.weight_bytes)} in"

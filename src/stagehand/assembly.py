@@ -80,7 +80,7 @@ class Parts:
     scheduler: Scheduler
     steering: Steering
     odd: list[torch.Tensor] = field(default_factory=list)
-    """Tensors that cannot be packed; they are on the device for good."""
+    """Tensors that are in no block; they are on the device for good."""
     odd_origin: list[torch.device] = field(default_factory=list)
     keep_pool: bool = False
 
@@ -96,15 +96,14 @@ class Parts:
 
     @property
     def odd_bytes(self) -> int:
-        """Bytes of the tensors that cannot be packed."""
+        """Bytes of the tensors that are in no block."""
         return sum(tensor_bytes(tensor) for tensor in self.odd)
 
     def place_odd(self) -> None:
-        """Move what cannot be packed to the device."""
-        if not self.odd_origin:
-            self.odd_origin = [tensor.device for tensor in self.odd]
-            for tensor in self.odd:
-                tensor.data = tensor.data.to(self.device.torch_device)
+        """Move what is in no block to the device."""
+        for tensor in self.odd[len(self.odd_origin) :]:
+            self.odd_origin.append(tensor.device)
+            tensor.data = tensor.data.to(self.device.torch_device)
 
     def take_home_odd(self) -> None:
         """Move it back to where it came from."""

@@ -11,7 +11,7 @@ from stagehand.errors import MissingTensorError
 from stagehand.residency.blocks import Block
 from stagehand.stores.checkpoint import Checkpoint, Extent
 from stagehand.stores.files import FileSet
-from stagehand.stores.safetensors import SafetensorsStore
+from stagehand.stores.safetensors import SafetensorsStore, host_tensor
 
 __all__ = ["KeyMap", "back_by_files"]
 
@@ -19,7 +19,7 @@ KeyMap = Callable[[str], str] | Mapping[str, str] | None
 
 
 def back_by_files(
-    parts: Parts, model: nn.Module, path: str | Path, key_map: KeyMap
+    parts: Parts, model: nn.Module, path: str | Path | Checkpoint, key_map: KeyMap
 ) -> tuple[FileSet, int]:
     """Give every streamed block, and every tensor without values, a store in files.
 
@@ -32,7 +32,7 @@ def back_by_files(
     Raises:
         CheckpointError: If a tensor is missing or does not fit, or a file is unsound.
     """
-    checkpoint = Checkpoint.open(path)
+    checkpoint = path if isinstance(path, Checkpoint) else Checkpoint.open(path)
     names = _names(model, checkpoint, key_map)
     streamed = set(map(id, parts.streamed))
     chosen = [
@@ -115,10 +115,12 @@ def _give_values(
                 f"tensor {name!r} of {tensor.dtype} {list(tensor.shape)} has no values:"
                 " it is on the meta device and in no file; give it values first"
             )
-        values = files.map_tensor(found[name])
+        values = host_tensor(files, found[name])
         real = (
             nn.Parameter(values, requires_grad=tensor.requires_grad)
             if isinstance(tensor, nn.Parameter)
             else values
         )
+        attributes = dict(tensor.__dict__)  # they would go with the old values
         torch.utils.swap_tensors(tensor, real)  # type: ignore[no-untyped-call]
+        tensor.__dict__.update(attributes)

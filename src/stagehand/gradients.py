@@ -9,7 +9,9 @@ the host, by a worker thread, behind the copy. When backward is over, `param.gra
 the sum, beside the parameter.
 
 A sum in two places would differ from autograd's in nothing: one addition of two values
-of one element type is exact to the bit on every device.
+of one element type is exact to the bit on every device. Autograd adds up all that one
+backward pass brings before it adds that to what was there. Of a weight that came to the
+device several times, each time brings a part, so their sum is kept apart until the end.
 
 Memory: as many bytes of pinned memory as the trained streamed parameters have, for
 their gradients; while they accumulate, those of two blocks more.
@@ -58,7 +60,7 @@ class _Home:
 
     __slots__ = (
         *("__weakref__", "alone", "block", "grad", "handles", "lease", "parameter"),
-        *("touched", "whole"),
+        *("came", "earlier", "place", "touched", "whole"),
     )
 
     def __init__(self, parameter: torch.Tensor, block: Block) -> None:
@@ -66,12 +68,18 @@ class _Home:
         self.block = block
         self.handles: list[RemovableHandle] = []
         self.lease: Lease | None = None
-        self.alone = 0  # the memory's reference count when only the lease holds it
+        self.place: torch.Tensor | None = None
+        """The leased memory as what lies there."""
+        self.alone = 0  # the memory's reference count when only these two hold it
         self.grad: torch.Tensor | None = None
         self.whole = False
         """Whether the device's gradient has `grad` in it already."""
         self.touched = False
         """Whether this backward pass has come to it."""
+        self.came = False
+        """Whether this backward pass has brought a gradient."""
+        self.earlier: torch.Tensor | None = None
+        """What was there before, if the sum of what comes is to be added to it."""
 
     def fits(self, grad: torch.Tensor) -> bool:
         """Whether a gradient can lie as its parameter does."""
@@ -126,8 +134,7 @@ class Gradients:
         self._fetch = fetch
         self._homes: dict[int, _Home] = {}  # by the parameter's id
         self._touched: list[_Home] = []  # since this backward pass began
-        # What backward passes left, and where and at which version.
-        self._settled: list[tuple[_Home, int, int]] = []
+        self._settled: set[Block] = set()  # for which gradients came
         self._late: list[tuple[_Home, Stream]] = []
         self._sent = False
         self._arrivals: list[_Arrival] = []
@@ -142,16 +149,12 @@ class Gradients:
     # Which parameters
 
     def note_steps(self) -> None:
-        """Take parameters for changed whose gradients were used up since they came.
+        """Take for changed what gradients came for: an optimizer may have stepped it.
 
-        torch's fused optimizers change a parameter without moving its version. Whoever
-        steps clears the gradients before or after; whoever accumulates does not.
+        torch's fused optimizers move no version counter, and may change few elements.
         """
-        for home, address, version in self._settled:
-            grad = home.parameter.grad
-            if grad is None or (grad.data_ptr(), grad._version) != (address, version):
-                home.block.mark_changed()
-        self._settled.clear()
+        while self._settled:
+            self._settled.pop().mark_changed()
 
     def watch(self, blocks: Iterable[Block]) -> None:
         """Expect gradients of all parameters that now require one, and of no others."""
@@ -189,7 +192,8 @@ class Gradients:
         """Call `listener(parameters)` in backward, in a worker thread.
 
         It is told of parameters that are on the host, and whose gradients are complete
-        beside them, once a backward pass. It may change both.
+        beside them, once a backward pass. It may change both. It is not told of those
+        for which more may come.
 
         Returns:
             A function that ends the subscription.
@@ -211,10 +215,10 @@ class Gradients:
         watched = has_more_hooks(parameter)
         if watched:  # by an optimizer, say, that steps it in backward, on the device
             self._fetch(home.block)
+        self._touch(home)
         given = parameter.grad
         if given is None or given.device == grad.device:
             return
-        self._touch(home)
         home.grad = given
         parameter.grad = None
         if watched:
@@ -231,6 +235,7 @@ class Gradients:
             self._touch(home)
             maker = self._device.current_stream()
             if is_last_hook(home.parameter, home.handles[1].id):
+                self._late = [late for late in self._late if late[0] is not home]
                 self._send(home, grad, maker)
             else:  # hooks that were registered later shall see it first
                 self._late.append((home, maker))
@@ -254,7 +259,11 @@ class Gradients:
         if torch.is_grad_enabled() or not home.fits(grad):
             self._send_whole(home, grad)
         elif home.grad is not None:
-            self._stage(home, grad, maker, adds=not home.whole)
+            if home.block.repeats and not (home.came or home.whole):
+                home.earlier, home.grad = home.grad, torch.empty_like(home.grad)
+                self._stage(home, grad, maker, adds=False)
+            else:
+                self._stage(home, grad, maker, adds=not home.whole)
         elif self._has_place(home):
             home.grad = self._place(home)
             self._carry(home, grad, home.grad, maker)
@@ -262,6 +271,7 @@ class Gradients:
             home.grad = torch.empty_like(grad, device="cpu")
             self._stage(home, grad, maker, adds=False)
         home.whole = False
+        home.came = True
         self._complete[id(home)] = home
 
     def _send_whole(self, home: _Home, grad: torch.Tensor) -> None:
@@ -297,15 +307,16 @@ class Gradients:
         nbytes = like.numel() * like.element_size()
         home.lease = lease = self._arena.acquire_nowait(nbytes, "a gradient")
         if lease is None:
+            home.place = None
             return False
+        home.place = _like(like, lease.buffer)
         home.alone = storage_use_count(lease.buffer.untyped_storage())
         return True
 
     def _place(self, home: _Home) -> torch.Tensor:
-        lease = home.lease
-        if lease is None:
+        if home.place is None:
             return torch.empty_like(home.parameter, device="cpu")
-        return _like(home.parameter, lease.buffer)
+        return home.place.detach()  # whoever keeps it shows in the reference count
 
     def _stage(
         self, home: _Home, grad: torch.Tensor, maker: Stream, *, adds: bool
@@ -353,6 +364,8 @@ class Gradients:
         left.
         """
         self._send_late()
+        while len(self._jobs) >= _JOBS_UNDER_WAY:
+            self._jobs.popleft().result()
         told = self._told()
         if not self._arrivals and not told:
             return
@@ -360,8 +373,6 @@ class Gradients:
         done = self._device.new_event()
         done.record(self._engine.d2h.stream)
         listeners = tuple(self._listeners.values())
-        while len(self._jobs) >= _JOBS_UNDER_WAY:
-            self._jobs.popleft().result()
         self._jobs.append(
             self._workers.submit(_take_in, done, arrivals, told, listeners)
         )
@@ -371,7 +382,11 @@ class Gradients:
         if not self._listeners:
             self._complete.clear()
             return []
-        told = [home for home in self._complete.values() if not home.block.bound]
+        told = [
+            home
+            for home in self._complete.values()
+            if not (home.block.bound or home.block.repeats)
+        ]
         for home in told:
             del self._complete[id(home)]
             home.parameter.grad, home.grad = home.grad, None
@@ -394,15 +409,23 @@ class Gradients:
             self.pass_on()
             self._wait()
         finally:
+            self._await_jobs()
             self._put_back()
 
     def give_up(self) -> None:
-        """Wait for what is under way when backward has failed; nothing is raised."""
+        """Wait for what is under way when backward has failed; nothing is raised.
+
+        Gradients that it has come to are lost, also what was there before. Autograd's
+        thread may get here after its caller has caught the exception and has cleared
+        all gradients: what is put back then would be added to the next ones.
+        """
         self._late.clear()
         self._await_jobs()
         for lease, *_ in self._arrivals:
             lease.release()
         self._arrivals.clear()
+        for home in self._touched:
+            home.grad = home.earlier = None
         self._put_back()
 
     def _wait(self) -> None:
@@ -428,7 +451,9 @@ class Gradients:
         self._complete.clear()
         for home in touched:
             grad, home.grad = home.grad, None
-            home.whole = home.touched = False
+            earlier, home.earlier = home.earlier, None
+            home.whole = home.touched = home.came = False
+            self._settled.add(home.block)
             there = home.parameter.grad
             if there is not None and not there.is_cpu:  # backward failed before it left
                 home.parameter.grad = there = None
@@ -436,9 +461,10 @@ class Gradients:
                 continue
             if there is not None:  # it was used on the host as well
                 grad = grad + there
+            if earlier is not None:
+                _combine(earlier, grad, adds=True)
+                grad = earlier
             home.parameter.grad = grad
-            if grad.layout is torch.strided:
-                self._settled.append((home, grad.data_ptr(), grad._version))
 
     def close(self) -> None:
         """Take the hooks off and leave gradients to their parameters. Idempotent."""
@@ -484,9 +510,14 @@ def _take_in(
 ) -> None:
     """A thread's part: what arrived becomes part of gradients, and is made use of."""
     done.synchronize()
-    for lease, staged, target, adds in arrivals:
-        _combine(target, staged, adds=adds)
-        lease.release()
+    waiting = deque(arrivals)
+    try:
+        while waiting:
+            _combine(waiting[0].target, waiting[0].staged, adds=waiting[0].adds)
+            waiting.popleft().lease.release()
+    finally:
+        for left in waiting:
+            left.lease.release()
     if complete:
         for listener in listeners:
             listener(complete)

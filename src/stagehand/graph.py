@@ -30,6 +30,7 @@ from stagehand.torch_private import (
     in_backward,
     pop_saved_hooks,
     push_saved_hooks,
+    skipped,
     top_saved_hooks,
 )
 
@@ -116,6 +117,18 @@ class WeightHandle:
         # A view of its own: who keeps it holds the memory, and the slot can tell.
         return view.detach()
 
+    def where_it_lies(self) -> torch.Tensor:
+        """Return the view on the device or on the host, wherever the block is."""
+        block, place = self.block, self.place
+        if block.bound or block.store is None:
+            return self.view()
+        host = block.store.hosts[place.number]
+        start = place.offset * place.dtype.itemsize
+        start -= block.layout.entries[place.number].offset
+        flat = host.as_strided((host.numel(),), (1,)).view(place.dtype)
+        first = int(flat.storage_offset()) + start // place.dtype.itemsize
+        return flat.as_strided(place.shape, place.stride, first)
+
 
 def _number_at(block: Block, offset: int) -> int:
     """Which tensor's bytes include an offset of the image."""
@@ -171,9 +184,11 @@ class SavedTensors:
         push_saved_hooks(inside.pack, inside.unpack)
         return True
 
+    @skipped
     def _pack(self, saved: torch.Tensor) -> "WeightHandle | _Cast | Kept":
         return self.handle(saved) or Kept(saved)
 
+    @skipped
     def _unpack(self, packed: "WeightHandle | _Cast | Kept") -> torch.Tensor:
         if type(packed) is Kept:
             return packed.get()
@@ -181,8 +196,10 @@ class SavedTensors:
 
     def bring(self, packed: "WeightHandle | _Cast") -> torch.Tensor:
         """Return the view that a handle stands for."""
+        if not in_backward():  # somebody looks at the graph
+            return packed.where_it_lies()
         self._fetch(packed.block)
-        if torch.is_grad_enabled() and in_backward():
+        if torch.is_grad_enabled():
             # A backward that is itself differentiated saves the weight again, in the
             # node that unpacks it. Autograd ends with each node what began in it.
             self.rise()
@@ -212,7 +229,7 @@ class SavedTensors:
             saved.stride(),
         )
         known = self._handles.get(key)
-        if known is None or known.block is not block:
+        if known is None:
             return self._note(block, key)
         version = block.tensors[known.place.number]._version
         if known.version != version:
@@ -241,6 +258,9 @@ class SavedTensors:
         weight = getattr(made.next_functions[0][0], "variable", None)
         block = self._owners.get(id(weight))
         if weight is None or block is None or base.device != weight.device:
+            return None
+        # Only what casting again would give: autocast's casts, which nobody changes.
+        if base._version or base.stride() != weight.stride():
             return None
         return _Cast(block, weight, base.dtype, saved)
 
@@ -284,6 +304,7 @@ class _Inside:
         self._early: torch.Tensor | None = None
         self._task = -1  # the backward pass in which the first was unpacked
 
+    @skipped
     def pack(self, saved: torch.Tensor) -> Any:
         handle = self.saved.handle(saved)
         if handle is not None:
@@ -293,6 +314,7 @@ class _Inside:
             self._first = packed
         return packed
 
+    @skipped
     def unpack(self, packed: Any) -> torch.Tensor:
         task = graph_task()
         if type(packed) in _HANDLES:
@@ -333,6 +355,8 @@ class _Cast:
             raise _changed(self.block, self.weight, self.version)
         cast = self.weight.data.to(self.dtype)
         return cast.as_strided(self.shape, self.stride, self.offset)
+
+    where_it_lies = view
 
 
 _HANDLES = frozenset({WeightHandle, _Cast})

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from stagehand.core.arena import Arena
 
-__all__ = ["StagehandRuntime", "layer"]
+__all__ = ["StagehandRuntime", "check_model", "layer"]
 
 _Model = TypeVar("_Model", bound=nn.Module)
 _DEFAULT_SHARE = 0.8  # of the free device memory
@@ -74,7 +74,7 @@ class StagehandRuntime(Runtime):
     ) -> None:
         config = config or StagehandConfig()
         place = find_device(device)
-        _check_model(model, dtype)
+        check_model(model, dtype)
         settings = Settings(
             device=place,
             budget_bytes=int(config.vram_high_watermark_mb * MIB),
@@ -153,7 +153,7 @@ def layer(
     if prefetch_k < 0:
         raise ConfigError(f"prefetch_k is {prefetch_k}: expected 0 or more")
     place = find_device(device)
-    _check_model(model, dtype)
+    check_model(model, dtype)
     budget, pinned = _budgets(model, place, vram_budget, ram_budget)
     settings = Settings(
         device=place,
@@ -197,7 +197,8 @@ def _budgets(
     return budget, pinned
 
 
-def _check_model(model: nn.Module, dtype: torch.dtype | None) -> None:
+def check_model(model: nn.Module, dtype: torch.dtype | None) -> None:
+    """Refuse what cannot be streamed, and cast the rest."""
     for name, module in model.named_modules():
         if module.__dict__.get(HANDLE) is not None or is_hooked(module):
             where = f"its module {name!r}" if name else "it"

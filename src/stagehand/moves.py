@@ -27,12 +27,16 @@ class _Parkable(Protocol):
     def park(self) -> None:
         """Bring every tensor home."""
 
+    def place(self) -> None:
+        """Bring what always stays to the device."""
+
 
 class Moves:
     """Answers `model.to()`, `half()` and the like while the model is streamed.
 
-    Moving to the device changes nothing, for there the model computes; moving to the
-    CPU brings everything home until the next pass; casting is refused.
+    Moving to the device brings what always stays there, with adapters that were added
+    since, and nothing else; moving to the CPU brings everything home until the next
+    pass; casting is refused.
     """
 
     def __init__(self, runtime: _Parkable) -> None:
@@ -58,6 +62,8 @@ class Moves:
                 )
             if result.device.type == "cpu":
                 runtime.park()
+            else:
+                runtime.place()
         return model
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:

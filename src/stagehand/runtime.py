@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from stagehand.additions import Additions
 from stagehand.assembly import Settings, assemble
 from stagehand.autocast import Casts
 from stagehand.core.clock import Phase
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from stagehand.core.arena import Arena
+    from stagehand.stores.checkpoint import Checkpoint
     from stagehand.stores.files import FileSet
 
 __all__ = ["HANDLE", "Runtime"]
@@ -97,6 +99,7 @@ class Runtime(PassListener):
         self._parts, sites = assemble(finding, settings, self._counters)
         self._files: FileSet | None = None
         self._manual = False
+        self._took_gradients = False  # the latest forward
         self._ready = False
         self._closed = False
         self._strays: list[Block] = []
@@ -130,6 +133,7 @@ class Runtime(PassListener):
             self._edges,
             before=parts.scheduler.before,
             fetch=self._fetch,
+            rise=self._saved.rise,
             track=self._track,
             untrack=self._casts.end,
             settle=self.park,
@@ -148,6 +152,7 @@ class Runtime(PassListener):
         for table, group in finding.gathered:
             self._hooks.add_gather(table, self._rows)
             self._add_look(table, group.name)
+        self._additions = Additions(model, parts, self._home)
         self._finalizer = weakref.finalize(model, parts.close)
         # The handle comes first, so that a copy of the model begins with it.
         own = {k: v for k, v in model.__dict__.items() if k != HANDLE}
@@ -224,21 +229,46 @@ class Runtime(PassListener):
             self._next_step(None)
         self._tell(Phase.FORWARD)
         self._measure.begin_pass()
+        self._take_additions()
         if self._gradients is not None:
             self._gradients.note_steps()
             if self._takes_gradients():
-                self._gradients.watch(self._parts.streamed)
-                self._hooks.watch_parts()
-        self._begin_uses(changes_follow=not self._takes_gradients())
+                self._watch()
+        elif self._took_gradients:
+            self._note_steps()
+        self._took_gradients = self._takes_gradients()
+        self._begin_uses(changes_follow=not self._took_gradients)
         return self._pass_context(module)
+
+    def _note_steps(self) -> None:
+        """See `Gradients.note_steps`: on the host nothing tells where gradients go."""
+        for block in self._parts.streamed:
+            if any(tensor.requires_grad for tensor in block.tensors):
+                block.mark_changed()
+
+    def _take_additions(self) -> None:
+        """Bring what has joined the model to the device, which has its own memory."""
+        if self._device.is_host or self._parts.scheduler.in_use:
+            return
+        if self._additions.take_in():
+            self._place_rest()
+            self._measure.know(self._parts.scheduler.blocks)
 
     def begin_backward(self) -> None:
         """See `PassListener.begin_backward`."""
         self._tell(Phase.BACKWARD)
+        self._watch()  # a region around all of the model ran forward without gradients
         self._begin_uses(changes_follow=True)
+
+    def _watch(self) -> None:
+        if self._gradients is not None:
+            self._gradients.watch(self._parts.streamed)
+            self._hooks.watch_parts()
 
     def end_backward(self, *, failed: bool) -> None:
         """See `PassListener.end_backward`."""
+        if self._closed or self._model_ref() is None:
+            return
         scheduler, gradients = self._parts.scheduler, self._gradients
         scheduler.release_fetched()
         if failed:
@@ -246,6 +276,7 @@ class Runtime(PassListener):
         elif gradients is not None:
             gradients.pass_on()
         scheduler.end_pass()
+        scheduler.end_backward()
         if gradients is None:
             return
         if failed:
@@ -255,10 +286,16 @@ class Runtime(PassListener):
 
     def _fetch(self, block: Block) -> None:
         """Bring a block to the device for autograd."""
+        if self._closed or self._model_ref() is None:
+            raise ClosedError(
+                f"a graph needs weights of block {block.name!r}, but the runtime that"
+                " knows where they are was shut down, or its model is gone; run the"
+                " forward again"
+            )
         self._edges.enter_backward()
         scheduler, gradients = self._parts.scheduler, self._gradients
         left = scheduler.fetched
-        if left is block or scheduler.is_at_hand(block):
+        if scheduler.is_at_hand(block):
             return
         if gradients is not None and left is not None and left.trains:
             scheduler.release_fetched()
@@ -385,6 +422,16 @@ class Runtime(PassListener):
         staying = parts.scheduler.staying() if self._ready else parts.blocks[:1]
         parts.scheduler.settle(b for b in staying if b.store is not None and b.tensors)
         parts.place_odd()
+        self._take_gradients_along()
+
+    def _take_gradients_along(self) -> None:
+        """Let gradients of what is trained where it stays lie where it lies now."""
+        parts = self._parts
+        staying = [b for b in parts.scheduler.staying() if not b.trains]
+        for tensor in (*(t for b in staying for t in b.tensors), *parts.odd):
+            grad = tensor.grad if tensor.is_leaf else None
+            if grad is not None and grad.device != tensor.device:
+                tensor.grad = grad.to(tensor.device)
 
     def _take_in(self) -> None:
         """Take in what was assigned to the `.data` of tensors, wherever they are."""
@@ -511,7 +558,7 @@ class Runtime(PassListener):
     # Stores
 
     def convert_registry_to_file_backed_sharded(
-        self, directory: str | Path, *, key_map: KeyMap = None
+        self, directory: str | Path | Checkpoint, *, key_map: KeyMap = None
     ) -> int:
         """Let streamed weights come from safetensors files instead of host memory.
 
@@ -519,7 +566,8 @@ class Runtime(PassListener):
         its values here. Names must be the model's own.
 
         Args:
-            directory: A folder of `*.safetensors`, with or without index, or one file.
+            directory: A folder of `*.safetensors`, with or without index, or one file;
+                or what such were opened as.
             key_map: From the model's names to the files', as a mapping or a function.
 
         Returns:
@@ -589,19 +637,28 @@ class Runtime(PassListener):
         self._check_open()
         if self._edges.running():
             raise ConfigError("the model cannot be moved or copied while it runs")
-        self._parts.scheduler.release_fetched()
-        if used := self._parts.scheduler.in_use:
-            raise ConfigError(
-                f"block {used[0]!r} is in use: call after_block() before the model is"
-                " moved, copied or given back"
-            )
         with self._edges.lock:
+            self._parts.scheduler.release_fetched()
+            if used := self._parts.scheduler.in_use:
+                raise ConfigError(
+                    f"block {used[0]!r} is in use: call after_block() before the model"
+                    " is moved, copied or given back"
+                )
             self._parts.scheduler.park()
             self._parts.loader.set_slabs(0, 0)
             self._take_in()
             self._parts.take_home_odd()
+            self._take_gradients_along()
             self._parts.device_arena.trim()
             self._ready = False
+
+    def place(self) -> None:
+        """Bring what always stays to the device, as the next pass would."""
+        self._check_open()
+        if not self._edges.running():
+            with self._edges.lock:
+                self._take_additions()
+                self._place_rest()
 
     # Telling
 
@@ -622,7 +679,7 @@ class Runtime(PassListener):
         return Report(
             budget_bytes=parts.weights.limit_bytes,
             peak_device_bytes=parts.weights.peak_bytes,
-            weight_bytes=self._weight_bytes,
+            weight_bytes=self._weight_bytes + self._additions.nbytes,
             resident_bytes=sum(b.nbytes for b in parts.scheduler.staying()),
             gathered_bytes=self._gathered_bytes,
             pinned_bytes=parts.pinned_arena.leased_bytes,

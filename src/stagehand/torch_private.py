@@ -18,6 +18,8 @@
 - `torch.utils._python_dispatch.TorchDispatchMode`: see every operator of a thread. It
   is put on this thread's stack directly: entering it also sets flags that are seen by
   all threads. Without them, importing the library fails.
+- `torch._C._dynamo.eval_frame.set_code_exec_strategy`: let the compiler skip functions
+  that are called by autograd. Without it, compiled blocks are compiled more often.
 - `torch._disable_dynamo`: leave a function out of compiled graphs without importing the
   compiler. Without it, compiled blocks warn of what they cannot trace.
 
@@ -27,7 +29,7 @@ Tried with torch 2.9 to 2.13.
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode
@@ -45,6 +47,7 @@ __all__ = [
     "is_last_hook",
     "pop_saved_hooks",
     "push_saved_hooks",
+    "skipped",
     "storage_use_count",
     "top_saved_hooks",
     "untraced",
@@ -53,6 +56,7 @@ __all__ = [
     "without_modes",
 ]
 
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 SavedHooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 
 
@@ -170,6 +174,20 @@ def without_modes() -> Iterator[None]:
     finally:
         while modes:
             torch._C._push_on_torch_dispatch_stack(modes.pop())
+
+
+def skipped(function: _Function) -> _Function:
+    """Mark a function that autograd or a mode calls while compiled code runs.
+
+    The compiler looks at every Python frame then: at this one and all below, no more.
+    Unlike `untraced` it costs a call nothing.
+    """
+    eval_frame = torch._C._dynamo.eval_frame
+    if hasattr(eval_frame, "set_code_exec_strategy"):
+        skip = eval_frame._FrameAction.SKIP
+        strategy = eval_frame._FrameExecStrategy(skip, skip)
+        eval_frame.set_code_exec_strategy(function.__code__, strategy)
+    return function
 
 
 def untraced(function: Callable[..., Any]) -> Callable[..., Any]:

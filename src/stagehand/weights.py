@@ -30,11 +30,14 @@ from torch.overrides import TorchFunctionMode
 
 from stagehand.torch_private import (
     at_end_of_backward,
+    dispatch_modes,
     graph_task,
     in_backward,
     pop_saved_hooks,
+    skipped,
     untraced,
     waits_for_backward,
+    without_modes,
 )
 
 if TYPE_CHECKING:
@@ -121,8 +124,7 @@ class _Turn:
                 self._sorting = True
                 return True
         while not self._lock.acquire(blocking=False):
-            owner = self._owner
-            if in_backward and owner is not None and waits_for_backward(owner.ident):
+            if in_backward and self._is_waited_for(me):
                 return False
             if self._lock.acquire(timeout=_LOOK_SECONDS):
                 break
@@ -134,6 +136,18 @@ class _Turn:
             return True
         self._owner, self._count = me, 1
         return True
+
+    def _is_waited_for(self, me: Any) -> bool:
+        """Whether the owner waits for autograd, and this is a thread of autograd's own.
+
+        Python calls threads that it has not started by this name.
+        """
+        owner = self._owner
+        return (
+            owner is not None
+            and me.name.startswith("Dummy-")
+            and waits_for_backward(owner.ident)
+        )
 
     def _is_forgotten(self) -> bool:
         if self._owner is None or self._sorting:
@@ -210,8 +224,10 @@ class Edges:
         self._thread: Any = None
         self._unclosed: dict[Any, list[AbstractContextManager[Any]]] = {}  # by thread
         self._backward: Callable[[], _Backward | None] | None = None
-        self.risen: list[tuple[nn.Module, bool]] = []
-        """Sites that run with gradients, and whether they put hooks on top."""
+        self.risen: list[tuple[nn.Module | type, bool]] = []
+        """Sites and edges that run with gradients, and whether they put hooks on top.
+
+        Edges all by the same name: they end in turn."""
 
     def inside(self) -> bool:
         """Return whether this thread runs inside the model."""
@@ -248,7 +264,7 @@ class Edges:
             if len(self._stack) > 1:
                 return None
             self._thread = _HERE.thread
-            entry.context = self._listener.begin_pass(module)
+            entry.context = _apart(self._listener.begin_pass, module)
             if entry.context is not None:
                 entry.context.__enter__()
             moved: tuple[Any, Any] = move_inputs((args, kwargs), self._device)
@@ -269,7 +285,7 @@ class Edges:
                     if entry.context is not None:
                         entry.context.__exit__(None, None, None)
                 finally:
-                    self._listener.end_pass()
+                    _apart(self._listener.end_pass)
         finally:
             self.lock.release()
 
@@ -291,7 +307,7 @@ class Edges:
         self._stack.append(_Frame(None, None))
         self._thread = _HERE.thread
         self._queue_end()
-        self._listener.begin_backward()
+        _apart(self._listener.begin_backward)
 
     def _queue_end(self) -> None:
         # Only autograd may hold it, not even the frame of a failure's traceback.
@@ -420,6 +436,16 @@ def _call_untraced(hook: Callable[..., Any], *args: Any) -> Any:
     return hook(*args)
 
 
+def _apart(call: Callable[..., Any], *args: Any) -> Any:
+    """Call something that no dispatch mode shall see.
+
+    Selective checkpointing counts the operators that a region runs, and expects the
+    recomputation to run the same.
+    """
+    with without_modes():
+        return call(*args)
+
+
 def _module_frame() -> FrameType:
     """The frame in which a module runs, together with the hooks that it calls."""
     frame = sys._getframe(2)
@@ -475,16 +501,23 @@ def _get_nothing() -> Callable[..., None]:
 
 
 class _EdgeBegin(_Hook):
-    __slots__ = ("_edges", "_settle")
+    __slots__ = ("_edges", "_rise", "_settle")
 
-    def __init__(self, edges: Edges, settle: Callable[[], None]) -> None:
+    def __init__(
+        self, edges: Edges, rise: Callable[[], bool], settle: Callable[[], None]
+    ) -> None:
         self._edges = edges
+        self._rise = rise
         self._settle = settle
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if is_dynamo_compiling():
             return _call_untraced(self, module, args, kwargs)
-        return self._edges.enter(module, args, kwargs, _module_frame())
+        moved = self._edges.enter(module, args, kwargs, _module_frame())
+        if torch.is_grad_enabled():
+            # What is no site has weights too, and a recompute must save the same.
+            self._edges.risen.append((_EdgeEnd, self._rise()))
+        return moved
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
         self._settle()  # a module's hooks are copied before its children's parameters
@@ -505,6 +538,9 @@ class _EdgeEnd(_Hook):
         if is_dynamo_compiling():
             _call_untraced(self, module, args, output)
             return
+        risen = self._edges.risen
+        if risen and risen[-1][0] is _EdgeEnd and risen.pop()[1]:
+            pop_saved_hooks()
         self._edges.leave(module)
 
 
@@ -529,7 +565,10 @@ class _SiteBegin(_Hook):
         moved = None
         if self._edges._thread is not _HERE.thread:
             moved = self._edges.enter(module, args, kwargs, _module_frame())
-        self._before(self._block)
+        if dispatch_modes():
+            _apart(self._before, self._block)
+        else:
+            self._before(self._block)
         if torch.is_grad_enabled():
             self._edges.risen.append((module, self._track(self._block)))
         return moved
@@ -574,7 +613,7 @@ class _InnerBegin(_Hook):
         if is_dynamo_compiling():
             _call_untraced(self, module, args)
         elif not self._block.uses and in_backward():
-            self._fetch(self._block)
+            _apart(self._fetch, self._block)
 
 
 class _Look(_Hook):
@@ -645,6 +684,7 @@ class RowGather(TorchFunctionMode):
         self._bring = bring
         self._leave = leave
 
+    @skipped
     def __torch_function__(
         self,
         func: Callable[..., Any],
@@ -719,6 +759,7 @@ class StrayUses(TorchFunctionMode):
         self._bring = bring
         self._let_go = let_go
 
+    @skipped
     def __torch_function__(
         self,
         func: Callable[..., Any],
@@ -800,8 +841,9 @@ class SiteHooks:
         edges: Its edge.
         before: Called with a block when a site begins.
         fetch: Called with a block when a part of its site is recomputed.
-        track: Called with a block when a site begins with gradients; returns whether
-            it put hooks on top of those through which this thread saves tensors.
+        rise: Called when an edge begins with gradients; returns whether it put hooks
+            on top of those through which this thread saves tensors.
+        track: Called with a block when a site begins with gradients; returns the same.
         untrack: Called with it when the site ends.
         settle: Brings every tensor home before the model is copied.
     """
@@ -813,6 +855,7 @@ class SiteHooks:
         *,
         before: Callable[[Block], None],
         fetch: Callable[[Block], None],
+        rise: Callable[[], bool],
         track: Callable[[Block], bool],
         untrack: Callable[[Block], None],
         settle: Callable[[], None],
@@ -820,6 +863,7 @@ class SiteHooks:
         self._edges = edges
         self._before = before
         self._fetch = fetch
+        self._rise = rise
         self._track = track
         self._untrack = untrack
         self._handles: list[RemovableHandle] = []
@@ -837,7 +881,7 @@ class SiteHooks:
 
     def _hook_edge(self, module: nn.Module, settle: Callable[[], None]) -> None:
         begin = module.register_forward_pre_hook(
-            _EdgeBegin(self._edges, settle), prepend=True, with_kwargs=True
+            _EdgeBegin(self._edges, self._rise, settle), prepend=True, with_kwargs=True
         )
         end = module.register_forward_hook(_EdgeEnd(self._edges), always_call=True)
         self._handles += (begin, end)

@@ -27,14 +27,20 @@ def test_gpu_benchmark_rehearses_every_cell(sim, tmp_path, capsys):
     scale = ["--blocks", "6", "--budgets", "60%"]
     assert main(["--dry", "--out", str(tmp_path), *scale]) == 0
     lines = (tmp_path / "simulated.jsonl").read_text().splitlines()
-    link, *cells = map(json.loads, lines)
-    assert link["kind"] == "link"
+    link, *cells, trained = map(json.loads, lines)
+    assert [link["kind"], trained["kind"]] == ["link", "training"]
     assert [cell["shape"] for cell in cells] == list(SHAPES)
     for cell in cells:
         assert cell["bit_equal"]
         assert cell["over_bound"] > 0.999
         assert cell["peak_weight_bytes"] <= cell["budget_bytes"]
         assert cell["pinned_bytes"] == cell["weight_bytes"]
+    assert trained["loss_equal"]
+    assert trained["gradient_difference"] == trained["resident_difference"] == 0
+    assert trained["over_bound"] > 0.999
+    assert trained["peak_weight_bytes"] <= trained["budget_bytes"]
+    assert trained["h2d_bytes"] > 0
+    assert trained["d2h_bytes"] == 0
     assert "of the bound" in capsys.readouterr().out
 
 

@@ -90,7 +90,8 @@ def assert_same_state(model, plain):
 
 
 @pytest.mark.parametrize(
-    ("place", "budget"), [("cpu", BUDGET), ("cpu", "1GB"), ("hpu", "1GB")]
+    ("place", "budget"),
+    [("cpu", BUDGET), ("cpu", "1GB"), ("hpu", BUDGET), ("hpu", "1GB")],
 )
 def test_script_trains_to_the_parameters_of_the_plain_model(sim, place, budget):
     plain = tower()

@@ -6,6 +6,7 @@ import pytest
 import torch
 from small import LAYER_BYTES, batch, runtime_of, stack
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import stagehand
 from stagehand.optim import OffloadedAdamW
@@ -81,30 +82,111 @@ def test_accumulation_is_refused_where_weights_were_stepped_in_backward(sim):
 
 
 class Rows(nn.Module):
-    """Rows of a table of which each pass reads a few."""
+    """Rows of tables of which each pass reads a few."""
 
     def __init__(self):
         super().__init__()
-        self.table = nn.Parameter(torch.linspace(-1, 1, 4096 * 8).reshape(4096, 8))
+        self.tables = nn.ModuleList(Table(number) for number in range(4))
 
     def forward(self, rows):
-        return self.table[rows]
+        return sum(table(rows) for table in self.tables)
 
 
-def test_a_fused_step_of_a_few_elements_is_noticed(sim):
+class Table(nn.Module):
+    def __init__(self, number):
+        super().__init__()
+        values = torch.linspace(-1, 1 + number, 4096 * 8)
+        self.weight = nn.Parameter(values.reshape(4096, 8))
+
+    def forward(self, rows):
+        return self.weight[rows]
+
+
+@pytest.mark.parametrize("place", ["cpu", "hpu"])
+@pytest.mark.parametrize("clears", ["first", "between"])
+@pytest.mark.parametrize("budget", ["smallest", "some", "all"])
+def test_a_fused_step_of_a_few_elements_is_noticed(sim, place, clears, budget):
     """torch's fused kernels move no version counter, and no sample has these rows."""
 
     def train(model):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
         for step in range(4):
+            if clears == "first":
+                optimizer.zero_grad()
+            rows = torch.tensor([3 + step // 2, 777]).to(place)
+            loss = model(rows).square().sum()
             optimizer.zero_grad()
-            rows = torch.tensor([3 + step // 2, 777]).to("hpu")
-            model(rows).square().sum().backward()
+            loss.backward()
             optimizer.step()
         return weights(model)
 
     model = Rows()
-    expected = train(deepcopy(model).to("hpu"))
-    stagehand.layer(model, vram_budget="1MB")
+    expected = train(deepcopy(model).to(place))
+    tables = {"smallest": 1, "some": 3, "all": 5}[budget]
+    stagehand.layer(model, vram_budget=tables * 4096 * 8 * 4, device=place)
     assert all(map(torch.equal, train(model), expected))
+    runtime_of(model).shutdown()
+
+
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")
+def test_backward_on_the_streams_of_its_forward_reads_what_is_filled(sim):
+    """Two branches of a block on two streams, which autograd does not order."""
+    side = torch.Stream(device="hpu")
+
+    class Branches(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.left, self.right = nn.Linear(32, 32), nn.Linear(32, 32)
+
+        def forward(self, x):
+            here = torch.accelerator.current_stream()
+            side.wait_stream(here)
+            x.record_stream(side)
+            with side:
+                left = self.left(x)
+            right = self.right(x)
+            here.wait_stream(side)
+            left.record_stream(here)
+            return left + right
+
+    def run(model):
+        for _ in range(3):
+            model.zero_grad()
+            model(batch().to("hpu")).square().sum().backward()
+        return [p.grad.cpu() for p in model.parameters()]
+
+    model = nn.Sequential(*(Branches() for _ in range(6)))
+    expected = run(deepcopy(model).to("hpu"))
+    sim.clear_races()  # the resident model's own, if there were any
+    runtime = stagehand.StagehandRuntime(
+        model,
+        stagehand.StagehandConfig(
+            vram_high_watermark_mb=4 * LAYER_BYTES / 2**20,
+            vram_low_watermark_mb=2 * LAYER_BYTES / 2**20,
+        ),
+        r"^\d+$",
+    )
+    assert all(map(torch.equal, run(model), expected))
+    runtime.shutdown()
+
+
+def test_gradient_of_a_block_used_twice_survives_a_hook_registered_late(sim):
+    def backward(model):
+        model.zero_grad()
+        x = batch().to("hpu").requires_grad_()
+        for _ in range(2):
+            x = checkpoint(model[0], x, use_reentrant=True)
+        x.sum().backward()
+        return [p.grad.cpu() for p in model[0].parameters()]
+
+    def run(model):
+        backward(model)
+        for p in model.parameters():
+            p.register_post_accumulate_grad_hook(lambda p: None)
+        return backward(model)
+
+    model = stack(3)
+    expected = run(deepcopy(model).to("hpu"))
+    stagehand.layer(model, vram_budget=BUDGET)
+    assert all(map(torch.equal, run(model), expected))
     runtime_of(model).shutdown()

@@ -753,6 +753,12 @@ at::Tensor& sim_set(at::Tensor& t, at::Storage storage, int64_t offset, c10::Int
   return t;
 }
 
+// The whole storage, as torch.save() reads it.
+at::Tensor& sim_set_storage(at::Tensor& t, at::Storage storage) {
+  int64_t size = storage.nbytes() / t.element_size();
+  return sim_set(t, std::move(storage), 0, {size}, {1});
+}
+
 at::Tensor sim_as_strided(const at::Tensor& t, c10::IntArrayRef size, c10::IntArrayRef stride,
                           std::optional<int64_t> offset) {
   return at::native::as_strided_tensorimpl(t, size, stride, offset);
@@ -833,6 +839,7 @@ TORCH_LIBRARY_IMPL(aten, HPU, m) {
   m.impl("_copy_from", &sim_copy);
   m.impl("_copy_from_and_resize", &sim_copy_resize);
   m.impl("set_.source_Storage_storage_offset", &sim_set);
+  m.impl("set_.source_Storage", &sim_set_storage);
   m.impl("as_strided", &sim_as_strided);
   m.impl("view", &sim_view);
   m.impl("_reshape_alias", &at::native::_reshape_alias);

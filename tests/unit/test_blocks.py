@@ -594,3 +594,16 @@ def test_block_knows_whether_its_truth_lies_in_pinned_memory():
 
 def test_repr_names_size_and_state():
     assert repr(new_block(torch.ones(4))) == "Block('blocks.0', 256 B, UNLOADED)"
+
+
+@pytest.mark.parametrize(("width", "streams"), [(4, False), (64, True)])
+def test_adapters_in_a_frozen_block_stay_on_the_device(width, streams):
+    block = nn.Sequential(nn.Linear(64, 64), nn.Linear(width, 64, bias=False))
+    block[0].requires_grad_(False)
+    model = nn.Sequential(block)
+    finding = find_blocks(model, r"^0$")
+    found = {id(t) for t in finding.streamed[0].tensors.values()}
+    assert (id(block[1].weight) in found) is streams
+    assert id(block[0].weight) in found
+    rest = {id(t) for t in finding.rest.tensors.values()}
+    assert (id(block[1].weight) in rest) is not streams

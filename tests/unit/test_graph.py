@@ -8,6 +8,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import stagehand
 from scenario.small import LAYER_BYTES, batch, runtime_of, stack
+from stagehand import graph
 from stagehand.graph import SavedTensors
 
 
@@ -53,4 +54,141 @@ def test_weight_changed_between_forward_and_backward_raises_as_autograd_does(sim
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         output.sum().backward()
     del output
+    runtime_of(model).shutdown()
+
+
+class Pieces(torch.nn.Module):
+    """A block that reads another piece of its weight in each pass."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(64, 64), requires_grad=False)
+        self.passes = 0
+
+    def forward(self, x):
+        self.passes += 1
+        return x[:, : self.passes] @ self.weight[: self.passes]
+
+
+def test_views_that_are_new_in_each_pass_do_not_pile_up(sim, monkeypatch):
+    monkeypatch.setattr(graph, "_HANDLES_KEPT", 5)
+    monkeypatch.setattr(graph, "_VIEWS_KEPT", 3)
+    model = torch.nn.Sequential(Pieces(), Pieces())
+    plain = deepcopy(model).to("hpu")
+    stagehand.layer(model, vram_budget=64 * 64 * 4)
+    runtime = runtime_of(model)
+    for number in range(12):
+        gradients = []
+        for each in (plain, model):
+            x = torch.ones(2, 64, device="hpu", requires_grad=True)
+            each(x).sum().backward()
+            gradients.append(x.grad)
+        assert torch.equal(*gradients), number
+        assert len(runtime._saved._handles) <= 5
+        slots = runtime._parts.scheduler._slots
+        assert all(len(slot.views) <= 4 for slot in slots)  # the block's own are one
+    assert runtime.report().abandoned_slots == 0
+    runtime.shutdown()
+
+
+class Keep(torch.autograd.Function):
+    """A product that keeps, in backward, the weight that it saved."""
+
+    kept = None
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(weight)
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx, grad):
+        (Keep.kept,) = ctx.saved_tensors
+        return grad @ Keep.kept.t(), None
+
+
+def test_view_that_somebody_keeps_from_backward_keeps_its_memory(sim, monkeypatch):
+    """Each is one of its own, though all are made from one that is kept."""
+    model = stack().requires_grad_(False)
+    last = model[5][0]
+    monkeypatch.setattr(last, "forward", lambda x: Keep.apply(x, last.weight))
+    stagehand.layer(model, vram_budget=2 * LAYER_BYTES)
+    expected = last.weight.clone()
+    for number in range(3):
+        model(batch().to("hpu").requires_grad_()).sum().backward()
+        with torch.no_grad():
+            model(batch())
+        assert torch.equal(Keep.kept.cpu(), expected)
+        assert runtime_of(model).report().abandoned_slots == number + 1
+    Keep.kept = None
+    runtime_of(model).shutdown()
+
+
+class Turned(torch.nn.Module):
+    """Reads the imaginary parts of its weight, and their negatives, alike in form."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(512, 2), requires_grad=False)
+
+    def forward(self, x):
+        turned = torch.view_as_complex(self.weight)
+        return x * turned.imag * turned.conj().imag * turned.imag
+
+
+def test_views_that_differ_in_their_sign_only_are_told_apart(sim):
+    model = torch.nn.Sequential(Turned(), Turned(), Turned())
+    x = torch.ones(512, requires_grad=True)
+    model(x).sum().backward()
+    stagehand.layer(model, vram_budget=512 * 8)
+    for _ in range(3):
+        y = torch.ones(512, device="hpu", requires_grad=True)
+        model(y).sum().backward()
+        assert torch.equal(y.grad.cpu(), x.grad)
+    runtime_of(model).shutdown()
+
+
+def test_graph_can_be_looked_at_outside_of_backward(sim):
+    model = stack()
+    weight = model[0][0].weight.detach().clone()
+    stagehand.layer(model, vram_budget=2 * LAYER_BYTES)
+    output = model[0](batch().to("hpu").requires_grad_())
+    for _ in range(2):
+        model[1](batch().to("hpu"))
+    linear = output.grad_fn.next_functions[0][0]
+    assert torch.equal(linear._saved_mat2.cpu(), weight.t())
+    output.sum().backward()
+    del output, linear
+    runtime_of(model).shutdown()
+
+
+@pytest.mark.parametrize("change", ["clamped", "strides"])
+def test_casts_that_are_not_autocasts_are_kept_as_they_are(sim, change):
+    class Odd(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.randn(8, 8, 4, 4))
+
+        def forward(self, x):
+            if change == "clamped":
+                weight = self.weight.to(torch.bfloat16)
+                with torch.no_grad():
+                    weight.clamp_(-0.1, 0.1)
+            else:
+                weight = self.weight.to(
+                    torch.bfloat16, memory_format=torch.channels_last
+                )
+            return (x.bfloat16() * weight).float().square().sum()
+
+    model = torch.nn.Sequential(Odd(), stack(1))
+    plain = deepcopy(model[0]).to("hpu")
+    stagehand.layer(model, vram_budget=2 * LAYER_BYTES + 8 * 8 * 16 * 4)
+    found = []
+    for each in (plain, model[0]):
+        x = torch.linspace(-1, 1, 8 * 8 * 16).reshape(8, 8, 4, 4).to("hpu")
+        x.requires_grad_()
+        each(x).backward()
+        found.append((x.grad.cpu(), each.weight.grad.cpu()))
+    assert torch.equal(found[0][0], found[1][0])
+    assert torch.equal(found[0][1], found[1][1])
     runtime_of(model).shutdown()

@@ -14,7 +14,14 @@ from torch import nn
 
 from stagehand.errors import ConfigError, MissingTensorError
 
-__all__ = ["FoundModel", "ModelKind", "find_model", "open_model", "open_tokenizer"]
+__all__ = [
+    "FoundModel",
+    "ModelKind",
+    "builder_of",
+    "find_model",
+    "open_model",
+    "open_tokenizer",
+]
 
 _SUPPORTED = (
     "supported are causal language models (an architecture ending in ForCausalLM or "
@@ -131,14 +138,9 @@ def open_model(found: FoundModel, *, dtype: torch.dtype | None) -> nn.Module:
         ConfigError: If the files cannot be read as this model.
     """
     options: dict[str, Any] = {}
-    if found.kind is ModelKind.CAUSAL:
-        opener: Any = transformers.AutoModelForCausalLM
-    else:
-        opener = transformers.AutoModel
-        # Mean pooling does not use it, and many checkpoints have no weights for it.
-        model_class = transformers.MODEL_MAPPING[type(found.config)]
-        if "add_pooling_layer" in inspect.signature(model_class).parameters:
-            options["add_pooling_layer"] = False
+    opener: Any = transformers.AutoModelForCausalLM
+    if found.kind is ModelKind.ENCODER:
+        opener, options = transformers.AutoModel, _encoder_options(found)
     try:
         model, notes = opener.from_pretrained(
             found.path,
@@ -161,6 +163,27 @@ def open_model(found: FoundModel, *, dtype: torch.dtype | None) -> nn.Module:
         )
     opened: nn.Module = model.eval()
     return opened
+
+
+def builder_of(found: FoundModel) -> Any:
+    """Return what `stagehand.load` builds the model from."""
+    if found.kind is ModelKind.CAUSAL:
+        return transformers.AutoModelForCausalLM
+
+    def build() -> nn.Module:
+        model_class = transformers.MODEL_MAPPING[type(found.config)]
+        model: nn.Module = model_class(found.config, **_encoder_options(found))
+        return model.eval()
+
+    return build
+
+
+def _encoder_options(found: FoundModel) -> dict[str, Any]:
+    # Mean pooling does not use it, and many checkpoints have no weights for it.
+    model_class = transformers.MODEL_MAPPING[type(found.config)]
+    if "add_pooling_layer" in inspect.signature(model_class).parameters:
+        return {"add_pooling_layer": False}
+    return {}
 
 
 def open_tokenizer(found: FoundModel) -> Any:

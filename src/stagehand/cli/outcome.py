@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 import stagehand
-from stagehand.cli.models import FoundModel, open_model
+from stagehand.cli.models import FoundModel, builder_of, open_model
 from stagehand.cli.tasks import Task
 from stagehand.core.device import find_device
 from stagehand.errors import StagehandOOMError
@@ -58,20 +59,9 @@ def run_streamed(
     Raises:
         StagehandError: If the model, the budget and the options do not go together.
     """
-    model = stagehand.layer(
-        open_model(found, dtype=how.dtype),
-        vram_budget=how.vram_budget,
-        ram_budget=how.ram_budget,
-        device=how.device,
-        dtype=None,
-        inference_mode=True,
-        telemetry=how.telemetry or False,
-        trace=how.trace is not None,
-    )
+    model = _stream(found, how)
     runtime: Any = model._stagehand_layer_runtime
     try:
-        if how.file_backed:
-            runtime.convert_registry_to_file_backed_sharded(found.path)
         place = find_device(how.device).torch_device
         start = time.perf_counter()
         # Results are on the host when `run` returns: the device's work is done too.
@@ -87,6 +77,21 @@ def run_streamed(
         ) from error
     finally:
         runtime.shutdown()
+
+
+def _stream(found: FoundModel, how: Streaming) -> nn.Module:
+    options: dict[str, Any] = {
+        "vram_budget": how.vram_budget,
+        "ram_budget": how.ram_budget,
+        "device": how.device,
+        "inference_mode": True,
+        "telemetry": how.telemetry or False,
+        "trace": how.trace is not None,
+    }
+    if how.file_backed:
+        source = builder_of(found)
+        return stagehand.load(source, found.path, dtype=how.dtype, **options)
+    return stagehand.layer(open_model(found, dtype=how.dtype), **options)
 
 
 def run_resident(

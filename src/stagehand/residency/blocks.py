@@ -35,6 +35,7 @@ __all__ = [
 
 _COPY_EFFICIENT_BYTES = 32 * MIB  # a larger copy is no faster on any link we know
 _SMALL_BYTES = MIB  # smaller ones stay on the device as long as they are few
+_ADAPTER_SHARE = 8  # adapters are at most this part of the block that they adapt
 _SHARE = 16  # small parameters and one coalesced block get 1/16 of the budget each
 
 
@@ -50,6 +51,7 @@ class Block(Residency):
         "_host_pairs",
         "addresses",
         "bound",
+        "brought_in",
         "clean_versions",
         "filled_in",
         "form",
@@ -59,6 +61,7 @@ class Block(Residency):
         "image",
         "layout",
         "nbytes",
+        "repeats",
         "seal",
         "slot",
         "store",
@@ -92,6 +95,10 @@ class Block(Residency):
         """The store's bytes, if they lie in pinned memory; else a load stages them."""
         self.trains = False
         """Whether gradients are taken for some of its tensors."""
+        self.repeats = False
+        """Whether a backward pass may bring its tensors' gradients in parts."""
+        self.brought_in = -1
+        """After which backward pass it was brought for one to come, last."""
         self.hosted = False
         """Whether it only has rows looked up on the host: it has no home then."""
         self.home: Slot | None = None
@@ -281,7 +288,8 @@ def find_blocks(model: nn.Module, pattern: str | None) -> Finding:
     """Divide a model for block mode: one block for each module that matches.
 
     Of nested matches the outermost counts. A parameter that belongs to several blocks,
-    or to a block and the rest, stays on the device.
+    or to a block and the rest, stays on the device, and so do the trained parameters of
+    a block that is frozen but for these few.
 
     Args:
         model: Any module.
@@ -300,10 +308,23 @@ def find_blocks(model: nn.Module, pattern: str | None) -> Finding:
         for key, tensor in module.named_parameters():
             if len(owners[_memory_key(tensor)]) == 1 and can_stream(tensor):
                 group.tensors[key] = tensor
+        _spare_adapters(group)
         if group.tensors:
             finding.streamed.append(group)
     _collect_rest(model, finding)
     return finding
+
+
+def _spare_adapters(group: Group) -> None:
+    """Leave the few trained tensors of a frozen block to the rest.
+
+    They change in each step: with them the block's copy on the device would, too.
+    """
+    trained = {key: t for key, t in group.tensors.items() if t.requires_grad}
+    nbytes = sum(map(tensor_bytes, trained.values()))
+    if nbytes * _ADAPTER_SHARE <= sum(map(tensor_bytes, group.tensors.values())):
+        for key in trained:
+            del group.tensors[key]
 
 
 def _owners(model: nn.Module, matched: dict[str, nn.Module]) -> dict[int, set[str]]:

@@ -88,6 +88,7 @@ class Scheduler:
         self._latest: Block | None = None
         self._fetched: Block | None = None
         self._changes_follow = False
+        self._backwards = 0  # backward passes that are over
         self._fixed: Collection[int] = ()
         self.strained = False
         """Whether memory was taken from the plan's slots: follow it again."""
@@ -160,8 +161,14 @@ class Scheduler:
             self._fetched = block
 
     def is_at_hand(self, block: Block) -> bool:
-        """Whether a block is here without a use; if so, this stream may read it now."""
-        if block.index not in self._fixed or not block.bound:
+        """Whether a block is here without another use; then this stream may read it.
+
+        Autograd runs each node on the stream of its forward: it need not be the one
+        that fetched the block.
+        """
+        if block is not self._fetched and block.index not in self._fixed:
+            return False
+        if not block.bound:
             return False
         stream = self._device.current_stream()
         self._engine.await_filled(block.slot, stream)  # type: ignore[arg-type]
@@ -174,6 +181,12 @@ class Scheduler:
             self.after(block)
 
     def _bring(self, block: Block, stream: Stream) -> None:
+        if block.trains and not self._changes_follow:
+            # Each time autograd takes the tensors for new ones: it was told of another
+            # device in between.
+            if block.brought_in == self._backwards:
+                block.repeats = True
+            block.brought_in = self._backwards
         slot = block.slot
         if slot is None:
             slot = self._clear_slot(block)
@@ -545,6 +558,8 @@ class Scheduler:
         if self.order.cursor == self.order.length - 1 and not self.order.lost:
             # The last use has let go of its slot, and a pause may come.
             self._run_ahead(stream)
+        if self._changes_follow:
+            self._await_loads()
         for slot in self._slots:
             block = slot.occupant
             if block is None:
@@ -566,6 +581,21 @@ class Scheduler:
             if block.seal is None:
                 block.seal = sample(block)
         self._pass += 1  # uses outside of passes must notice edits made since, too
+
+    def end_backward(self) -> None:
+        """Say that what was brought until now, for a backward pass, has had one."""
+        self._backwards += 1
+
+    def _await_loads(self) -> None:
+        """Let the host bytes be that copies still read and that are about to change.
+
+        None, as a rule: an earlier pass expected uses that this one did not have.
+        """
+        for slot in self._slots:
+            block = slot.occupant
+            if block is not None and block.trains and block.state is _PREFETCHING:
+                self._engine.h2d.stream.synchronize()
+                return
 
     def reset_uses(self) -> None:
         """Forget uses whose end was never told: an interrupt skipped the hooks."""

@@ -107,6 +107,14 @@ class Checkpoint(Mapping[str, Extent]):
         files = {header.path: header.stamp for header in headers}
         return cls(root, _merge(root, headers, listed), files)
 
+    def joined(self, other: "Checkpoint") -> "Checkpoint":
+        """Return both in one; of a name that both have, the other's counts."""
+        return Checkpoint(
+            self._root,
+            {**self._places, **other._places},
+            {**self._files, **other._files},
+        )
+
     @property
     def files(self) -> Mapping[Path, FileStamp]:
         """The files, and what they were when their headers were read."""

@@ -31,7 +31,7 @@ from stagehand.stores.checkpoint import Extent
 from stagehand.stores.files import FileSet
 from stagehand.stores.pages import was_written
 
-__all__ = ["SafetensorsStore"]
+__all__ = ["SafetensorsStore", "host_tensor"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -223,19 +223,28 @@ def _host_tensors(
         for entry, extent in zip(layout.entries, extents, strict=True)
     ]
     for key in dict.fromkeys(keys):
-        extent = key[1]
-        if extent.offset % extent.dtype.itemsize == 0:
-            hosts[key] = files.map_tensor(extent)
-            continue
-        warnings.warn(
-            f"{extent.path} has tensors at addresses that are no multiple of their "
-            f"element size: they are copied to host memory; save the file again with "
-            f"the safetensors library to spare it",
-            StagehandWarning,
-            stacklevel=3,
-        )
-        hosts[key] = _read_tensor(files, extent)
+        hosts[key] = host_tensor(files, key[1])
     return [hosts[key] for key in keys]
+
+
+def host_tensor(files: FileSet, extent: Extent) -> torch.Tensor:
+    """Return a tensor that a file holds: a view of the file, private to the caller.
+
+    A tensor at an odd address is copied to memory, with a warning.
+
+    Raises:
+        CheckpointError: If the file changed or cannot be read.
+    """
+    if extent.offset % extent.dtype.itemsize == 0:
+        return files.map_tensor(extent)
+    warnings.warn(
+        f"{extent.path} has tensors at addresses that are no multiple of their "
+        f"element size: they are copied to host memory; save the file again with "
+        f"the safetensors library to spare it",
+        StagehandWarning,
+        stacklevel=3,
+    )
+    return _read_tensor(files, extent)
 
 
 def _read_tensor(files: FileSet, extent: Extent) -> torch.Tensor:

@@ -1,0 +1,96 @@
+"""What streaming costs the host for each block in training, over the modules alone."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from benchmarks.models import LOOKAHEAD, Stack, make_runtime, streamed_blocks
+from benchmarks.results import Result
+from benchmarks.timing import Times, take_turns
+from stagehand.runtime import Runtime
+
+__all__ = ["measure"]
+
+_SETTLING = 6  # steps until the order is learned, timed once and planned for good
+_TARGET_US = 25.0
+_TARGET_GROWTH = 1.2
+
+# Parts of all blocks' bytes; with none, only the ring of slots is left.
+_SHARES = {"all": 2.0, "a third": 1 / 3, "none": 0.0}
+
+
+def measure(
+    depths: tuple[int, int] = (1_000, 10_000), *, blocks_timed: int = 50_000
+) -> Iterator[Result]:
+    """Yield the overhead of forward and backward, with frozen and trained weights.
+
+    A step has no optimizer: gradients are dropped. Frozen weights lie behind an input
+    that requires a gradient, as they do behind an adapter.
+
+    Args:
+        depths: Blocks of two models that are compared.
+        blocks_timed: How many blocks of steps to time for each figure.
+    """
+    few, many = depths
+    found: dict[str, dict[int, Times]] = {name: {} for name in _SHARES}
+    for depth in depths:
+        for name, times in _overheads(depth, blocks_timed, trains=False):
+            found[name][depth] = times
+            yield _result(f"{depth:,} frozen blocks, {name} resident", times)
+    for name, by_depth in found.items():
+        yield Result.of(
+            f"training at {many:,} over {few:,} frozen blocks, {name} resident",
+            by_depth[many].part_of(by_depth[few]),
+            "x",
+            target=_TARGET_GROWTH,
+        )
+    for name, times in _overheads(few, blocks_timed, trains=True):
+        yield _result(f"{few:,} trained blocks, {name} resident", times, None)
+
+
+def _result(what: str, times: Times, target: float | None = _TARGET_US) -> Result:
+    name = f"training overhead a block, {what}"
+    return Result.of(name, times, "us", scale=1e6, target=target)
+
+
+def _overheads(
+    depth: int, blocks_timed: int, *, trains: bool
+) -> Iterator[tuple[str, Times]]:
+    bare, model = (Stack(depth).requires_grad_(trains) for _ in range(2))
+    runtime = make_runtime(model)
+    # Memory on the host cannot be marked as read by a stream: that is left out.
+    runtime._parts.engine.carry_home = _carry_nothing  # type: ignore[method-assign]
+    rounds = max(1, blocks_timed // depth)
+    try:
+        for name, share in _SHARES.items():
+            _settle(runtime, model, share)
+            functions = {"bare": _step(bare), "streamed": _step(model)}
+            times = take_turns(functions, rounds=rounds)
+            yield name, times["streamed"].over(times["bare"], depth)
+    finally:
+        runtime.shutdown()
+
+
+def _carry_nothing(*_: Any, **__: Any) -> None:
+    """Copy no gradient."""
+
+
+def _settle(runtime: Runtime, model: Stack, share: float) -> None:
+    sizes = [block.nbytes for block in streamed_blocks(runtime)]
+    ring = (LOOKAHEAD + 1) * max(sizes)
+    runtime.set_budget(max(ring, int(share * sum(sizes))))
+    for _ in range(_SETTLING):
+        _step(model)()
+
+
+def _step(model: Stack) -> Callable[[], None]:
+    x, ones = torch.zeros(1, 16, requires_grad=True), torch.ones(1, 16)
+    parameters = list(model.parameters())
+
+    def run() -> None:
+        model(x).backward(ones)
+        for parameter in parameters:
+            parameter.grad = None
+
+    return run

@@ -1,0 +1,160 @@
+"""Tensors that join or leave a model while it streams: adapters, a new head.
+
+Nobody tells of them, so each pass looks whether all modules hold what they held. What
+has joined stays on the device until it leaves, and counts against the budget.
+
+Cost of a pass in which nothing changed: 0.15 ms for 1,000 modules of two parameters.
+"""
+
+from __future__ import annotations
+
+import weakref
+from itertools import chain
+from operator import is_
+from typing import TYPE_CHECKING, Any
+
+from stagehand.errors import StagehandOOMError
+from stagehand.residency.blocks import tensor_bytes
+from stagehand.units import format_at_least, format_bytes
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from stagehand.assembly import Parts
+    from stagehand.core.ledger import Grant
+
+__all__ = ["Additions"]
+
+
+class Additions:
+    """What joined one runtime's model since it streams.
+
+    Not thread-safe: callers hold the runtime's lock.
+
+    Args:
+        model: As it was divided.
+        parts: What it was divided into; what joins becomes one of its odd tensors.
+        home: Where the model came from.
+    """
+
+    def __init__(self, model: nn.Module, parts: Parts, home: torch.device) -> None:
+        self._model = weakref.ref(model)
+        self._parts = parts
+        self._home = home
+        self._joined: dict[int, torch.Tensor] = {}  # by id
+        self._grant: Grant | None = None
+        self._tables: list[dict[str, Any]] = []
+        self._buffers: list[dict[str, Any]] = []
+        self._held: list[Any] = []
+        self._counts: list[int] = []
+        self._note(model)
+
+    def __repr__(self) -> str:
+        return f"Additions({len(self._joined)} tensors)"
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all that joined and has not left."""
+        return sum(map(tensor_bytes, self._joined.values()))
+
+    def take_in(self) -> bool:
+        """Bring what has joined to the device, and home what has left.
+
+        Call between passes, when nothing is in use.
+
+        Returns:
+            Whether there was something; the plan is another one then.
+
+        Raises:
+            StagehandOOMError: If the budget is too small for it.
+        """
+        model = self._model()
+        if model is None or not self._has_changed():
+            return False
+        self._note(model)
+        present = {id(t): t for t in (*model.parameters(), *model.buffers())}
+        gone = [t for key, t in self._joined.items() if key not in present]
+        new = self._unknown(model)
+        if not new and not gone:
+            return False
+        for tensor in gone:
+            self._leave(tensor)
+        for tensor in new:
+            self._joined[id(tensor)] = tensor
+            self._parts.odd.append(tensor)
+        self._make_place(new)
+        return True
+
+    def _has_changed(self) -> bool:
+        held = list(chain.from_iterable(map(dict.values, self._tables)))
+        return (
+            len(held) != len(self._held)
+            or not all(map(is_, held, self._held))
+            or list(map(len, self._buffers)) != self._counts
+        )
+
+    def _note(self, model: nn.Module) -> None:
+        modules = list(model.modules())
+        self._tables = [m._modules for m in modules]
+        self._tables += [m._parameters for m in modules]
+        # Some models make buffers anew in each pass: only their number counts.
+        self._buffers = [m._buffers for m in modules]
+        self._held = list(chain.from_iterable(map(dict.values, self._tables)))
+        self._counts = list(map(len, self._buffers))
+
+    def _unknown(self, model: nn.Module) -> list[torch.Tensor]:
+        parts = self._parts
+        known = {id(tensor) for block in parts.blocks for tensor in block.tensors}
+        known.update(map(id, parts.odd))
+        place = parts.device.torch_device
+        # A buffer that is on the device already was made there by a forward.
+        buffers = (b for b in model.buffers() if b.device != place)
+        tensors = (*model.parameters(), *buffers)
+        return [tensor for tensor in tensors if id(tensor) not in known]
+
+    def _leave(self, tensor: torch.Tensor) -> None:
+        parts = self._parts
+        number = next(i for i, other in enumerate(parts.odd) if other is tensor)
+        if number < len(parts.odd_origin):
+            tensor.data = tensor.data.to(parts.odd_origin.pop(number))
+        del parts.odd[number], self._joined[id(tensor)]
+
+    def _make_place(self, new: list[torch.Tensor]) -> None:
+        """Plan with what is left of the budget, and move what has joined."""
+        parts = self._parts
+        if self._grant is not None:
+            self._grant.release()
+        limit = parts.weights.limit_bytes
+        try:
+            parts.steering.set_budget(limit - parts.odd_bytes)
+        except StagehandOOMError as error:
+            raise self._refusal(new, error.needed_bytes) from None
+        parts.steering.steer()
+        parts.device_arena.trim()  # what is kept for reuse counts, too
+        self._grant = parts.weights.grant(self.nbytes, "tensors that joined")
+        if self._grant is None:
+            raise self._refusal(new, limit - parts.weights.free_bytes)
+        parts.place_odd()
+        for number, tensor in enumerate(parts.odd):
+            if id(tensor) in self._joined:  # whose maker may have put it on the device
+                parts.odd_origin[number] = self._home
+
+    def _refusal(self, new: list[torch.Tensor], needed: int) -> StagehandOOMError:
+        """Forget what has joined, so that the next pass tries again."""
+        parts = self._parts
+        limit, nbytes = parts.weights.limit_bytes, parts.odd_bytes
+        for tensor in new:
+            self._leave(tensor)
+        self._grant = parts.weights.grant(self.nbytes, "tensors that joined")
+        parts.steering.set_budget(limit - parts.odd_bytes)
+        self._held = []
+        needed += nbytes
+        return StagehandOOMError(
+            f"{len(new)} tensors of {format_bytes(sum(map(tensor_bytes, new)))} have"
+            " joined the model since it streams, and the budget of"
+            f" {format_bytes(limit)} has no room for them; raise it to at least"
+            f" {format_at_least(needed)} with runtime.set_budget()",
+            needed_bytes=needed,
+            limit_bytes=limit,
+        )

@@ -1,0 +1,165 @@
+"""`load()`: opens a model that is never whole in memory."""
+
+from __future__ import annotations
+
+import inspect
+import shutil
+import tempfile
+import warnings
+import weakref
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from stagehand.errors import ConfigError, StagehandWarning
+from stagehand.modes import check_model, layer
+from stagehand.pretrained.deferred import empty_tensor
+from stagehand.pretrained.matching import match, untie
+from stagehand.pretrained.naming import Naming
+from stagehand.pretrained.scratch import write
+from stagehand.pretrained.sources import (
+    find_source,
+    main_dtype,
+    naming_of,
+    open_checkpoint,
+)
+from stagehand.runtime import HANDLE
+from stagehand.units import MIB, format_bytes
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from stagehand.files import KeyMap
+    from stagehand.pretrained.matching import Matched
+    from stagehand.runtime import Runtime
+    from stagehand.stores.checkpoint import Checkpoint
+
+__all__ = ["load"]
+
+_QUIET_BYTES = 64 * MIB  # may go to the system's temporary directory without a word
+
+
+def load(
+    model: nn.Module | Callable[[], nn.Module] | str | Path | Any,
+    checkpoint_dir: str | Path | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+    key_map: KeyMap = None,
+    scratch_dir: str | Path | None = None,
+    **options: Any,
+) -> nn.Module:
+    """Open a model and stream it from its files, without ever holding it in memory.
+
+    The constructor runs without making weights; what it computes (tables, masks, other
+    buffers) is real. Then the model is streamed as by `layer()`, from the files: exact,
+    within `vram_budget` and `ram_budget`, with or without an accelerator.
+
+    Models of `transformers` and `diffusers` read their checkpoints as
+    `from_pretrained()` does: in evaluation mode, with their own names and tied weights.
+    Where their class needs tensors otherwise than they are stored (experts in one
+    tensor, some layers in float32, `dtype`), these are computed once, one after
+    another, into files that are deleted at `shutdown()`.
+
+    Args:
+        model: A directory with `config.json` and safetensors files; a module class of
+            `transformers` or `diffusers`; a configuration of `transformers`; any
+            function without arguments that returns a module, such as a class or a
+            `functools.partial`; or a module, on `meta` or not, whose weights are given
+            up.
+        checkpoint_dir: The directory of the files, or one file. Not needed if `model`
+            is a directory.
+        dtype: Load floating-point weights as this; None keeps the files' types.
+        key_map: From the model's names to the files', as a mapping or a function.
+            Stands for the class's own mapping.
+        scratch_dir: Where to write what is computed: a directory with room for it, not
+            in memory. The system's directory for temporary files by default.
+        **options: Those of `layer()`: `vram_budget`, `ram_budget`, `device` and so on.
+
+    Returns:
+        The model, streamed. `model._stagehand_layer_runtime.shutdown()` leaves it with
+        tensors that are read from their files when they are touched.
+
+    Raises:
+        ConfigError: If an argument cannot work, or the model cannot be built this way.
+        CheckpointError: If the files are not sound, or lack values of the model; it
+            lists them.
+        StagehandOOMError: If the budget is too small; it names the smallest that works.
+
+    Example:
+        >>> model = stagehand.load("path/to/model", vram_budget="8GB")
+        >>> model = stagehand.load(functools.partial(Net, width=8), "net.safetensors")
+    """
+    inspect.signature(layer).bind(model, **options)  # an unknown one is an error now
+    source = find_source(model, checkpoint_dir)
+    checkpoint = open_checkpoint(source.path)
+    main = dtype or main_dtype(checkpoint)
+    built = source.build(main)
+    check_model(built.model, None)
+    naming = _naming(built.model, checkpoint, main, key_map)
+    untie(built.model, checkpoint, naming)
+    matched = match(built, checkpoint, naming, dtype)
+    if not matched.made:
+        return _stream(built.model, checkpoint, matched, options)
+    folder = _scratch_folder(matched.made_bytes, scratch_dir)
+    remove = weakref.finalize(built.model, shutil.rmtree, folder, ignore_errors=True)
+    try:
+        written = write(matched.made, checkpoint, folder, matched.made_bytes)
+        streamed = _stream(built.model, checkpoint.joined(written), matched, options)
+    except BaseException:
+        remove()
+        raise
+    getattr(streamed, HANDLE).at_shutdown(lambda _: remove())
+    return streamed
+
+
+def _naming(
+    model: nn.Module,
+    checkpoint: Checkpoint,
+    dtype: torch.dtype | None,
+    key_map: KeyMap,
+) -> Naming:
+    if key_map is None:
+        return naming_of(model, checkpoint, dtype)
+    if isinstance(key_map, Mapping):
+        return Naming(keys=key_map)
+    return Naming(keys={name: key_map(name) for name in model.state_dict()})
+
+
+def _stream(
+    model: nn.Module,
+    checkpoint: Checkpoint,
+    matched: Matched,
+    options: Mapping[str, Any],
+) -> nn.Module:
+    for tensor, dtype in matched.tensors:
+        empty_tensor(tensor, dtype)
+    streamed = layer(model, **options)
+    runtime: Runtime = getattr(streamed, HANDLE)
+    try:
+        runtime.convert_registry_to_file_backed_sharded(
+            checkpoint, key_map=matched.keys
+        )
+    except BaseException:
+        runtime.shutdown()
+        raise
+    return streamed
+
+
+def _scratch_folder(nbytes: int, scratch_dir: str | Path | None) -> Path:
+    """Make a directory for what is computed."""
+    if scratch_dir is None and nbytes > _QUIET_BYTES:
+        warnings.warn(
+            f"{format_bytes(nbytes)} of the model are not stored as it needs them:"
+            f" they are computed once, into {tempfile.gettempdir()}; name a directory"
+            " in scratch_dir, on a fast disk",
+            StagehandWarning,
+            stacklevel=3,
+        )
+    try:
+        return Path(tempfile.mkdtemp(prefix="stagehand-", dir=scratch_dir))
+    except OSError as error:
+        raise ConfigError(
+            f"scratch_dir is '{scratch_dir}': expected a directory that can be written"
+            f" to ({error})"
+        ) from error

@@ -1,0 +1,1 @@
+"""Models on disk: built without their weights, and which file tensor is which."""

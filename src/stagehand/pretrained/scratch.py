@@ -1,0 +1,80 @@
+"""Tensors that a model needs otherwise than its checkpoint has them: written once.
+
+They could be computed at every load, or kept in memory. The first would cost each pass
+what one pass costs here, the second is what streaming from files is to avoid.
+"""
+
+from __future__ import annotations
+
+import shutil
+from typing import TYPE_CHECKING
+
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+
+from stagehand.errors import CheckpointError
+from stagehand.pretrained.naming import Made, meta_tensors
+from stagehand.stores.checkpoint import Checkpoint
+from stagehand.stores.files import FileSet
+from stagehand.stores.safetensors import host_tensor
+from stagehand.units import format_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    import torch
+
+__all__ = ["PREFIX", "shapes_of", "write"]
+
+PREFIX = "made from the checkpoint: "
+"""Stands before a model's name, which may be another tensor's name in the files."""
+
+
+def shapes_of(made: Made, checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
+    """Return what would be computed, on `meta`."""
+    sources = {
+        key: (checkpoint[key].dtype, checkpoint[key].shape) for key in made.sources
+    }
+    return dict(made.compute(meta_tensors(sources)))
+
+
+def write(
+    all_made: Sequence[Made], checkpoint: Checkpoint, folder: Path, nbytes: int
+) -> Checkpoint:
+    """Compute tensors, one `Made` at a time, and write a file for each.
+
+    Memory: what one of them reads and makes.
+
+    Args:
+        all_made: What to compute.
+        checkpoint: Where from.
+        folder: Where to; empty.
+        nbytes: What all of them take.
+
+    Raises:
+        CheckpointError: If there is no room, or a file cannot be read or written.
+    """
+    free = shutil.disk_usage(folder).free
+    if nbytes > free:
+        raise CheckpointError(
+            f"{folder} has {format_bytes(free)} free: expected {format_bytes(nbytes)}"
+            " for tensors that are computed from the checkpoint; give a scratch_dir on"
+            " a larger disk"
+        )
+    files = FileSet(checkpoint.files)
+    try:
+        for number, made in enumerate(all_made):
+            sources = {k: host_tensor(files, checkpoint[k]) for k in made.sources}
+            tensors = {
+                PREFIX + name: tensor.contiguous()
+                for name, tensor in made.compute(sources).items()
+            }
+            path = folder / f"{number:06}.safetensors"
+            try:
+                save_file(tensors, path)
+            except (OSError, SafetensorError) as error:
+                raise CheckpointError(f"{path} cannot be written: {error}") from error
+    finally:
+        files.close()
+    return Checkpoint.open(folder)

@@ -1,0 +1,188 @@
+"""What a user gives to load a model from, and the files that go with it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from stagehand.errors import CheckpointError, ConfigError, TensorMismatchError
+from stagehand.pretrained import diffusers_models, transformers_models
+from stagehand.pretrained.deferred import Built, build
+from stagehand.pretrained.naming import Naming
+from stagehand.stores.checkpoint import Checkpoint
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+__all__ = ["Source", "find_source", "main_dtype", "naming_of", "open_checkpoint"]
+
+_CONFIG = "config.json"
+# In a directory with other safetensors files beside it, this one is the model.
+_WEIGHTS = ("model.safetensors", "diffusion_pytorch_model.safetensors")
+_OTHER_FORMATS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.gguf", "*.msgpack")
+_MAIN = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Source:
+    """How to build a model, and where its files are."""
+
+    build: Callable[[torch.dtype | None], Built]
+    """Builds it without its weights, for a checkpoint of an element type."""
+    path: Path
+    """A directory of safetensors files, or one file."""
+
+
+def find_source(given: Any, checkpoint_dir: str | Path | None) -> Source:
+    """Return what a user means.
+
+    Raises:
+        ConfigError: If it is nothing that a model can be built from, or no place of its
+            files is given.
+    """
+    if isinstance(given, str | Path):
+        directory = Path(given).expanduser()
+        return _from_directory(directory, checkpoint_dir or directory)
+    if checkpoint_dir is None:
+        raise ConfigError(
+            "load() needs checkpoint_dir, the place of the safetensors files, unless"
+            f" the model is given as a directory; it was given {_described(given)}"
+        )
+    path = Path(checkpoint_dir).expanduser()
+    if isinstance(given, nn.Module):
+        return Source(build=lambda dtype: _as_built(given), path=path)
+    if _is_from("transformers", "PreTrainedConfig", given):
+        return _from_transformers(given, transformers_models.class_for(given), path)
+    if _is_from("transformers", "PreTrainedModel", given) or hasattr(
+        given, "_model_mapping"
+    ):
+        config = transformers_models.read_config(path)
+        return _from_transformers(
+            config, transformers_models.class_for(config, given), path
+        )
+    if _is_from("diffusers", "ModelMixin", given):
+        return _from_diffusers(given, path, path)
+    if callable(given):
+        return Source(build=lambda dtype: build(given), path=path)
+    raise ConfigError(
+        f"load() was given {_described(given)}: expected a directory, a module, its"
+        " class, a function that returns one, or a configuration of transformers"
+    )
+
+
+def _described(given: Any) -> str:
+    return given.__name__ if isinstance(given, type) else f"a {type(given).__name__}"
+
+
+def _is_from(library: str, name: str, given: Any) -> bool:
+    """Whether something is of a class of a library, or such a class.
+
+    A library that nobody has imported has made nothing.
+    """
+    base = getattr(sys.modules.get(library), name, None)
+    if base is None:
+        return False
+    return issubclass(given if isinstance(given, type) else type(given), base)
+
+
+def _from_directory(directory: Path, checkpoint_dir: str | Path) -> Source:
+    file = directory / _CONFIG
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        hint = ""
+        if (directory / "model_index.json").is_file():
+            hint = ": this is a pipeline, load its models from their own directories"
+        raise ConfigError(
+            f"'{directory}' is no model directory{hint}: expected a {_CONFIG}, found"
+            f" none that can be read ({error})"
+        ) from error
+    path = Path(checkpoint_dir).expanduser()
+    if "_class_name" in config:
+        model_class = diffusers_models.class_for(config["_class_name"])
+        return _from_diffusers(model_class, directory, path)
+    if "model_type" in config or "architectures" in config:
+        settings = transformers_models.read_config(directory)
+        chosen = transformers_models.class_for(settings)
+        return _from_transformers(settings, chosen, path)
+    raise ConfigError(
+        f"'{file}' does not say what the model is: expected '_class_name' (diffusers)"
+        " or 'model_type' (transformers); pass the model's class or a function that"
+        " builds it, and this directory as checkpoint_dir"
+    )
+
+
+def _from_transformers(config: Any, model_class: Any, path: Path) -> Source:
+    def make(dtype: torch.dtype | None) -> Built:
+        return build(
+            lambda: transformers_models.build_model(model_class, config, dtype, path),
+            dtype,
+        )
+
+    return Source(build=make, path=path)
+
+
+def _from_diffusers(model_class: Any, directory: Path, path: Path) -> Source:
+    def make(dtype: torch.dtype | None) -> Built:
+        return build(
+            lambda: diffusers_models.build_model(model_class, directory), dtype
+        )
+
+    return Source(build=make, path=path)
+
+
+def _as_built(model: nn.Module) -> Built:
+    unknown = tuple(name for name, t in model.named_buffers() if t.is_meta)
+    return Built(
+        model=model, unknown=unknown, value_of=lambda t: None if t.is_meta else t
+    )
+
+
+def naming_of(
+    model: nn.Module, keys: Iterable[str], dtype: torch.dtype | None
+) -> Naming:
+    """Return how a model's class finds its tensors among a checkpoint's."""
+    if _is_from("transformers", "PreTrainedModel", model):
+        return transformers_models.name_tensors(model, keys, dtype)
+    if _is_from("diffusers", "ModelMixin", model):
+        return diffusers_models.name_tensors(model, keys, dtype)
+    return Naming()
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """Read the headers of a model's files.
+
+    Raises:
+        CheckpointError: If there are none, or they are not sound.
+    """
+    for name in _WEIGHTS:
+        if (path / name).is_file():
+            return Checkpoint.open(path / name)
+    if path.is_dir() and not any(path.glob("*.safetensors*")):
+        others = sorted(f.name for kind in _OTHER_FORMATS for f in path.glob(kind))
+        found = f"found {others[0]}, which is not read" if others else "found none"
+        raise CheckpointError(
+            f"'{path}' holds no weights: expected *.safetensors files, {found}; save"
+            " the model with save_pretrained() or safetensors"
+        )
+    return Checkpoint.open(path)
+
+
+def main_dtype(checkpoint: Checkpoint) -> torch.dtype | None:
+    """Return the floating-point type of most of a checkpoint's bytes."""
+    nbytes = dict.fromkeys(_MAIN, 0)
+    for name in checkpoint:
+        try:
+            extent = checkpoint[name]
+        except TensorMismatchError:  # a type that torch lacks
+            continue
+        if extent.dtype in nbytes:
+            nbytes[extent.dtype] += extent.nbytes
+    most = max(_MAIN, key=nbytes.__getitem__)
+    return most if nbytes[most] else None

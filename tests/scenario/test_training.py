@@ -1,0 +1,334 @@
+"""Training through the stream gives what training the resident model gives."""
+
+import contextlib
+
+import pytest
+import torch
+from torch import nn
+
+from training import (
+    ALL,
+    FEW,
+    SOME,
+    TIGHT,
+    WIDTH,
+    Net,
+    Setting,
+    assert_trains_equally,
+    built,
+    end,
+    net,
+    over,
+    start,
+)
+
+# Steps
+
+
+def sgd(run, **settings):
+    return run.optimizer(torch.optim.SGD, lr=0.1, momentum=0.9, **settings)
+
+
+@over(ALL)
+@pytest.mark.parametrize("kind", ["momentum", "AdamW"])
+def test_twenty_steps_of_full_fine_tuning_are_exact(sim, setting, kind):
+    def script(run):
+        adam = kind == "AdamW"
+        optimizer = run.optimizer(torch.optim.AdamW, lr=0.01) if adam else sgd(run)
+        for step in range(20):
+            run.backward(run.loss(step))
+            optimizer.step()
+            optimizer.zero_grad()
+
+    report = assert_trains_equally(net, script, setting)
+    assert report.passes >= 20
+
+
+@over(SOME)
+@pytest.mark.parametrize("count", [1, 2, 3, 4])
+def test_gradients_accumulate_over_micro_batches(sim, setting, count):
+    def script(run):
+        optimizer = sgd(run)
+        for step in range(4):
+            for number in range(count):
+                run.backward(run.loss(10 * step + number))
+            optimizer.step()
+            optimizer.zero_grad()
+
+    assert_trains_equally(net, script, setting)
+
+
+@over(SOME)
+@pytest.mark.parametrize("to_none", [True, False])
+def test_gradients_are_cleared_either_way(sim, setting, to_none):
+    def script(run):
+        optimizer = sgd(run)
+        for step in range(4):
+            run.backward(run.loss(step))
+            run.backward(run.loss(step + 100))
+            optimizer.step()
+            if step % 2:
+                optimizer.zero_grad(set_to_none=to_none)
+            else:
+                run.model.zero_grad(set_to_none=to_none)
+            run.look()
+
+    assert_trains_equally(net, script, setting)
+
+
+@over(SOME)
+@pytest.mark.parametrize("foreach", [None, False])
+def test_gradients_are_clipped_together(sim, setting, foreach):
+    def script(run):
+        optimizer = sgd(run)
+        clip = nn.utils.clip_grad_norm_
+        for step in range(4):
+            run.backward(run.loss(step))
+            norm = clip(run.model.parameters(), 0.01, foreach=foreach)
+            run.note("norm", norm)
+            run.look()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    assert_trains_equally(net, script, setting)
+
+
+@over(FEW)
+def test_gradients_that_the_user_keeps_keep_their_values(sim, setting):
+    def script(run):
+        optimizer = sgd(run)
+        kept = []
+        for step in range(4):
+            run.backward(run.loss(step))
+            kept.append([p.grad for p in run.model.parameters()])
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        run.note("gradients that were kept", kept)
+
+    assert_trains_equally(net, script, setting)
+
+
+@over(FEW)
+def test_gradients_that_the_user_assigns_are_added_to(sim, setting):
+    def script(run):
+        optimizer = sgd(run)
+        for step in range(3):
+            for parameter in run.model.parameters():
+                parameter.grad = torch.full_like(parameter, 0.25)
+            run.backward(run.loss(step))
+            optimizer.step()
+
+    assert_trains_equally(net, script, setting)
+
+
+# What is trained
+
+
+class Adapted(nn.Module):
+    """A frozen linear layer and a small trained side path."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.down = nn.Linear(WIDTH, 2, bias=False)
+        self.up = nn.Linear(2, WIDTH, bias=False)
+
+    def forward(self, x):
+        return torch.tanh(self.base(x) + self.up(self.down(x)))
+
+
+class AdaptedNet(Net):
+    """Frozen but for small adapters inside of the blocks or beside them."""
+
+    def __init__(self, inside: bool) -> None:
+        super().__init__()
+        self.requires_grad_(False)
+        if inside:
+            self.blocks = nn.ModuleList(Adapted() for _ in range(5))
+        else:
+            self.sides = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(5))
+        self.inside = inside
+
+    def around(self, block, x):
+        if self.inside:
+            return block(x)
+        number = list(self.blocks).index(block)
+        return block(x) + self.sides[number](x)
+
+
+@built
+def adapted_net():
+    return AdaptedNet(inside=True)
+
+
+@built
+def flanked_net():
+    return AdaptedNet(inside=False)
+
+
+def trained(model):
+    return [p for p in model.parameters() if p.requires_grad]
+
+
+@over(SOME)
+@pytest.mark.parametrize("build", [adapted_net, flanked_net])
+def test_small_adapters_on_a_frozen_base_train_exactly(sim, setting, build):
+    def script(run):
+        optimizer = run.optimizer(torch.optim.AdamW, lr=0.01, of=trained(run.model))
+        for step in range(5):
+            run.backward(run.loss(step))
+            run.backward(run.loss(step + 50))
+            optimizer.step()
+            optimizer.zero_grad()
+
+    assert_trains_equally(build, script, setting)
+
+
+@over([Setting("hpu", "blocks", budget) for budget in ("smallest", "third", "all")])
+def test_frozen_blocks_cause_no_copy_to_the_host(sim, setting):
+    run = start(flanked_net, setting)
+    for step in range(5):
+        run.loss(step).backward()
+        run.model.zero_grad()
+    assert run.runtime.report().saved_bytes == sim.d2h_bytes() == 0
+    end(run)
+
+
+@over(SOME)
+def test_some_blocks_are_frozen_and_some_trained(sim, setting):
+    def script(run):
+        for number in (0, 3):
+            run.model.blocks[number].requires_grad_(False)
+        run.model.blocks[2].down.requires_grad_(False)
+        run.model.entry.weight.requires_grad_(False)
+        optimizer = sgd(run)
+        for step in range(5):
+            run.backward(run.loss(step))
+            optimizer.step()
+            optimizer.zero_grad()
+
+    assert_trains_equally(net, script, setting)
+
+
+@over(SOME)
+def test_parameters_are_frozen_and_thawed_between_steps(sim, setting):
+    def script(run):
+        optimizer = sgd(run)
+        for step in range(9):
+            for number, block in enumerate(run.model.blocks):
+                block.requires_grad_((number + step) % 3 != 0)
+            run.backward(run.loss(step))
+            optimizer.step()
+            optimizer.zero_grad()
+
+    assert_trains_equally(net, script, setting)
+
+
+# Between steps
+
+
+VALIDATION = {
+    "no_grad": torch.no_grad,
+    "inference_mode": torch.inference_mode,
+    "grad": contextlib.nullcontext,
+}
+
+
+@over(SOME)
+@pytest.mark.parametrize("mode", VALIDATION)
+def test_validation_between_steps_changes_nothing(sim, setting, mode):
+    def script(run):
+        optimizer = sgd(run)
+        for step in range(4):
+            run.model.train()
+            run.backward(run.loss(step))
+            run.model.eval()
+            with VALIDATION[mode]():
+                run.note("before", run.loss(100))
+            optimizer.step()
+            optimizer.zero_grad()
+            with VALIDATION[mode]():
+                run.note("after", run.loss(100))
+                run.note("after", run.loss(101))
+
+    assert_trains_equally(net, script, setting)
+
+
+@over(SOME)
+def test_validation_between_forward_and_backward_changes_nothing(sim, setting):
+    def script(run):
+        optimizer = sgd(run)
+        for step in range(3):
+            loss = run.loss(step)
+            with torch.no_grad():
+                run.note("validation", run.loss(100))
+            run.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    assert_trains_equally(net, script, setting)
+
+
+class Skipping(Net):
+    """Leaves blocks out, as layer drop and early exits do."""
+
+    kept = (0, 1, 2, 3, 4)
+
+    def forward(self, x):
+        for number in self.kept:
+            x = self.blocks[number](x)
+        return x
+
+
+@built
+def skipping_net():
+    return Skipping()
+
+
+@over(SOME)
+def test_a_step_on_blocks_that_were_loaded_ahead_is_used(sim, setting):
+    """An early exit leaves later blocks on their way; then the optimizer steps."""
+
+    def script(run):
+        optimizer = sgd(run)
+        for step, last in enumerate([5, 5, 5, 2, 5, 3, 1, 5, 5]):
+            run.model.kept = tuple(range(last))
+            run.backward(run.loss(step))
+            optimizer.step()  # momentum moves weights that have no new gradient, too
+            with torch.no_grad():
+                for parameter in run.model.parameters():
+                    parameter.mul_(1.01)
+            optimizer.zero_grad(set_to_none=False)
+
+    assert_trains_equally(skipping_net, script, setting)
+
+
+@over(FEW)
+def test_weights_edited_through_data_between_steps_are_used(sim, setting):
+    def script(run):
+        average = [p.detach().cpu().clone() for p in run.model.parameters()]
+        optimizer = sgd(run)
+        for step in range(4):
+            run.backward(run.loss(step))
+            optimizer.step()
+            optimizer.zero_grad()
+            for parameter, mean in zip(run.model.parameters(), average, strict=True):
+                mean.lerp_(parameter.detach().cpu(), 0.5)
+                parameter.data.copy_(mean)
+
+    assert_trains_equally(net, script, setting)
+
+
+def test_page_locked_memory_that_holds_no_gradients_warns_once(sim):
+    def script(run):
+        optimizer = sgd(run)
+        for step in range(3):
+            run.backward(run.loss(step))
+            run.backward(run.loss(step + 50))
+            optimizer.step()
+            optimizer.zero_grad()
+
+    with pytest.warns(UserWarning) as caught:
+        assert_trains_equally(net, script, TIGHT, ram_budget=30_000)
+    found = [w for w in caught if "no page-locked memory is left" in str(w.message)]
+    assert len(found) == 1

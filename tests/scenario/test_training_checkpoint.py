@@ -1,0 +1,289 @@
+"""Recomputed regions and users' own saved-tensor hooks work through the stream."""
+
+import contextlib
+import functools
+
+import pytest
+import torch
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+    set_checkpoint_early_stop,
+)
+
+from training import (
+    FEW,
+    SOME,
+    TIGHT,
+    Net,
+    Residual,
+    Setting,
+    assert_trains_equally,
+    built,
+    end,
+    net,
+    over,
+    start,
+)
+
+REENTRANT = pytest.mark.parametrize("reentrant", [True, False])
+
+
+class EachBlock(Net):
+    """A region around each block."""
+
+    reentrant = False
+    options: dict = {}
+
+    def around(self, block, x):
+        return checkpoint(block, x, use_reentrant=self.reentrant, **self.options)
+
+
+class Pairs(EachBlock):
+    """A region around every two blocks."""
+
+    def forward(self, x):
+        x = self.entry(x)
+        for first in range(0, len(self.blocks), 2):
+            pair = torch.nn.Sequential(*self.blocks[first : first + 2])
+            x = self.around(pair, x)
+        return self.head(x)
+
+
+class Nested(EachBlock):
+    """A region around each two blocks, and around each of these."""
+
+    def forward(self, x):
+        x = self.entry(x)
+        for first in range(0, len(self.blocks), 2):
+            x = self.around(functools.partial(self.run, first), x)
+        return self.head(x)
+
+    def run(self, first, x):
+        for block in self.blocks[first : first + 2]:
+            x = self.around(block, x)
+        return x
+
+
+class InsideResidual(Residual):
+    """A region inside of a block."""
+
+    reentrant = False
+
+    def forward(self, x):
+        hidden = checkpoint(self.inner, self.norm(x), use_reentrant=self.reentrant)
+        return x + self.down(hidden)
+
+    def inner(self, x):
+        return torch.nn.functional.gelu(self.up(x))
+
+
+class Inside(EachBlock):
+    def __init__(self, dropout=0.0):
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(InsideResidual(dropout) for _ in range(5))
+
+    def around(self, block, x):
+        block.reentrant = self.reentrant
+        return block(x)
+
+
+KINDS = {"each": EachBlock, "pairs": Pairs, "nested": Nested, "inside": Inside}
+
+
+def built_as(kind, *, reentrant=False, dropout=0.0, **options):
+    @built
+    def build():
+        model = KINDS[kind](dropout=dropout)
+        model.reentrant = reentrant
+        model.options = options
+        return model
+
+    return build
+
+
+def loss_of(run, number):
+    """Reentrant regions need inputs that take gradients."""
+    return run.model(run.batch(number).requires_grad_()).square().mean()
+
+
+def train(run, steps=4, batches=2):
+    optimizer = run.optimizer(torch.optim.SGD, lr=0.1, momentum=0.9)
+    for step in range(steps):
+        for number in range(batches):
+            run.backward(loss_of(run, 10 * step + number))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+WAYS = [(kind, False) for kind in KINDS] + [
+    (kind, True) for kind in KINDS if kind != "nested"
+]
+
+
+@over(SOME)
+@pytest.mark.parametrize(("kind", "reentrant"), WAYS)
+def test_recomputed_regions_are_exact(sim, setting, kind, reentrant):
+    assert_trains_equally(built_as(kind, reentrant=reentrant), train, setting)
+
+
+@over(SOME)
+@pytest.mark.parametrize(("kind", "reentrant"), WAYS)
+def test_recomputing_draws_the_same_random_numbers(sim, setting, kind, reentrant):
+    build = built_as(kind, reentrant=reentrant, dropout=0.25)
+    assert_trains_equally(build, train, setting)
+
+
+@over(SOME)
+@pytest.mark.parametrize("early", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+def test_recomputing_may_stop_early_or_not(sim, setting, kind, early):
+    def script(run):
+        with set_checkpoint_early_stop(early):
+            train(run)
+
+    assert_trains_equally(built_as(kind), script, setting)
+
+
+@over(SOME)
+@REENTRANT
+@pytest.mark.parametrize("early", [True, False])
+def test_a_region_around_the_whole_model_is_exact(sim, setting, reentrant, early):
+    def script(run):
+        optimizer = run.optimizer(torch.optim.SGD, lr=0.1)
+        for step in range(4):
+            inputs = run.batch(step).requires_grad_()
+            with set_checkpoint_early_stop(early):
+                output = checkpoint(run.model, inputs, use_reentrant=reentrant)
+            run.backward(output.square().mean())
+            run.backward(loss_of(run, step + 50))
+            optimizer.step()
+            optimizer.zero_grad()
+
+    assert_trains_equally(net, script, setting)
+
+
+@over(SOME)
+@REENTRANT
+def test_frozen_blocks_in_recomputed_regions_are_exact(sim, setting, reentrant):
+    def script(run):
+        for number in (0, 1, 3):
+            run.model.blocks[number].requires_grad_(False)
+        train(run)
+
+    assert_trains_equally(built_as("each", reentrant=reentrant), script, setting)
+
+
+def keep_products(context, operator, *args, **kwargs):
+    kept = operator in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+@over(SOME)
+@pytest.mark.parametrize("kind", ["each", "pairs"])
+def test_regions_that_keep_some_results_are_exact(sim, setting, kind):
+    contexts = functools.partial(create_selective_checkpoint_contexts, keep_products)
+    assert_trains_equally(built_as(kind, context_fn=contexts), train, setting)
+
+
+@over(SOME)
+def test_two_forwards_with_regions_go_back_in_either_order(sim, setting):
+    def script(run):
+        for step in range(4):
+            losses = [loss_of(run, 10 * step + number) for number in range(2)]
+            for loss in losses if step % 2 else reversed(losses):
+                run.backward(loss)
+            run.model.zero_grad()
+
+    assert_trains_equally(built_as("each"), script, setting)
+
+
+@over(FEW)
+def test_a_region_goes_back_twice(sim, setting):
+    def script(run):
+        loss = loss_of(run, 0)
+        run.backward(loss, retain_graph=True)
+        run.backward(loss)
+        train(run)
+
+    assert_trains_equally(built_as("each"), script, setting)
+
+
+# Hooks of users
+
+
+@over(SOME)
+@pytest.mark.parametrize("build", [net, built_as("each"), built_as("pairs")])
+@pytest.mark.parametrize("pin", [False, True])
+def test_activations_that_users_save_on_the_host_are_exact(sim, setting, build, pin):
+    def script(run):
+        with save_on_cpu(pin_memory=pin and setting.place == "hpu", device_type="hpu"):
+            train(run)
+
+    assert_trains_equally(build, script, setting)
+
+
+class SavingInside(Net):
+    """Each block saves what it needs on the host."""
+
+    def around(self, block, x):
+        with save_on_cpu():
+            return block(x)
+
+
+@built
+def saving_net():
+    return SavingInside()
+
+
+@over(SOME)
+def test_blocks_that_save_on_the_host_themselves_are_exact(sim, setting):
+    assert_trains_equally(saving_net, train, setting)
+
+
+def test_hooks_around_the_model_are_given_no_weight(sim):
+    run = start(net, TIGHT)
+    seen = []
+
+    def pack(tensor):
+        seen.append(tuple(tensor.shape))
+        return tensor
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = run.loss()
+    assert seen
+    assert not {shape for shape in seen if 32 in shape} - {(4, 32)}
+    loss.backward()
+    end(run)
+
+
+# Memory
+
+
+@pytest.mark.parametrize("setting", [TIGHT, Setting("hpu", "blocks", "smallest")])
+@REENTRANT
+def test_regions_cost_no_more_memory_than_resident_beside_the_weights(
+    sim, setting, reentrant
+):
+    """What a block computes is freed before the next one is recomputed."""
+    build = built_as("each", reentrant=reentrant)
+    peaks = []
+    for streams in (False, True):
+        run = start(build, setting) if streams else None
+        model = run.model if run else build().to("hpu")
+        inputs = torch.randn(500, 16).to("hpu").requires_grad_()
+        with contextlib.nullcontext():
+            model(inputs).sum().backward()
+            model.zero_grad()
+        held = sim.allocated_bytes()
+        sim.reset_peak()
+        model(inputs).sum().backward()
+        peaks.append(sim.peak_bytes() - held)
+        model.zero_grad()
+        if run:
+            peaks[-1] -= run.budget
+            end(run)
+        del model, inputs
+    assert peaks[1] <= peaks[0]

@@ -1,0 +1,369 @@
+"""Whatever goes wrong in training: nothing is lost, the next step works and is exact."""
+
+import threading
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from architectures.trees import assert_bitwise_equal
+from stagehand.core.arena import live_leases
+from stagehand.errors import ClosedError
+from training import (
+    FEW,
+    SOME,
+    assert_at_rest,
+    assert_same_notes,
+    assert_trains_equally,
+    copied,
+    end,
+    net,
+    over,
+    run_resident,
+    start,
+)
+
+
+class Stop(Exception):
+    pass
+
+
+KINDS = pytest.mark.parametrize("kind", [Stop, KeyboardInterrupt])
+
+
+def sgd(run):
+    return run.optimizer(torch.optim.SGD, lr=0.1, momentum=0.9)
+
+
+def train(run, steps=3):
+    optimizer = sgd(run)
+    for number in range(steps):
+        run.backward(run.loss(number))
+        run.backward(run.loss(number + 50))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def once(kind, calls=1):
+    """A hook that raises at one of its calls."""
+    left = [calls]
+
+    def fail(*_):
+        left[0] -= 1
+        if left[0] == 0:
+            raise kind
+
+    return fail
+
+
+def assert_clean(run, interrupted=False):
+    """After a failure: parameters are whole on the host, gradients there or None."""
+    if interrupted:
+        run.model.state_dict()
+    assert_at_rest(run)
+    expected = net().state_dict()
+    for name, tensor in run.model.state_dict().items():
+        assert tensor.device.type == "cpu", name
+        assert_bitwise_equal(tensor, expected[name], name)
+    for name, parameter in run.model.named_parameters():
+        if parameter.grad is not None:
+            assert parameter.grad.device == parameter.device, name
+
+
+def finish(run):
+    """Train after the failure, and compare with training that knew no failure."""
+    run.model.zero_grad()
+    expected = run_resident(net, train, run.place)
+    train(run)
+    run.finish()
+    assert_same_notes(run, expected)
+    end(run, abandoned=True)  # a traceback may have held memory
+
+
+# Exceptions
+
+
+@over(SOME)
+@KINDS
+@pytest.mark.parametrize("name", ["entry", "blocks.0.up", "blocks.3", "head"])
+@pytest.mark.parametrize("before", [0, 2])
+def test_after_an_exception_in_a_forward_training_is_exact(
+    sim, setting, kind, name, before
+):
+    run = start(net, setting)
+    for _ in range(before):
+        run.loss().backward()
+    handle = run.model.get_submodule(name).register_forward_hook(once(kind))
+    with pytest.raises(kind):
+        run.loss()
+    handle.remove()
+    assert_clean(run, interrupted=kind is KeyboardInterrupt)
+    finish(run)
+
+
+def fail_at_a_gradient(run, kind):
+    return run.model.blocks[2].up.weight.register_hook(once(kind))
+
+
+def fail_after_a_gradient(run, kind):
+    place = run.model.blocks[2].up.weight
+    return place.register_post_accumulate_grad_hook(once(kind))
+
+
+def fail_at_an_activation(run, kind):
+    def hook(module, args, output):
+        output.register_hook(once(kind))
+
+    return run.model.blocks[2].up.register_forward_hook(hook)
+
+
+PLACES = [fail_at_a_gradient, fail_after_a_gradient, fail_at_an_activation]
+
+
+@over(SOME)
+@KINDS
+@pytest.mark.parametrize("arm", PLACES)
+@pytest.mark.parametrize("before", [0, 2])
+def test_after_an_exception_in_a_backward_training_is_exact(
+    sim, setting, kind, arm, before
+):
+    run = start(net, setting)
+    for _ in range(before):
+        run.loss().backward()
+    handle = arm(run, kind)
+    with pytest.raises(kind):
+        run.loss().backward()
+    handle.remove()
+    assert_clean(run)
+    finish(run)
+
+
+class Breaking(torch.autograd.Function):
+    """Hands on what it gets, and a gradient of a form that no kernel takes."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return torch.mm(grad, grad)  # 4 by 16
+
+
+@over(SOME)
+def test_after_a_kernel_failed_in_backward_training_is_exact(sim, setting):
+    run = start(net, setting)
+    place = run.model.blocks[2]
+    handle = place.register_forward_hook(lambda _, args, out: Breaking.apply(out))
+    with pytest.raises(RuntimeError, match="mat1 and mat2"):
+        run.loss().backward()
+    handle.remove()
+    assert_clean(run)
+    finish(run)
+
+
+@over(SOME)
+@KINDS
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("name", ["norm", "up"])
+def test_after_an_exception_in_a_recomputation_training_is_exact(
+    sim, setting, kind, reentrant, name
+):
+    run = start(net, setting)
+    run.model.around = lambda block, x: checkpoint(block, x, use_reentrant=reentrant)
+    place = run.model.blocks[2].get_submodule(name)
+    handle = place.register_forward_hook(once(kind, calls=2))
+    with pytest.raises(kind):
+        run.loss().backward()
+    handle.remove()
+    del run.model.around
+    assert_clean(run, interrupted=kind is KeyboardInterrupt)
+    finish(run)
+
+
+@over(FEW)
+@KINDS
+def test_exceptions_in_every_backward_do_not_add_up(sim, setting, kind):
+    run = start(net, setting)
+    most = []
+    for _ in range(6):
+        handle = run.model.blocks[1].up.weight.register_hook(once(kind))
+        with pytest.raises(kind):
+            run.loss().backward()
+        handle.remove()
+        run.model.zero_grad()
+        run.loss().backward()  # autograd's thread drops what it held of the last one
+        run.model.zero_grad()
+        most.append((sim.allocated_bytes(), sim.pinned_bytes(), live_leases()))
+    assert all(now <= then for now, then in zip(most[-1], most[2], strict=True))
+    finish(run)
+
+
+# Calls in between
+
+
+def read_state(run):
+    state = run.model.state_dict()
+    run.note("state", [tensor.clone() for tensor in state.values()])
+
+
+def read_weights(run):
+    run.note("weights", [p.detach().clone() for p in run.model.parameters()])
+
+
+def copy_model(run):
+    copy = copied(run.model)
+    run.note("copy", list(copy.state_dict().values()))
+    if run.runtime is not None:
+        run.note("what the copy does", copy(run.batch().cpu()))
+    else:
+        run.note("what the copy does", copied(run.model).to("cpu")(run.batch().cpu()))
+
+
+def move_home(run):
+    if run.runtime is not None:
+        run.model.to("cpu")
+
+
+def lower_the_budget(run):
+    if run.runtime is not None:
+        run.runtime.set_budget(run.runtime._parts.steering.smallest_budget())
+
+
+def raise_the_budget(run):
+    if run.runtime is not None:
+        run.budget *= 2
+        run.runtime.set_budget(run.budget)
+
+
+CALLS = [
+    read_state,
+    read_weights,
+    copy_model,
+    move_home,
+    lower_the_budget,
+    raise_the_budget,
+]
+
+
+@over(SOME)
+@pytest.mark.parametrize("call", CALLS)
+def test_calls_between_forward_backward_and_step_change_nothing(sim, setting, call):
+    def script(run):
+        optimizer = run.optimizer(torch.optim.SGD, lr=0.1)
+        for number in range(3):
+            loss = run.loss(number)
+            call(run)
+            run.backward(loss)
+            call(run)
+            run.look()
+            run.backward(run.loss(number + 50))
+            call(run)
+            optimizer.step()
+            call(run)
+            optimizer.zero_grad()
+
+    assert_trains_equally(net, script, setting)
+
+
+@over(SOME)
+def test_a_graph_that_outlives_the_runtime_says_so(sim, setting):
+    run = start(net, setting)
+    loss = run.loss()
+    run.runtime.shutdown()
+    with pytest.raises(ClosedError, match="shut down"):
+        loss.backward()
+    run.model.to(run.place)
+    train(run)
+
+
+@over(SOME)
+def test_a_second_runtime_goes_on_where_the_first_ended(sim, setting):
+    def script(run):
+        optimizer = sgd(run)
+        for number in range(4):
+            run.backward(run.loss(number))
+            if run.runtime is not None and number in (1, 2):
+                run.runtime.shutdown()
+                run.runtime = setting.stream(run.model, run.budget)
+            run.backward(run.loss(number + 50))
+            optimizer.step()
+            optimizer.zero_grad()
+
+    assert_trains_equally(net, script, setting)
+
+
+# Threads
+
+
+def in_thread(call):
+    failed = []
+
+    def body():
+        try:
+            call()
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=body)
+    thread.start()
+    thread.join()
+    assert not failed, failed
+
+
+@over(SOME)
+def test_another_thread_may_run_the_backward(sim, setting):
+    def script(run):
+        optimizer = sgd(run)
+        for number in range(3):
+            loss = run.loss(number)
+            in_thread(loss.backward)
+            run.look()
+            in_thread(lambda number=number: run.loss(number + 50).backward())
+            run.look()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    assert_trains_equally(net, script, setting)
+
+
+@over(FEW)
+def test_two_threads_train_two_models(sim, setting):
+    expected = run_resident(net, train, setting.place)
+    runs = [start(net, setting) for _ in range(2)]
+    threads = [threading.Thread(target=train, args=(run,)) for run in runs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for run in runs:
+        run.finish()
+        assert_same_notes(run, expected)
+        end(run)
+
+
+@over(FEW)
+def test_one_thread_goes_back_while_another_goes_forward(sim, setting):
+    """They take turns; each gets what it would get alone."""
+    run = start(net, setting)
+    losses = [run.loss(number) for number in range(6)]
+    found = []
+
+    def validate():
+        with torch.no_grad():
+            found.extend(run.loss(99).item() for _ in range(12))
+
+    thread = threading.Thread(target=validate)
+    thread.start()
+    for loss in losses:
+        loss.backward()
+    thread.join()
+    run.look()
+    plain = net().to(run.place)
+    for number in range(6):
+        plain(run.batch(number)).square().mean().backward()
+    with torch.no_grad():
+        assert set(found) == {plain(run.batch(99)).square().mean().item()}
+    for mine, theirs in zip(run.model.parameters(), plain.parameters(), strict=True):
+        assert_bitwise_equal(mine.grad, theirs.grad, "gradient")
+    end(run)

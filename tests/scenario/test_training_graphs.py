@@ -1,0 +1,418 @@
+"""Graphs of every form go back through streamed weights as through resident ones."""
+
+import itertools
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+from stagehand.core.arena import live_leases
+from training import (
+    FEW,
+    SOME,
+    TIGHT,
+    WIDTH,
+    Net,
+    Setting,
+    assert_trains_equally,
+    built,
+    end,
+    net,
+    over,
+    start,
+)
+
+
+def sgd(run):
+    return run.optimizer(torch.optim.SGD, lr=0.1, momentum=0.9)
+
+
+def step(optimizer):
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+# Order
+
+
+@over(SOME)
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+def test_forwards_go_back_in_any_order(sim, setting, order):
+    def script(run):
+        optimizer = sgd(run)
+        for number in range(3):
+            losses = [run.loss(10 * number + each) for each in range(3)]
+            for each in order:
+                run.backward(losses[each])
+            step(optimizer)
+
+    assert_trains_equally(net, script, setting)
+
+
+@over(SOME)
+def test_several_forwards_share_one_backward(sim, setting):
+    def script(run):
+        optimizer = sgd(run)
+        for number in range(3):
+            run.backward(run.loss(number) * run.loss(number + 50) + run.loss(99))
+            step(optimizer)
+
+    assert_trains_equally(net, script, setting)
+
+
+@over(SOME)
+def test_one_graph_goes_back_several_times(sim, setting):
+    def script(run):
+        optimizer = sgd(run)
+        for number in range(3):
+            loss = run.loss(number)
+            run.backward(loss, retain_graph=True)
+            run.backward(loss, retain_graph=True)
+            run.backward(run.loss(number + 50))
+            run.backward(loss)
+            step(optimizer)
+            with pytest.raises(RuntimeError, match="second time"):
+                loss.backward()
+
+    assert_trains_equally(net, script, setting)
+
+
+# Higher derivatives
+
+
+ON_HOST = Setting("cpu", "layers", "smallest")
+
+
+@pytest.mark.parametrize(
+    ("setting", "of"),
+    [*((setting, "inputs") for setting in SOME), (ON_HOST, "weights")],
+    ids=str,
+)
+def test_a_penalty_on_gradients_is_differentiated(sim, setting, of):
+    def script(run):
+        optimizer = sgd(run)
+        for number in range(3):
+            inputs = run.batch(number).requires_grad_()
+            loss = run.model(inputs).square().mean()
+            wanted = [inputs] if of == "inputs" else list(run.model.parameters())
+            found = torch.autograd.grad(loss, wanted, create_graph=True)
+            run.note("first", found)
+            run.backward(loss + sum(each.square().sum() for each in found))
+            step(optimizer)
+
+    assert_trains_equally(net, script, setting)
+
+
+@over(SOME)
+def test_a_backward_that_makes_a_graph_accumulates_gradients_with_one(sim, setting):
+    second = []
+
+    def script(run):
+        for number in range(2):
+            inputs = run.batch(number).requires_grad_()
+            with warnings.catch_warnings(action="ignore"):
+                run.model(inputs).square().mean().backward(create_graph=True)
+            run.look()
+            inputs.grad = None  # what its graph leads back to is never collected
+        grads = [p.grad for p in run.model.parameters()]
+        total = sum(grad.square().sum().to(run.place) for grad in grads)
+        second.append(torch.autograd.grad(total, inputs)[0].cpu())
+        run.model.zero_grad()
+
+    assert_trains_equally(net, script, setting)
+    # Through the host, autograd adds up terms of the second derivative in other orders.
+    torch.testing.assert_close(*second, rtol=1e-5, atol=1e-7)
+
+
+# Parts of a graph
+
+
+class Branching(Net):
+    """Has outputs that need not be used."""
+
+    def forward(self, x):
+        x = self.entry(x)
+        first = self.blocks[0](x)
+        second = self.blocks[1](x)
+        third = self.blocks[2](second)
+        return {"first": first, "second": [second, third], "all": self.head(first)}
+
+
+@built
+def branching_net():
+    return Branching()
+
+
+@over(SOME)
+def test_branches_that_are_not_used_get_no_gradient(sim, setting):
+    def script(run):
+        optimizer = sgd(run)
+        for number, used in enumerate(["first", "all", "second", "all", "first"]):
+            outputs = run.model(run.batch(number))[used]
+            loss = sum(each.square().mean() for each in outputs)
+            run.backward(loss)
+            step(optimizer)
+
+    assert_trains_equally(branching_net, script, setting)
+
+
+@pytest.mark.parametrize("number", [0, 2, 4])
+def test_gradients_of_a_few_weights_leave_earlier_ones_alone(sim, number):
+    def script(run):
+        optimizer = sgd(run)
+        some = list(run.model.blocks[number].parameters())
+        for each in range(3):
+            run.backward(run.loss(each))
+            found = torch.autograd.grad(run.loss(each + 50), some)
+            run.note("found", found)
+            run.look()
+            run.backward(run.loss(each + 70), inputs=some)
+            run.backward(run.loss(each + 90))
+            step(optimizer)
+
+    assert_trains_equally(net, script, ON_HOST)
+
+
+def test_pytorch_refuses_to_name_a_weight_that_moved_as_what_to_differentiate(sim):
+    """It forgets a tensor's place in all graphs when the tensor changes its device."""
+    run = start(net, TIGHT)
+    with pytest.raises(RuntimeError, match="not have been used in the graph"):
+        torch.autograd.grad(run.loss(), run.model.blocks[1].up.weight)
+    end(run)
+
+
+@over(SOME)
+def test_a_gradient_of_the_inputs_alone_leaves_weights_without(sim, setting):
+    def script(run):
+        for number in range(3):
+            inputs = run.batch(number).requires_grad_()
+            loss = run.model(inputs).square().mean()
+            run.note("of inputs", torch.autograd.grad(loss, inputs))
+            run.look()
+
+    assert_trains_equally(net, script, setting)
+
+
+# Weights used more than once
+
+
+class Looping(Net):
+    """Uses its blocks twice, one after the other and each by itself."""
+
+    def forward(self, x):
+        for block in [*self.blocks, *self.blocks, self.blocks[0], self.blocks[0]]:
+            x = block(x)
+        return self.head(x)
+
+
+class Reading(Net):
+    """Reads a weight of one module in another place, too."""
+
+    def forward(self, x):
+        return super().forward(x) @ self.entry.weight + self.entry.bias
+
+
+@built
+def looping_net():
+    return Looping()
+
+
+@built
+def reading_net():
+    return Reading()
+
+
+@over(SOME)
+def test_weights_that_are_used_several_times_get_the_sum(sim, setting):
+    def script(run):
+        optimizer = sgd(run)
+        for number in range(4):
+            run.backward(run.loss(number))
+            run.backward(run.loss(number + 50))
+            step(optimizer)
+
+    assert_trains_equally(looping_net, script, setting)
+
+
+@over([Setting("hpu", "layers", "third"), Setting("cpu", "layers", "third")])
+def test_weights_that_other_modules_read_get_the_sum(sim, setting):
+    def script(run):
+        optimizer = sgd(run)
+        for number in range(4):
+            run.backward(run.loss(number))
+            run.backward(run.loss(number + 50))
+            step(optimizer)
+
+    assert_trains_equally(reading_net, script, setting)
+
+
+@built
+def tied_net():
+    model = Net()
+    model.blocks[3].up.weight = model.blocks[1].up.weight
+    model.head.weight = model.entry.weight
+    return model
+
+
+@over(SOME)
+def test_tied_weights_get_the_sum(sim, setting):
+    def script(run):
+        optimizer = sgd(run)
+        for number in range(4):
+            run.backward(run.loss(number))
+            run.backward(run.loss(number + 50))
+            step(optimizer)
+
+    assert_trains_equally(tied_net, script, setting)
+
+
+class Talking(nn.Module):
+    """A table, blocks, and a head that may share the table."""
+
+    def __init__(self, tied: bool) -> None:
+        super().__init__()
+        self.table = nn.Embedding(600, WIDTH)
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.head = nn.Linear(WIDTH, 600, bias=False)
+        if tied:
+            self.head.weight = self.table.weight
+
+    def forward(self, tokens):
+        x = self.table(tokens)
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return self.head(x)
+
+
+@built
+def talking_net():
+    return Talking(tied=False)
+
+
+@built
+def tied_talking_net():
+    return Talking(tied=True)
+
+
+@over([*SOME, Setting("hpu", "layers", "all")])
+@pytest.mark.parametrize("build", [talking_net, tied_talking_net])
+def test_a_table_that_is_read_by_rows_trains_exactly(sim, setting, build):
+    def script(run):
+        optimizer = run.optimizer(torch.optim.AdamW, lr=0.01)
+        generator = torch.Generator().manual_seed(1)
+        for _ in range(4):
+            for _ in range(2):
+                tokens = torch.randint(600, (2, 7), generator=generator).to(run.place)
+                logits = run.model(tokens).flatten(0, 1)
+                run.backward(nn.functional.cross_entropy(logits, tokens.flatten()))
+            step(optimizer)
+
+    assert_trains_equally(build, script, setting)
+
+
+# What must raise
+
+
+CHANGED = "modified by an inplace operation"
+
+
+@over(SOME)
+def test_an_optimizer_step_between_forward_and_backward_raises(sim, setting):
+    """The GAN case: an earlier loss goes back through weights that have changed."""
+
+    def script(run):
+        optimizer = sgd(run)
+        late = run.loss(50)
+        run.backward(run.loss(0))
+        optimizer.step()
+        with pytest.raises(RuntimeError, match=CHANGED):
+            late.backward()
+        del late
+        optimizer.zero_grad()
+        run.backward(run.loss(1))
+        optimizer.step()
+
+    assert_trains_equally(net, script, setting)
+
+
+@over(SOME)
+@pytest.mark.parametrize("what", ["weight", "activation"])
+def test_a_change_in_place_between_forward_and_backward_raises(sim, setting, what):
+    def script(run):
+        kept = []
+        place = run.model.blocks[2].down
+        handle = place.register_forward_pre_hook(lambda _, args: kept.append(args[0]))
+        loss = run.loss()
+        handle.remove()
+        with torch.no_grad():
+            (place.weight if what == "weight" else kept[0]).add_(1)
+        with pytest.raises(RuntimeError, match=CHANGED):
+            loss.backward()
+        run.model.zero_grad()
+        run.backward(run.loss(1))
+
+    assert_trains_equally(net, script, setting)
+
+
+# Graphs that are dropped
+
+
+@over(FEW)
+@pytest.mark.parametrize("when", ["never", "half", "retained"])
+def test_a_graph_that_is_dropped_leaves_nothing(sim, setting, when):
+    run = start(net, setting)
+    held = []
+    for number in range(8):
+        inputs = run.batch(number).requires_grad_()
+        hidden = run.model.entry(inputs)
+        loss = run.model.blocks[1](hidden).sum()
+        if when == "half":
+            torch.autograd.grad(loss, hidden)
+        elif when == "retained":
+            loss.backward(retain_graph=True)
+            run.model.zero_grad()
+        del inputs, hidden, loss
+        run.loss(number).backward()  # autograd's thread drops what it held of the last
+        run.model.zero_grad()
+        held.append((sim.allocated_bytes(), sim.pinned_bytes(), live_leases()))
+    assert all(now <= then for now, then in zip(held[-1], held[3], strict=True))
+    end(run)
+
+
+@over(FEW)
+def test_an_inner_differentiation_in_a_forward_is_exact(sim, setting):
+    """A module's forward differentiates a part of the model, or of itself."""
+
+    class Forces(Net):
+        def forward(self, x):
+            with torch.enable_grad():
+                place = x.detach().requires_grad_()
+                energy = super().forward(place).sum()
+                (forces,) = torch.autograd.grad(energy, place, create_graph=True)
+            return forces + self.head(x)
+
+    @built
+    def forces_net():
+        return Forces()
+
+    def script(run):
+        optimizer = sgd(run)
+        for number in range(3):
+            run.backward(run.loss(number))
+            with torch.no_grad():
+                run.note("validation", run.loss(number))
+            step(optimizer)
+
+    assert_trains_equally(forces_net, script, setting)
+
+
+def test_gradients_that_accumulate_take_no_device_memory(sim):
+    run = start(net, TIGHT)
+    run.loss().backward()
+    held = sim.allocated_bytes()
+    for number in range(5):
+        run.loss(number).backward()
+        assert sim.allocated_bytes() == held
+    run.model.zero_grad()
+    end(run)

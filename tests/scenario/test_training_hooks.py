@@ -1,0 +1,181 @@
+"""Hooks of users on trained weights see what they see on a resident model."""
+
+import pytest
+import torch
+
+from training import (
+    FEW,
+    SOME,
+    assert_trains_equally,
+    net,
+    over,
+)
+
+
+def hook_everything(model, kind, runs):
+    """Let the latest run note what hooks are given."""
+    handles = []
+    for name, parameter in model.named_parameters():
+        if kind == "tensor":
+            hook = lambda grad, name=name: runs[-1].note(f"{name} gets", grad)
+            handles.append(parameter.register_hook(hook))
+        else:
+            hook = lambda p, name=name: note_pair(runs[-1], name, p)
+            handles.append(parameter.register_post_accumulate_grad_hook(hook))
+    return handles
+
+
+def note_pair(run, name, parameter):
+    assert parameter.grad.device.type == parameter.device.type == run.place, name
+    run.note(f"{name} has", [parameter, parameter.grad])
+
+
+def triple(parameter):
+    parameter.grad.mul_(3)
+
+
+def steps(run, count=3, batches=2):
+    optimizer = run.optimizer(torch.optim.SGD, lr=0.1)
+    for step in range(count):
+        for number in range(batches):
+            run.backward(run.loss(10 * step + number))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def by_name(notes):
+    """Hooks of different weights may run in another order."""
+    return sorted((what.partition(", ")[2], repr(kept)) for what, kept in notes)
+
+
+@over(SOME)
+@pytest.mark.parametrize("kind", ["tensor", "post"])
+def test_hooks_registered_on_the_streamed_model_see_the_sum_beside_the_weight(
+    sim, setting, kind
+):
+    def script(run):
+        run.handles = hook_everything(run.model, kind, [run])
+        steps(run)
+
+    assert_trains_equally(net, script, setting)
+
+
+@over(SOME)
+@pytest.mark.parametrize("kind", ["tensor", "post"])
+def test_hooks_registered_before_streaming_see_the_sum_beside_the_weight(
+    sim, setting, kind
+):
+    """They stay with the model, and run before those of the library."""
+    runs, handles = [], []
+
+    def build():
+        model = net()
+        handles.extend(hook_everything(model, kind, runs))
+        return model
+
+    def script(run):
+        runs.append(run)
+        steps(run)
+        run.handles = handles
+
+    assert_trains_equally(build, script, setting)
+    runs.clear()
+
+
+@over(SOME)
+def test_a_hook_that_changes_the_gradient_changes_what_is_accumulated(sim, setting):
+    def script(run):
+        for parameter in run.model.parameters():
+            parameter.register_hook(lambda grad: grad * 0.5)
+            parameter.register_post_accumulate_grad_hook(triple)
+        steps(run)
+
+    assert_trains_equally(net, script, setting)
+
+
+OPTIMIZERS = {
+    "SGD": lambda p: torch.optim.SGD([p], lr=0.1, momentum=0.9),
+    "AdamW": lambda p: torch.optim.AdamW([p], lr=0.01),
+}
+
+
+@over(SOME)
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("before", [True, False])
+def test_an_optimizer_fused_into_backward_loses_no_step(sim, setting, kind, before):
+    def fuse(model):
+        optimizers = {p: OPTIMIZERS[kind](p) for p in model.parameters()}
+
+        def step(parameter):
+            optimizers[parameter].step()
+            optimizers[parameter].zero_grad()
+
+        model.handles = [p.register_post_accumulate_grad_hook(step) for p in optimizers]
+        model.optimizers = list(optimizers.values())
+
+    def build():
+        model = net()
+        if before:
+            fuse(model)
+        return model
+
+    def script(run):
+        if not before:
+            fuse(run.model)
+        for step in range(6):
+            run.backward(run.loss(step))
+            for name, parameter in run.model.named_parameters():
+                assert parameter.grad is None, name
+                run.note(name, parameter)
+        for optimizer in run.model.optimizers:
+            run.note("state", optimizer.state_dict()["state"])
+        run.handles = run.model.handles
+
+    assert_trains_equally(build, script, setting)
+
+
+@over(FEW)
+def test_gradients_that_hooks_exchange_through_buckets_are_exact(sim, setting):
+    """They copy into a bucket beside the weight and back, as data parallelism does."""
+
+    def script(run):
+        for parameter in run.model.parameters():
+            bucket = torch.zeros(parameter.shape, device=run.place)
+
+            def reduce(parameter, bucket=bucket):
+                bucket.copy_(parameter.grad).div_(2)
+                parameter.grad.copy_(bucket)
+
+            parameter.register_post_accumulate_grad_hook(reduce)
+        steps(run)
+
+    assert_trains_equally(net, script, setting)
+
+
+@over(FEW)
+def test_module_backward_hooks_see_the_same_gradients(sim, setting):
+    def script(run):
+        for name, module in run.model.named_modules():
+            module.register_full_backward_hook(
+                lambda m, into, out, name=name: run.note(name, [into, out])
+            )
+        for number in range(3):
+            inputs = run.batch(number).requires_grad_()
+            run.backward(run.model(inputs).square().mean())
+            run.note("gradient of the inputs", inputs.grad)
+
+    assert_trains_equally(net, script, setting)
+
+
+@over(FEW)
+def test_a_hook_that_was_removed_no_longer_holds_anything_up(sim, setting):
+    def script(run):
+        handles = [
+            p.register_post_accumulate_grad_hook(triple) for p in run.model.parameters()
+        ]
+        run.backward(run.loss())
+        for handle in handles:
+            handle.remove()
+        steps(run)
+
+    assert_trains_equally(net, script, setting)

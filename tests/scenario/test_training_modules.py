@@ -1,0 +1,253 @@
+"""Every kind of module and of parameter trains through the stream."""
+
+import pytest
+import torch
+from torch import nn
+
+from training import (
+    FEW,
+    WIDTH,
+    Net,
+    Setting,
+    assert_trains_equally,
+    built,
+    over,
+)
+
+
+class Cube(torch.autograd.Function):
+    """Saves a weight, a view of one, an activation, and its own result."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias):
+        result = x @ weight.t() + bias
+        ctx.save_for_backward(x, weight, bias[1:], result)
+        return result * result * result
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight, part, result = ctx.saved_tensors
+        inner = grad * 3 * result * result * (1 + part.sum() * 0)
+        return inner @ weight, inner.t() @ x, inner.sum(0)
+
+
+class Cubing(nn.Linear):
+    def forward(self, x):
+        return Cube.apply(x, self.weight, self.bias) * 0.1
+
+
+class Rolled(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.inner = kind(WIDTH, WIDTH, num_layers=2)
+
+    def forward(self, x):
+        return self.inner(x.unsqueeze(0))[0].squeeze(0)
+
+
+class Reshaped(nn.Module):
+    """Gives a module its input as an image or a sequence, and flattens the result."""
+
+    def __init__(self, inner, *shape):
+        super().__init__()
+        self.inner = inner
+        self.shape = shape
+
+    def forward(self, x):
+        return self.inner(x.reshape(-1, *self.shape)).reshape(x.shape)
+
+
+class Attending(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+
+    def forward(self, x):
+        x = x.unsqueeze(0)
+        return self.inner(x, x, x, need_weights=False)[0].squeeze(0)
+
+
+class Looked(nn.Module):
+    """Looks rows up by what the inputs are."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Embedding(50, WIDTH, padding_idx=0)
+
+    def forward(self, x):
+        return x + self.inner((x.detach().abs().sum(1) * 7).long() % 50)
+
+
+MODULES = {
+    "custom function": lambda: Cubing(WIDTH, WIDTH),
+    "relu in place": lambda: nn.Sequential(
+        nn.Linear(WIDTH, WIDTH), nn.ReLU(inplace=True)
+    ),
+    "convolution": lambda: Reshaped(nn.Conv2d(1, 1, 3, padding=1), 1, 4, 4),
+    "convolution, relu in place": lambda: Reshaped(
+        nn.Sequential(nn.Conv2d(1, 1, 3, padding=1), nn.ReLU(inplace=True)), 1, 4, 4
+    ),
+    "1d convolution": lambda: Reshaped(nn.Conv1d(2, 2, 3, padding=1), 2, 8),
+    "transposed": lambda: Reshaped(nn.ConvTranspose1d(2, 2, 3, padding=1), 2, 8),
+    "batch norm": lambda: nn.BatchNorm1d(WIDTH),
+    "group norm": lambda: nn.GroupNorm(4, WIDTH),
+    "layer norm": lambda: nn.LayerNorm(WIDTH),
+    "prelu": lambda: nn.PReLU(WIDTH),
+    "embedding": Looked,
+    "lstm": lambda: Rolled(nn.LSTM),
+    "gru": lambda: Rolled(nn.GRU),
+    "rnn": lambda: Rolled(nn.RNN),
+    "attention": Attending,
+    "spectral": lambda: nn.utils.parametrizations.spectral_norm(
+        nn.Linear(WIDTH, WIDTH)
+    ),
+    "weight norm": lambda: nn.utils.parametrizations.weight_norm(
+        nn.Linear(WIDTH, WIDTH)
+    ),
+}
+
+
+def net_of(kind):
+    @built
+    def build():
+        model = Net(depth=0)
+        model.blocks = nn.ModuleList(MODULES[kind]() for _ in range(4))
+        return model
+
+    return build
+
+
+def train(run, steps=3):
+    optimizer = run.optimizer(torch.optim.SGD, lr=0.05, momentum=0.9)
+    for number in range(steps):
+        run.backward(run.loss(number))
+        run.backward(run.loss(number + 50))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@over([*FEW, Setting("cpu", "layers", "smallest")])
+@pytest.mark.parametrize("kind", MODULES)
+def test_every_kind_of_module_trains_exactly(sim, setting, kind):
+    assert_trains_equally(net_of(kind), train, setting)
+
+
+# Parameters
+
+
+def empty():
+    return nn.Parameter(torch.zeros(0, WIDTH))
+
+
+def strided():
+    return nn.Parameter(torch.randn(WIDTH, WIDTH).t())
+
+
+def channels_last():
+    image = torch.randn(2, 2, 2, 2).to(memory_format=torch.channels_last)
+    return nn.Parameter(image)
+
+
+def bfloat16():
+    return nn.Parameter(torch.randn(WIDTH, WIDTH, dtype=torch.bfloat16))
+
+
+def double():
+    return nn.Parameter(torch.randn(WIDTH, WIDTH, dtype=torch.float64))
+
+
+def complex64():
+    return nn.Parameter(torch.randn(WIDTH, WIDTH, dtype=torch.complex64))
+
+
+def scalar():
+    return nn.Parameter(torch.tensor(0.5))
+
+
+class Using(nn.Module):
+    """Has a parameter of some kind beside ordinary ones, and uses it."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.odd = kind()
+
+    def forward(self, x):
+        odd = self.odd
+        if odd.shape != (WIDTH, WIDTH):
+            extra = odd.reshape(-1).sum()
+        elif odd.is_complex():
+            extra = (x.to(odd.dtype) @ odd).abs().to(x.dtype) * 0.1
+        else:
+            extra = (x.to(odd.dtype) @ odd).to(x.dtype) * 0.1
+        return torch.tanh(self.linear(x) + extra)
+
+
+@over([*FEW, Setting("cpu", "layers", "smallest")])
+@pytest.mark.parametrize(
+    "kind", [empty, strided, channels_last, bfloat16, double, complex64, scalar]
+)
+def test_every_kind_of_parameter_trains_exactly(sim, setting, kind):
+    @built
+    def build():
+        model = Net(depth=0)
+        model.blocks = nn.ModuleList(Using(kind) for _ in range(4))
+        return model
+
+    assert_trains_equally(build, train, setting)
+
+
+@over(FEW)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_a_model_of_another_element_type_trains_exactly(sim, setting, dtype):
+    @built
+    def build():
+        return Net().to(dtype)
+
+    def script(run):
+        optimizer = run.optimizer(torch.optim.AdamW, lr=0.01)
+        for number in range(4):
+            for each in range(2):
+                inputs = run.batch(10 * number + each).to(dtype)
+                run.backward(run.model(inputs).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+
+    assert_trains_equally(build, script, setting)
+
+
+@over(FEW)
+def test_gradients_that_lie_unlike_their_weights_are_exact(sim, setting):
+    """A hook makes gradients of another layout, and of a broadcast tensor."""
+
+    def script(run):
+        for block in run.model.blocks:
+            block.up.weight.register_hook(lambda grad: grad.t().contiguous().t())
+            block.down.weight.register_hook(lambda grad: grad.sum().expand_as(grad))
+        train(run)
+
+    @built
+    def build():
+        return Net()
+
+    assert_trains_equally(build, script, setting)
+
+
+@over([Setting("cpu", "layers", "smallest")])  # the simulated device has none
+def test_sparse_gradients_of_a_table_are_exact(sim, setting):
+    @built
+    def build():
+        model = Net(depth=2)
+        model.entry = nn.Sequential(nn.Linear(WIDTH, WIDTH), Looked())
+        model.entry[1].inner.sparse = True
+        return model
+
+    def script(run):
+        for number in range(3):
+            loss = run.loss(number)
+            loss.backward()
+            grad = run.model.entry[1].inner.weight.grad
+            run.note("gradient", grad.to_dense())
+        run.model.zero_grad()
+
+    assert_trains_equally(build, script, setting)

@@ -1,0 +1,180 @@
+"""Models are built without their weights: what has a value, and what has none."""
+
+import threading
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+
+from stagehand.errors import ConfigError
+from stagehand.pretrained.deferred import build, empty_tensor
+
+
+def module_with(make) -> nn.Module:
+    """A module with one buffer, called `it`."""
+    module = nn.Module()
+    module.register_buffer("it", make(), persistent=False)
+    return module
+
+
+KNOWN = {
+    "table": lambda: torch.outer(torch.arange(4.0), torch.arange(3) / 3).sin(),
+    "mask": lambda: torch.tril(torch.ones(4, 4)).bool(),
+    "numbers": lambda: torch.tensor([1.5, 2.5]),
+    "array": lambda: torch.from_numpy(torch.arange(3).numpy()),
+    "own generator": lambda: torch.randn(3, generator=torch.Generator().manual_seed(1)),
+    "filled": lambda: torch.empty(3, 2).fill_(2.5),
+    "written in parts": lambda: in_parts(torch.empty(4, 4)),
+    "copied": lambda: torch.empty(4).copy_(torch.arange(4)),
+    "drawn, then zeroed": lambda: torch.rand(4).zero_(),
+    "computed from what was filled": lambda: torch.empty(4).fill_(2.0).sqrt() * 3,
+    "random, then overwritten": lambda: nn.init.ones_(torch.empty(3).normal_()),
+    "reshaped in place": lambda: torch.empty(4).fill_(3.0).unsqueeze_(0),
+    "like": lambda: torch.zeros_like(torch.rand(3)),
+    "of a list": lambda: torch.stack([torch.full((2,), 7.0), torch.ones(2)]),
+}
+UNKNOWN = {
+    "random": lambda: torch.rand(3),
+    "computed from random": lambda: torch.rand(3).mul(2).cos() + torch.ones(3),
+    "random in place": lambda: torch.zeros(3).uniform_(),
+    "random in a view": lambda: viewed(torch.zeros(4)),
+    "random written into real": lambda: torch.zeros(3).copy_(torch.rand(3)),
+    "uninitialized": lambda: torch.empty(3),
+    "added to uninitialized": lambda: torch.empty(3).normal_().add_(1),
+    "permutation": lambda: torch.randperm(4),
+    "orthogonal": lambda: nn.init.orthogonal_(torch.empty(3, 3)),
+    "truncated": lambda: nn.init.trunc_normal_(torch.zeros(3)),
+    "dropout": lambda: nn.functional.dropout(torch.ones(9), 0.5),
+}
+
+
+def in_parts(tensor: torch.Tensor) -> torch.Tensor:
+    tensor[:2] = 1.5
+    tensor[2:, 0::2] = torch.arange(2) / 2
+    tensor[2:, 1::2] = tensor[:2, :2] * 2
+    return tensor
+
+
+def viewed(tensor: torch.Tensor) -> torch.Tensor:
+    tensor[:2].normal_()
+    return tensor
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_computed_value_is_the_constructors(name):
+    built = build(lambda: module_with(KNOWN[name]))
+    assert built.unknown == ()
+    expected = KNOWN[name]()
+    assert built.model.it.dtype is expected.dtype
+    assert torch.equal(built.model.it, expected)
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_value_without_a_definition_is_unknown_and_nothing_is_drawn(name):
+    state = torch.get_rng_state()
+    assert build(lambda: module_with(UNKNOWN[name])).unknown == ("it",)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.ones(3),
+        lambda: torch.arange(3.0),
+        lambda: torch.arange(5) / 3,
+        lambda: torch.arange(5).sqrt(),
+        lambda: torch.tensor(0.1),
+        lambda: torch.tensor([1, 2]),
+        lambda: torch.tensor(0.1, dtype=torch.float64),
+        lambda: torch.linspace(0, 1, 7, dtype=torch.float32),
+        lambda: 1 / 10000 ** (torch.arange(4).float() / 4),
+        lambda: torch.full((2,), 0.3),
+        lambda: torch.full((2,), 3),
+        lambda: torch.ones(2).int() * 0.5,
+        lambda: in_parts(torch.empty(4, 4)),
+    ],
+)
+def test_other_default_type_gives_what_torch_gives_under_it(make):
+    built = build(lambda: module_with(make), torch.bfloat16)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        expected = make()
+    finally:
+        torch.set_default_dtype(before)
+    assert built.model.it.dtype is expected.dtype
+    assert torch.equal(built.model.it, expected)
+
+
+def test_weights_have_the_type_that_is_asked_for():
+    model = build(lambda: nn.Linear(3, 4), torch.float16).model
+    assert {(p.dtype, p.is_meta) for p in model.parameters()} == {(torch.float16, True)}
+
+
+def test_parameter_that_the_constructor_computes_has_its_value_on_request():
+    built = build(lambda: nn.LayerNorm(3))
+    assert torch.equal(built.value_of(built.model.weight), torch.ones(3))
+    built = build(lambda: nn.Linear(3, 4))
+    assert built.value_of(built.model.weight) is None
+
+
+@pytest.mark.parametrize("read", [torch.Tensor.tolist, torch.Tensor.numpy])
+def test_constructor_that_reads_a_value_that_is_not_there_is_refused(read):
+    with pytest.raises(ConfigError, match="build the model yourself"):
+        build(lambda: read(torch.rand(3)))
+
+
+def test_own_failure_of_the_constructor_is_passed_on():
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        build(lambda: torch.ones(2, 3) @ torch.ones(2, 3))
+
+
+def test_sparse_table_is_real():
+    built = build(lambda: module_with(lambda: torch.eye(3).to_sparse()))
+    assert torch.equal(built.model.it.to_dense(), torch.eye(3))
+
+
+def test_tied_and_shared_stay_one():
+    def make() -> nn.Module:
+        model = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)])
+        model[0].weight = model[1].weight
+        return model
+
+    model = build(make).model
+    empty_tensor(model[1].weight, torch.float16)
+    assert model[0].weight is model[1].weight
+    assert model[0].weight.dtype is torch.float16
+
+
+def test_taken_values_leave_type_gradient_and_attributes():
+    weight = nn.Parameter(torch.ones(3), requires_grad=False)
+    weight.mark = 1
+    empty_tensor(weight, torch.float32)
+    assert isinstance(weight, nn.Parameter)
+    assert (weight.is_meta, weight.requires_grad, weight.mark) == (True, False, 1)
+
+
+def test_thread_that_starts_meanwhile_computes_as_ever():
+    seen = []
+
+    def look() -> None:
+        seen.extend((torch.rand(3), is_in_torch_dispatch_mode()))
+
+    def make() -> nn.Module:
+        thread = threading.Thread(target=look)
+        thread.start()
+        thread.join()
+        return nn.Linear(1, 1)
+
+    build(make, torch.bfloat16)
+    assert not seen[0].is_meta
+    assert seen[0].dtype is torch.float32
+    assert not seen[1], "compilers look at this flag, which all threads share"
+
+
+def test_inference_mode_outside_makes_ordinary_parameters():
+    with torch.inference_mode():
+        model = build(lambda: nn.Linear(2, 2)).model
+    assert not model.weight.is_inference()
+    assert model.weight.requires_grad
