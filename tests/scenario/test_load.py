@@ -499,24 +499,33 @@ def test_model_of_ten_times_its_memory_budget_is_never_whole_in_memory(tmp_path)
     assert found["grown"] < 16_000_000 + 8_000_000
 
 
-def test_small_tensor_at_an_odd_address_is_read_right(sim, tmp_path):
-    values = {k: v.numpy().tobytes() for k, v in stack().state_dict().items()}
-    header, start = {"odd": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]}}, 1
-    for name, raw in values.items():
-        shape = list(stack().state_dict()[name].shape)
-        offsets = [start, start + len(raw)]
-        header[name] = {"dtype": "F32", "shape": shape, "data_offsets": offsets}
-        start += len(raw)
+def test_tensors_at_odd_addresses_are_read_right(sim, tmp_path):
+    header: dict[str, Any] = {"odd": {"dtype": "U8", "shape": [1]}}
+    header["odd"]["data_offsets"] = [0, 1]
+    data = b"."
+    for name, tensor in net().state_dict().items():
+        raw = tensor.numpy().tobytes()
+        kind = {torch.float32: "F32", torch.int64: "I64"}[tensor.dtype]
+        offsets = [len(data), len(data) + len(raw)]
+        header[name] = {"dtype": kind, "shape": list(tensor.shape)}
+        header[name]["data_offsets"] = offsets
+        data += raw
     text = json.dumps(header).encode()
     file = tmp_path / "odd.safetensors"
-    file.write_bytes(
-        len(text).to_bytes(8, "little") + text + b"." + b"".join(values.values())
-    )
+    file.write_bytes(len(text).to_bytes(8, "little") + text + data)
     with pytest.warns(StagehandWarning, match="copied to host memory"):
-        model = stagehand.load(stack, file, vram_budget="12KB")
-    with torch.no_grad():
-        assert_bitwise_equal(model(batch()).cpu(), stack()(batch()), "output")
+        model = stagehand.load(Net, file, vram_budget="20KB")
     runtime_of(model).shutdown()
+    assert_bitwise_equal(model.state_dict(), net().state_dict(), "state_dict()")
+
+
+def test_file_beside_the_models_own_is_not_read(sim, saved, tmp_path):
+    original(LLAMA).save_pretrained(tmp_path)
+    beside = {"model.norm.weight": torch.zeros(64)}
+    save_file(beside, tmp_path / "adapter_model.safetensors")
+    model = stagehand.load(tmp_path, vram_budget="400KB")
+    runtime_of(model).shutdown()
+    assert_bitwise_equal(model.state_dict(), original(LLAMA).state_dict(), "values")
 
 
 # Bad input

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from stagehand.errors import StagehandWarning
 from training import (
     ALL,
     FEW,
@@ -328,7 +329,7 @@ def test_page_locked_memory_that_holds_no_gradients_warns_once(sim):
             optimizer.step()
             optimizer.zero_grad()
 
-    with pytest.warns(UserWarning) as caught:
+    with pytest.warns(StagehandWarning) as caught:
         assert_trains_equally(net, script, TIGHT, ram_budget=30_000)
     found = [w for w in caught if "no page-locked memory is left" in str(w.message)]
     assert len(found) == 1

@@ -35,10 +35,11 @@ class EachBlock(Net):
     """A region around each block."""
 
     reentrant = False
-    options: dict = {}
 
     def around(self, block, x):
-        return checkpoint(block, x, use_reentrant=self.reentrant, **self.options)
+        return checkpoint(
+            block, x, use_reentrant=self.reentrant, **vars(self).get("options", {})
+        )
 
 
 class Pairs(EachBlock):
@@ -129,14 +130,14 @@ def test_recomputed_regions_are_exact(sim, setting, kind, reentrant):
     assert_trains_equally(built_as(kind, reentrant=reentrant), train, setting)
 
 
-@over(SOME)
+@over(FEW)
 @pytest.mark.parametrize(("kind", "reentrant"), WAYS)
 def test_recomputing_draws_the_same_random_numbers(sim, setting, kind, reentrant):
     build = built_as(kind, reentrant=reentrant, dropout=0.25)
     assert_trains_equally(build, train, setting)
 
 
-@over(SOME)
+@over(FEW)
 @pytest.mark.parametrize("early", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
 def test_recomputing_may_stop_early_or_not(sim, setting, kind, early):
@@ -165,7 +166,7 @@ def test_a_region_around_the_whole_model_is_exact(sim, setting, reentrant, early
     assert_trains_equally(net, script, setting)
 
 
-@over(SOME)
+@over(FEW)
 @REENTRANT
 def test_frozen_blocks_in_recomputed_regions_are_exact(sim, setting, reentrant):
     def script(run):
@@ -188,7 +189,7 @@ def test_regions_that_keep_some_results_are_exact(sim, setting, kind):
     assert_trains_equally(built_as(kind, context_fn=contexts), train, setting)
 
 
-@over(SOME)
+@over(FEW)
 def test_two_forwards_with_regions_go_back_in_either_order(sim, setting):
     def script(run):
         for step in range(4):
@@ -214,7 +215,7 @@ def test_a_region_goes_back_twice(sim, setting):
 # Hooks of users
 
 
-@over(SOME)
+@over(FEW)
 @pytest.mark.parametrize("build", [net, built_as("each"), built_as("pairs")])
 @pytest.mark.parametrize("pin", [False, True])
 def test_activations_that_users_save_on_the_host_are_exact(sim, setting, build, pin):

@@ -17,11 +17,17 @@ def hook_everything(model, kind, runs):
     handles = []
     for name, parameter in model.named_parameters():
         if kind == "tensor":
-            hook = lambda grad, name=name: runs[-1].note(f"{name} gets", grad)
-            handles.append(parameter.register_hook(hook))
+
+            def before(grad, name=name):
+                runs[-1].note(f"{name} gets", grad)
+
+            handles.append(parameter.register_hook(before))
         else:
-            hook = lambda p, name=name: note_pair(runs[-1], name, p)
-            handles.append(parameter.register_post_accumulate_grad_hook(hook))
+
+            def after(parameter, name=name):
+                note_pair(runs[-1], name, parameter)
+
+            handles.append(parameter.register_post_accumulate_grad_hook(after))
     return handles
 
 

@@ -199,7 +199,24 @@ def carry_home_what_its_maker_goes_on_to_change(rig):
     assert home.eq(3).all()
 
 
+def copy_home_and_bring_back(rig):
+    """The way out waits for the maker, the way back for the way out."""
+    home = rig.host(9)
+    with rig.side:
+        made = torch.full((NBYTES,), 3, dtype=torch.uint8, device="hpu")
+    left = rig.engine.copy_home(made, home, maker=rig.side)
+    back, returned = rig.engine.bring_back(home, after=left)
+    rig.main.wait_event(returned)
+    with rig.main:
+        total = back.sum()
+    back.record_stream(rig.main)
+    rig.engine.drain()
+    assert is_filled_with(total, 3)
+    del made, back
+
+
 HAZARDS = (
+    copy_home_and_bring_back,
     *(carry_home_what_a_stream_makes, carry_home_what_its_maker_goes_on_to_change),
     *(read_after_load, load_after_read, load_after_two_readers, save_after_load),
     *(load_after_interleaved_readers, save_after_write, load_after_save),
@@ -234,7 +251,11 @@ GUARDS = {
     ("carry_home", "maker.wait_event(self._ready)"): (
         carry_home_what_its_maker_goes_on_to_change,
     ),
+    ("copy_home", "stream.wait_event(self._ready)"): (copy_home_and_bring_back,),
+    ("bring_back", "self.h2d.stream.wait_event(after)"): (copy_home_and_bring_back,),
     # Marks that later waits rely on.
+    ("copy_home", "self._ready.record(maker)"): (copy_home_and_bring_back,),
+    ("_finished", "done.record(lane.stream)"): (copy_home_and_bring_back,),
     ("carry_home", "self._ready.record(maker)"): (carry_home_what_a_stream_makes,),
     ("carry_home", "self._ready.record(stream)"): (
         carry_home_what_its_maker_goes_on_to_change,
