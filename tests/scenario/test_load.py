@@ -26,8 +26,9 @@ from architectures import (
     flatten,
     to_device,
 )
-from architectures.language import GPT2, LLAMA, MIXTRAL
+from architectures.language import GPT2, GROUPED, LLAMA, MIXTRAL
 from architectures.text import T5
+from architectures.vision import TOWER, images
 from stagehand.errors import (
     CheckpointError,
     ConfigError,
@@ -418,6 +419,32 @@ def test_other_threads_see_nothing_of_a_load(sim, net_file):
     runtime_of(model).shutdown()
     assert seen == [("cpu", torch.float32, torch.float32)]
     assert nn.Linear(4, 4).weight.device.type == "cpu"
+
+
+def test_model_of_models_is_built_without_setting_torchs_default_type(
+    sim, tmp_path, monkeypatch
+):
+    config = transformers.LlavaConfig(
+        vision_config=transformers.CLIPVisionConfig(**TOWER),
+        text_config=transformers.LlamaConfig(**GROUPED),
+        image_token_id=5,
+    )
+    with torch.random.fork_rng(devices=[]):
+        llava = transformers.LlavaForConditionalGeneration(config).bfloat16()
+    llava.save_pretrained(tmp_path)
+    expected = type(llava).from_pretrained(tmp_path)
+    monkeypatch.setattr(torch, "set_default_dtype", None)
+    model = stagehand.load(tmp_path, vram_budget="400KB")
+    inputs = {
+        "input_ids": torch.tensor([[1] + [5] * 16 + [7, 8, 9]]),
+        "pixel_values": images()["pixel_values"][:1].bfloat16(),
+    }
+    with torch.no_grad():
+        wanted = expected.to("hpu")(**to_device(inputs, "hpu"))
+        assert_bitwise_equal(model(**inputs), wanted, "output")
+    runtime_of(model).shutdown()
+    assert model.config.to_dict() == expected.config.to_dict()
+    assert model.model.language_model.config.dtype is torch.bfloat16
 
 
 def test_failed_constructor_leaves_torch_as_it_was(net_file):

@@ -88,17 +88,25 @@ def build_model(
             " open it with transformers and pass the model to stagehand.layer()"
         )
     config = deepcopy(config)
-    if dtype is not None:
-        config.dtype = dtype
-        for name in getattr(config, "sub_configs", ()):
-            if getattr(config, name, None) is not None:
-                getattr(config, name).dtype = dtype
     config.name_or_path = str(directory)
+    dtype = config.dtype if dtype is None else dtype
+    # A model of models would set torch's default type, which all threads share.
+    _set_dtype(config, None)
     model: Any = model_class(config)
+    for module in model.modules():
+        _set_dtype(getattr(module, "config", None), dtype)
     _read_generation_config(model, directory)
     model.eval()
     built: nn.Module = model
     return built
+
+
+def _set_dtype(config: Any, dtype: torch.dtype | None) -> None:
+    """Set the element type that a configuration and its parts name."""
+    if hasattr(config, "sub_configs"):
+        config.dtype = dtype
+        for name in config.sub_configs:
+            _set_dtype(getattr(config, name, None), dtype)
 
 
 def _read_generation_config(model: Any, directory: Path) -> None:
