@@ -224,6 +224,8 @@ class Edges:
         self._thread: Any = None
         self._unclosed: dict[Any, list[AbstractContextManager[Any]]] = {}  # by thread
         self._backward: Callable[[], _Backward | None] | None = None
+        self.recomputing = 0
+        """Edges that are recomputed now, one inside of the other."""
         self.risen: list[tuple[nn.Module | type, bool]] = []
         """Sites and edges that run with gradients, and whether they put hooks on top.
 
@@ -254,7 +256,7 @@ class Edges:
         """
         if in_backward():
             self.enter_backward()
-            return None
+            return self.moved_again(args, kwargs)
         self.lock.acquire()
         try:
             self._close_dead()
@@ -272,6 +274,13 @@ class Edges:
         except BaseException:
             self.leave(module)  # the module's own end hook finds nothing to end
             raise
+
+    def moved_again(self, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        """Return the inputs of what is recomputed, moved as they were in forward."""
+        if self.recomputing:
+            return None
+        moved: tuple[Any, Any] = move_inputs((args, kwargs), self._device)
+        return moved
 
     def leave(self, module: nn.Module) -> None:
         """End the latest entry, if it is this module's."""
@@ -328,6 +337,7 @@ class Edges:
         self._stack.clear()
         self._thread = None
         self._backward = None
+        self.recomputing = 0
 
     def _close_dead(self) -> None:
         """Close entries whose frame is gone: an interrupt skipped their hooks."""
@@ -514,6 +524,8 @@ class _EdgeBegin(_Hook):
         if is_dynamo_compiling():
             return _call_untraced(self, module, args, kwargs)
         moved = self._edges.enter(module, args, kwargs, _module_frame())
+        if in_backward():
+            self._edges.recomputing += 1
         if torch.is_grad_enabled():
             # What is no site has weights too, and a recompute must save the same.
             self._edges.risen.append((_EdgeEnd, self._rise()))
@@ -541,6 +553,8 @@ class _EdgeEnd(_Hook):
         risen = self._edges.risen
         if risen and risen[-1][0] is _EdgeEnd and risen.pop()[1]:
             pop_saved_hooks()
+        if in_backward() and self._edges.recomputing:
+            self._edges.recomputing -= 1
         self._edges.leave(module)
 
 
@@ -565,6 +579,8 @@ class _SiteBegin(_Hook):
         moved = None
         if self._edges._thread is not _HERE.thread:
             moved = self._edges.enter(module, args, kwargs, _module_frame())
+        elif self._edges._backward is not None:
+            moved = self._edges.moved_again(args, kwargs)
         if dispatch_modes():
             _apart(self._before, self._block)
         else:

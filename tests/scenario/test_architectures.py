@@ -46,6 +46,11 @@ TWO_AT_ONCE = {"deberta_v2", "sam"}
 VIEWS_KEPT = {"sam"}
 # One call of theirs is several passes of different routes.
 MANY_PASSES = {"autoencoder_kl_wan"}
+# Their table lies on the host and is another layer's weight as well: with gradients each
+# pass brings it to the device, which no plan expects.
+TIED_TABLES = {
+    *("gemma3", "gpt2", "opt", "falcon", "bloom", "t5", "bart", "marian", "mbart"),
+}
 
 
 @pytest.fixture(scope="session")
@@ -147,7 +152,7 @@ class Case:
             assert report.abandoned_slots == 0
         away = report.weight_bytes - report.gathered_bytes - budget
         assert report.streamed_bytes >= passes * away
-        if self.architecture.name not in READ_BY_OTHERS | MANY_PASSES:
+        if self.architecture.name not in READ_BY_OTHERS | MANY_PASSES | TIED_TABLES:
             assert report.limit != "unknown"
 
     def check_given_back(self, model: nn.Module, before: Shape) -> None:
