@@ -47,7 +47,7 @@ VIEWS_KEPT = {"sam"}
 # One call of theirs is several passes of different routes.
 MANY_PASSES = {"autoencoder_kl_wan"}
 # Their table lies on the host and is another layer's weight as well: with gradients
-# each pass brings it to the device, which no plan expects.
+# its rows are looked up on the device, so the learned route comes one pass later.
 TIED_TABLES = {
     *("gemma3", "gpt2", "opt", "falcon", "bloom", "t5", "bart", "marian", "mbart"),
 }
