@@ -200,7 +200,10 @@ class LaneLoader:
             return False
         if block.trains:  # others are rarely edited: then their next use loads again
             block.versions = block.read_versions()
-        block.along(SENT)
+        if block.state is SENT[0]:
+            block.state = SENT[-1]
+        else:
+            block.along(SENT)
         return True
 
     def _read(self, block: Block) -> torch.Tensor:

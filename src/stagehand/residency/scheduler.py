@@ -38,7 +38,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Scheduler"]
 
-# On the hot path: an attribute of an enumeration takes as long as a call.
+# On the hot path an attribute of an enumeration takes as long as a call, and so a block
+# that is at the beginning of a path, whose steps are checked, is put at its end.
 _HOST_STAGED, _PREFETCHING = BlockState.HOST_STAGED, BlockState.PREFETCHING
 _GPU_READY, _SPECULATIVE = BlockState.GPU_READY, Priority.SPECULATIVE
 
@@ -201,7 +202,7 @@ class Scheduler:
             self._reload(block, slot)
         self._engine.await_filled(slot, stream)
         if block.state is _PREFETCHING:
-            block.along(ARRIVED)
+            block.state = ARRIVED[-1]
         block.point_to_device()
 
     def _finish(self, block: Block, slot: Slot) -> None:
@@ -368,9 +369,9 @@ class Scheduler:
         if block.bound:
             block.point_to_host()
         elif block.state is _PREFETCHING:
-            block.along(ARRIVED)  # the next copy into the slot waits its turn
+            block.state = ARRIVED[-1]  # the next copy into the slot waits its turn
         if block.state is _GPU_READY:
-            block.along(DROPPED)
+            block.state = DROPPED[-1]
         else:
             block.to(BlockState.UNLOADED)
         block.seal = block.slot = slot.occupant = None
