@@ -38,7 +38,7 @@ def measure(
     for depth in depths:
         for name, times in _overheads(depth, 1, blocks_timed):
             found[name][depth] = times
-            target = None if depth == depths[0] else _TARGET_US
+            target = _TARGET_US if depth == thousand else None
             yield _result(f"{depth:,} blocks, {name} resident", times, target)
     for name, times in _overheads(thousand, 2, blocks_timed):
         what = f"{thousand:,} blocks of 4 parameters, {name} resident"

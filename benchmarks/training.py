@@ -37,7 +37,8 @@ def measure(
     for depth in depths:
         for name, times in _overheads(depth, blocks_timed, trains=False):
             found[name][depth] = times
-            yield _result(f"{depth:,} frozen blocks, {name} resident", times)
+            target = _TARGET_US if depth == few else None
+            yield _result(f"{depth:,} frozen blocks, {name} resident", times, target)
     for name, by_depth in found.items():
         yield Result.of(
             f"training at {many:,} over {few:,} frozen blocks, {name} resident",
@@ -49,7 +50,7 @@ def measure(
         yield _result(f"{few:,} trained blocks, {name} resident", times, None)
 
 
-def _result(what: str, times: Times, target: float | None = _TARGET_US) -> Result:
+def _result(what: str, times: Times, target: float | None) -> Result:
     name = f"training overhead a block, {what}"
     return Result.of(name, times, "us", scale=1e6, target=target)
 
