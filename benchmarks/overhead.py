@@ -9,7 +9,7 @@ from benchmarks.results import Result
 from benchmarks.timing import Times, take_turns
 from stagehand.runtime import Runtime
 
-__all__ = ["measure"]
+__all__ = ["SHARES", "measure", "over_bare"]
 
 _SETTLING = 6  # passes until the order is learned, timed once and planned for good
 _MICRO = 1e6
@@ -17,7 +17,7 @@ _TARGET_US = 10.0
 _TARGET_GROWTH = 1.2
 
 # Parts of all blocks' bytes; with none, only the ring of slots is left.
-_SHARES = {"all": 2.0, "a third": 1 / 3, "none": 0.0}
+SHARES = {"all": 2.0, "a third": 1 / 3, "none": 0.0}
 
 
 def measure(
@@ -34,7 +34,7 @@ def measure(
         blocks_timed: How many uses of blocks to time for each figure.
     """
     _, thousand, many = depths
-    found: dict[str, dict[int, Times]] = {name: {} for name in _SHARES}
+    found: dict[str, dict[int, Times]] = {name: {} for name in SHARES}
     for depth in depths:
         for name, times in _overheads(depth, 1, blocks_timed):
             found[name][depth] = times
@@ -62,23 +62,39 @@ def _overheads(
 ) -> Iterator[tuple[str, Times]]:
     bare, model = Stack(depth, layers), Stack(depth, layers)
     runtime = make_runtime(model)
-    rounds = max(1, blocks_timed // depth)
+    return over_bare(runtime, bare, model, _pass, blocks_timed=blocks_timed)
+
+
+def over_bare(
+    runtime: Runtime,
+    bare: Stack,
+    model: Stack,
+    run_of: Callable[[Stack], Callable[[], object]],
+    *,
+    blocks_timed: int,
+) -> Iterator[tuple[str, Times]]:
+    """Yield what a block costs over the bare model's, for each share that is kept.
+
+    Args:
+        runtime: Of `model`; it is shut down at the end.
+        bare: The same model, left alone.
+        model: It streams.
+        run_of: Returns what is timed, for a model.
+        blocks_timed: How many uses of blocks to time for each figure.
+    """
+    depth = len(model.blocks)
+    sizes = [block.nbytes for block in streamed_blocks(runtime)]
+    ring = (LOOKAHEAD + 1) * max(sizes)
+    functions = {"bare": run_of(bare), "streamed": run_of(model)}
     try:
-        for name, share in _SHARES.items():
-            _settle(runtime, model, share)
-            functions = {"bare": _pass(bare), "streamed": _pass(model)}
-            times = take_turns(functions, rounds=rounds)
+        for name, share in SHARES.items():
+            runtime.set_budget(max(ring, int(share * sum(sizes))))
+            for _ in range(_SETTLING):
+                functions["streamed"]()
+            times = take_turns(functions, rounds=max(1, blocks_timed // depth))
             yield name, times["streamed"].over(times["bare"], depth)
     finally:
         runtime.shutdown()
-
-
-def _settle(runtime: Runtime, model: Stack, share: float) -> None:
-    sizes = [block.nbytes for block in streamed_blocks(runtime)]
-    ring = (LOOKAHEAD + 1) * max(sizes)
-    runtime.set_budget(max(ring, int(share * sum(sizes))))
-    for _ in range(_SETTLING):
-        _pass(model)()
 
 
 def _pass(model: Stack) -> Callable[[], torch.Tensor]:

@@ -5,19 +5,15 @@ from typing import Any
 
 import torch
 
-from benchmarks.models import LOOKAHEAD, Stack, make_runtime, streamed_blocks
+from benchmarks.models import Stack, make_runtime
+from benchmarks.overhead import SHARES, over_bare
 from benchmarks.results import Result
-from benchmarks.timing import Times, take_turns
-from stagehand.runtime import Runtime
+from benchmarks.timing import Times
 
 __all__ = ["measure"]
 
-_SETTLING = 6  # steps until the order is learned, timed once and planned for good
 _TARGET_US = 25.0
 _TARGET_GROWTH = 1.2
-
-# Parts of all blocks' bytes; with none, only the ring of slots is left.
-_SHARES = {"all": 2.0, "a third": 1 / 3, "none": 0.0}
 
 
 def measure(
@@ -33,7 +29,7 @@ def measure(
         blocks_timed: How many blocks of steps to time for each figure.
     """
     few, many = depths
-    found: dict[str, dict[int, Times]] = {name: {} for name in _SHARES}
+    found: dict[str, dict[int, Times]] = {name: {} for name in SHARES}
     for depth in depths:
         for name, times in _overheads(depth, blocks_timed, trains=False):
             found[name][depth] = times
@@ -62,27 +58,11 @@ def _overheads(
     runtime = make_runtime(model)
     # Memory on the host cannot be marked as read by a stream: that is left out.
     runtime._parts.engine.carry_home = _carry_nothing  # type: ignore[method-assign]
-    rounds = max(1, blocks_timed // depth)
-    try:
-        for name, share in _SHARES.items():
-            _settle(runtime, model, share)
-            functions = {"bare": _step(bare), "streamed": _step(model)}
-            times = take_turns(functions, rounds=rounds)
-            yield name, times["streamed"].over(times["bare"], depth)
-    finally:
-        runtime.shutdown()
+    return over_bare(runtime, bare, model, _step, blocks_timed=blocks_timed)
 
 
 def _carry_nothing(*_: Any, **__: Any) -> None:
     """Copy no gradient."""
-
-
-def _settle(runtime: Runtime, model: Stack, share: float) -> None:
-    sizes = [block.nbytes for block in streamed_blocks(runtime)]
-    ring = (LOOKAHEAD + 1) * max(sizes)
-    runtime.set_budget(max(ring, int(share * sum(sizes))))
-    for _ in range(_SETTLING):
-        _step(model)()
 
 
 def _step(model: Stack) -> Callable[[], None]:

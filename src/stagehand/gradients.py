@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from stagehand.core.layout import plain_tensors
+from stagehand.core.layout import placed
 from stagehand.errors import StagehandWarning
 from stagehand.torch_private import has_more_hooks, is_last_hook, storage_use_count
 
@@ -264,9 +264,9 @@ class Gradients:
                 self._stage(home, grad, maker, adds=False)
             else:
                 self._stage(home, grad, maker, adds=not home.whole)
-        elif self._has_place(home):
-            home.grad = self._place(home)
-            self._carry(home, grad, home.grad, maker)
+        elif (place := self._own_place(home)) is not None:
+            home.grad = place
+            self._carry(home, grad, place, maker)
         else:
             home.grad = torch.empty_like(grad, device="cpu")
             self._stage(home, grad, maker, adds=False)
@@ -296,27 +296,25 @@ class Gradients:
 
     # Memory
 
-    def _has_place(self, home: _Home) -> bool:
-        """Have pinned memory for a gradient that nobody else holds, if there is any."""
-        lease = home.lease
-        if lease is not None:
+    def _own_place(self, home: _Home) -> torch.Tensor | None:
+        """Return pinned memory for a gradient that nobody else holds, if there is any.
+
+        As a tensor of its own: whoever keeps it shows in the reference count.
+        """
+        lease, place = home.lease, home.place
+        if lease is not None and place is not None:
             if storage_use_count(lease.buffer.untyped_storage()) <= home.alone:
-                return True
+                return place.detach()
             lease.abandon()  # somebody keeps an earlier gradient
         like = home.parameter
         nbytes = like.numel() * like.element_size()
         home.lease = lease = self._arena.acquire_nowait(nbytes, "a gradient")
         if lease is None:
             home.place = None
-            return False
+            return None
         home.place = _like(like, lease.buffer)
         home.alone = storage_use_count(lease.buffer.untyped_storage())
-        return True
-
-    def _place(self, home: _Home) -> torch.Tensor:
-        if home.place is None:
-            return torch.empty_like(home.parameter, device="cpu")
-        return home.place.detach()  # whoever keeps it shows in the reference count
+        return home.place.detach()
 
     def _stage(
         self, home: _Home, grad: torch.Tensor, maker: Stream, *, adds: bool
@@ -473,11 +471,7 @@ class Gradients:
                 handle.remove()
             home.block.trains = False
             if home.lease is not None:
-                storage = home.lease.buffer.untyped_storage()
-                if storage_use_count(storage) > home.alone:
-                    home.lease.abandon()
-                else:
-                    home.lease.release()
+                home.lease.let_go(home.alone)
         self._homes.clear()
         self._settled.clear()
         self._workers.close()
@@ -485,13 +479,9 @@ class Gradients:
 
 def _like(tensor: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
     """Return pinned bytes as a tensor of the same kind as another."""
-    with plain_tensors():
-        return torch.empty(0, dtype=tensor.dtype).set_(
-            buffer.untyped_storage(),
-            int(buffer.storage_offset()) // tensor.element_size(),
-            tensor.shape,
-            tensor.stride(),
-        )
+    start = int(buffer.storage_offset()) // tensor.element_size()
+    storage = buffer.untyped_storage()
+    return placed(storage, tensor.dtype, start, tensor.shape, tensor.stride())
 
 
 def _combine(target: torch.Tensor, there: torch.Tensor, *, adds: bool) -> None:

@@ -257,7 +257,8 @@ class Runtime(PassListener):
     def begin_backward(self) -> None:
         """See `PassListener.begin_backward`."""
         self._tell(Phase.BACKWARD)
-        self._watch()  # a region around all of the model ran forward without gradients
+        if not self._took_gradients:  # as in a region around all of the model
+            self._watch()
         self._begin_uses(changes_follow=True)
 
     def _watch(self) -> None:

@@ -246,17 +246,19 @@ GUARDS = {
         *(free_after_read, reuse_by_another_slot_after_read),
     ),
     ("disown", "buffer.record_stream(stream)"): (free_by_a_holder_after_it_read,),
-    ("carry_home", "stream.wait_event(self._ready)"): (carry_home_what_a_stream_makes,),
+    ("_send_home", "self.d2h.stream.wait_event(self._ready)"): (
+        *(carry_home_what_a_stream_makes, copy_home_and_bring_back),
+    ),
     ("carry_home", "source.record_stream(stream)"): (carry_home_what_a_stream_makes,),
     ("carry_home", "maker.wait_event(self._ready)"): (
         carry_home_what_its_maker_goes_on_to_change,
     ),
-    ("copy_home", "stream.wait_event(self._ready)"): (copy_home_and_bring_back,),
     ("bring_back", "self.h2d.stream.wait_event(after)"): (copy_home_and_bring_back,),
     # Marks that later waits rely on.
-    ("copy_home", "self._ready.record(maker)"): (copy_home_and_bring_back,),
-    ("_finished", "done.record(lane.stream)"): (copy_home_and_bring_back,),
-    ("carry_home", "self._ready.record(maker)"): (carry_home_what_a_stream_makes,),
+    ("_send_home", "self._ready.record(maker)"): (
+        *(carry_home_what_a_stream_makes, copy_home_and_bring_back),
+    ),
+    ("_mark_of", "done.record(lane.stream)"): (copy_home_and_bring_back,),
     ("carry_home", "self._ready.record(stream)"): (
         carry_home_what_its_maker_goes_on_to_change,
     ),

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from stagehand.core.layout import plain_tensors
+from stagehand.core.layout import placed
 from stagehand.core.saved import modified
 from stagehand.torch_private import WRAPPERS, use_count_of
 
@@ -82,10 +82,8 @@ class SavedHandle:
 
     def view(self, memory: torch.Tensor) -> torch.Tensor:
         """Return the tensor on the bytes of its piece, wherever they lie."""
-        with plain_tensors():
-            return torch.empty(0, dtype=self.dtype, device=memory.device).set_(
-                memory.untyped_storage(), self.offset, self.shape, self.stride
-            )
+        storage = memory.untyped_storage()
+        return placed(storage, self.dtype, self.offset, self.shape, self.stride)
 
 
 class Piece:
@@ -135,10 +133,8 @@ class Piece:
     def flat(self) -> torch.Tensor:
         """Return the storage's bytes. It must be on the device."""
         alias = next(h.alias for h in self.living() if h.alias is not None)
-        with plain_tensors():
-            return torch.empty(0, dtype=torch.uint8, device=alias.device).set_(
-                alias.untyped_storage(), 0, (self.nbytes,), (1,)
-            )
+        storage = alias.untyped_storage()
+        return placed(storage, torch.uint8, 0, (self.nbytes,), (1,))
 
     def can_go(self, *, others: int = 0) -> bool:
         """Whether letting the aliases go would free the storage, unchanged.

@@ -21,6 +21,7 @@ from stagehand.errors import (
     StagehandOOMError,
     StagehandWarning,
 )
+from stagehand.torch_private import storage_use_count
 from stagehand.units import format_bytes
 
 __all__ = ["Arena", "Lease", "live_leases"]
@@ -73,6 +74,17 @@ class Lease:
             StagehandInternalError: At the second call.
         """
         self._arena._take_back(self.buffer, self._end())
+
+    def let_go(self, alone: int) -> None:
+        """Release the buffer, or abandon it to whoever else refers to its storage.
+
+        Args:
+            alone: The storage's reference count when nobody else does.
+        """
+        if storage_use_count(self.buffer.untyped_storage()) > alone:
+            self.abandon()
+        else:
+            self.release()
 
     def abandon(self) -> None:
         """Leave the buffer to whoever else still holds it; it is not reused."""

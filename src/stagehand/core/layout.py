@@ -24,6 +24,7 @@ __all__ = [
     "copy_values",
     "layout_of",
     "own_storage",
+    "placed",
     "plain_tensors",
     "same_bits",
 ]
@@ -175,9 +176,20 @@ def own_storage(view: torch.Tensor, nbytes: int) -> torch.Tensor:
     memory.tensor = view  # type: ignore[attr-defined]
     with plain_tensors():
         storage = torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
-        return torch.empty(0, dtype=view.dtype).set_(
-            storage, 0, view.shape, view.stride()
-        )
+    return placed(storage, view.dtype, 0, view.shape, view.stride())
+
+
+def placed(
+    storage: torch.UntypedStorage,
+    dtype: torch.dtype,
+    start: int,
+    shape: Sequence[int],
+    stride: Sequence[int],
+) -> torch.Tensor:
+    """Return an ordinary tensor on a storage; `start` and `stride` in elements."""
+    with plain_tensors():
+        empty = torch.empty(0, dtype=dtype, device=storage.device)
+        return empty.set_(storage, start, shape, stride)
 
 
 def layout_of(

@@ -283,8 +283,7 @@ class TransferEngine:
         if slot._used:
             stream.wait_event(slot._drained)
         self._copy(_block_in(slot), "D2H", self.d2h, target, source)
-        done = self._device.new_event()
-        done.record(stream)
+        done = self._mark_of(self.d2h)
         slot._drained.record(stream)  # type: ignore[union-attr]
         slot._reader = stream
         slot._used = True
@@ -316,16 +315,12 @@ class TransferEngine:
             shared: Whether the maker may write to the tensor's memory again: then it
                 waits for the copy.
         """
+        self._send_home(source, target, block, maker)
         stream = self.d2h.stream
-        self._ready.record(maker)
-        stream.wait_event(self._ready)
-        self._copy(block, "D2H", self.d2h, target, source)
         source.record_stream(stream)  # type: ignore[arg-type]
         if shared:
             self._ready.record(stream)
             maker.wait_event(self._ready)
-        self._counters.d2h_bytes += source.numel() * source.element_size()
-        self._counters.d2h_copies += 1
 
     def copy_home(
         self, source: torch.Tensor, target: torch.Tensor, *, maker: Stream
@@ -337,11 +332,17 @@ class TransferEngine:
             target: Of the same shape and element type, in pinned memory.
             maker: The stream that made the tensor; the lane waits for it.
         """
-        stream = self.d2h.stream
+        self._send_home(source, target, -1, maker)
+        return self._mark_of(self.d2h)
+
+    def _send_home(
+        self, source: torch.Tensor, target: torch.Tensor, block: int, maker: Stream
+    ) -> None:
         self._ready.record(maker)
-        stream.wait_event(self._ready)
-        self._copy(-1, "D2H", self.d2h, target, source)
-        return self._finished(self.d2h, source)
+        self.d2h.stream.wait_event(self._ready)
+        self._copy(block, "D2H", self.d2h, target, source)
+        self._counters.d2h_bytes += source.numel() * source.element_size()
+        self._counters.d2h_copies += 1
 
     def bring_back(
         self, source: torch.Tensor, *, after: Event
@@ -358,18 +359,14 @@ class TransferEngine:
         self.h2d.stream.wait_event(after)
         target = self.allocate(source.numel())
         self._copy(-1, "H2D", self.h2d, target, source)
-        return target, self._finished(self.h2d, source)
+        self._counters.h2d_bytes += source.numel()
+        self._counters.h2d_copies += 1
+        return target, self._mark_of(self.h2d)
 
-    def _finished(self, lane: Lane, moved: torch.Tensor) -> Event:
+    def _mark_of(self, lane: Lane) -> Event:
+        """Return a new event that stands for all that a lane was given."""
         done = self._device.new_event()
         done.record(lane.stream)
-        nbytes = moved.numel() * moved.element_size()
-        if lane is self.h2d:
-            self._counters.h2d_bytes += nbytes
-            self._counters.h2d_copies += 1
-        else:
-            self._counters.d2h_bytes += nbytes
-            self._counters.d2h_copies += 1
         return done
 
     def retire(self, slot: Slot) -> None:

@@ -129,7 +129,7 @@ class Masters:
             point_to(tensor, host if origin is None else host.to(origin[number]))
         block.set_store(None)
         if lease is not None:
-            self._let_go(lease)
+            lease.let_go(self._alone)  # somebody may keep a tensor of it, say to save
 
     def hand_over(self, block: Block, store: Store) -> None:
         """Let another store be a block's truth; the memory of the old one is given up.
@@ -142,14 +142,7 @@ class Masters:
         block.point_to_host()
         lease = self._images.pop(block.index, None)
         if lease is not None:
-            self._let_go(lease)
-
-    def _let_go(self, lease: Lease) -> None:
-        """Reuse an image's memory unless somebody kept a tensor of it, say to save."""
-        if storage_use_count(lease.buffer.untyped_storage()) > self._alone:
-            lease.abandon()
-        else:
-            lease.release()
+            lease.let_go(self._alone)  # somebody may keep a tensor of it, say to save
 
 
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:
