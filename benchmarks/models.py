@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from stagehand.assembly import Settings
-from stagehand.core.device import Event, HostDevice
+from stagehand.core.device import Event, HostDevice, Stream
 from stagehand.residency.blocks import Block, find_blocks
 from stagehand.runtime import Runtime
 
@@ -47,7 +47,9 @@ class FreeDevice(HostDevice):
         """Return zeros: numbers that are denormal would slow the blocks down."""
         return super().empty(nbytes).zero_()
 
-    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+    def copy(
+        self, target: torch.Tensor, source: torch.Tensor, stream: Stream | None = None
+    ) -> None:
         """Copy nothing."""
 
     def new_event(self, *, timing: bool = False) -> Event:

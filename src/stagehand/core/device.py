@@ -94,8 +94,10 @@ class Device(Protocol):
     def free_bytes(self) -> int:
         """Return the bytes that can still be had, those cached by PyTorch included."""
 
-    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Queue a copy on the current stream, whose host side is `pinned`.
+    def copy(
+        self, target: torch.Tensor, source: torch.Tensor, stream: Stream | None = None
+    ) -> None:
+        """Queue a copy, whose host side is `pinned`, on a stream or the current one.
 
         Both are of one shape and element type, and the host side starts where that
         memory starts.
@@ -202,8 +204,17 @@ class AcceleratorDevice:
         cached = torch.accelerator.memory_reserved(self._index)
         return free + cached - torch.accelerator.memory_allocated(self._index)
 
-    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+    def copy(
+        self, target: torch.Tensor, source: torch.Tensor, stream: Stream | None = None
+    ) -> None:
         """See `Device.copy`. No copy may span two registrations of pinned memory."""
+        if stream is None:
+            self._copy(target, source)
+        else:
+            with self.on(stream):
+                self._copy(target, source)
+
+    def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         if target.numel() * target.element_size() <= _REGISTER_CHUNK:
             target.copy_(source, non_blocking=True)
             return
@@ -350,7 +361,9 @@ class HostDevice:
         available: int = psutil.virtual_memory().available
         return available
 
-    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+    def copy(
+        self, target: torch.Tensor, source: torch.Tensor, stream: Stream | None = None
+    ) -> None:
         """See `Device.copy`. Done when it returns."""
         target.copy_(source)
 

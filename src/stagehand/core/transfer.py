@@ -16,8 +16,9 @@ from __future__ import annotations
 
 import enum
 from collections import deque
-from enum import IntEnum
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+from stagehand.core.limits import Priority
 
 if TYPE_CHECKING:
     import torch
@@ -28,19 +29,6 @@ if TYPE_CHECKING:
     from stagehand.core.telemetry import Counters
 
 __all__ = ["Denied", "Lane", "Priority", "Slot", "Ticket", "TransferEngine"]
-
-
-class Priority(IntEnum):
-    """How urgent a copy is. The first two are never denied."""
-
-    CRITICAL = 0
-    """Compute waits for it now."""
-    REQUIRED = 1
-    """It must happen: write-backs."""
-    SPECULATIVE = 2
-    """A prefetch: useful if there is room."""
-    BACKGROUND = 3
-    """Whenever the lane is idle."""
 
 
 _SPECULATIVE = Priority.SPECULATIVE  # an attribute of an enumeration is slow
@@ -73,6 +61,7 @@ class Slot:
         "nbytes",
         "occupant",
         "storage",
+        "storage_key",
         "views",
     )
 
@@ -84,6 +73,8 @@ class Slot:
         """Whoever the bytes belong to: a `Block`, which this rank does not know."""
         self.storage: Any = None
         """The leased buffer's storage."""
+        self.storage_key = 0
+        """Its `_cdata`, which takes longer to ask for than how often it is used."""
         self.alone = 0
         """Reference count of the storage when only the library holds it."""
         self.views: dict[Any, Any] = {}
@@ -214,8 +205,7 @@ class TransferEngine:
         if slot._used:
             stream.wait_event(slot._drained)
         if self.stopwatch is None:
-            with lane.context:
-                self._device.copy(target, source)
+            self._device.copy(target, source, stream)
         else:
             self._copy(_block_in(slot), "H2D", lane, target, source)
         filled.record(stream)  # type: ignore[union-attr]
@@ -242,8 +232,7 @@ class TransferEngine:
     ) -> None:
         watch, stream = self.stopwatch, lane.stream
         start = None if watch is None else watch.mark_copy(stream)
-        with lane.context:
-            self._device.copy(target, source)
+        self._device.copy(target, source, stream)
         if watch is not None and start is not None:
             watch.copied(block, way, target.numel(), start, watch.mark_copy(stream))
 
@@ -263,7 +252,12 @@ class TransferEngine:
         seen_by = slot._seen_by
         if seen_by is not None and seen_by != stream:
             self._mark(slot, seen_by)
-        self._mark(slot, stream)
+        if slot._used:
+            self._mark(slot, stream)
+        else:
+            slot._drained.record(stream)  # type: ignore[union-attr]
+            slot._reader = stream
+            slot._used = True
 
     def _mark(self, slot: Slot, stream: Stream) -> None:
         if slot._used and slot._reader != stream:

@@ -257,6 +257,7 @@ class Scheduler:
         if slot.lease is None:
             lease = slot.lease = self._lease(slot.nbytes, block)
             slot.storage = lease.buffer.untyped_storage()
+            slot.storage_key = slot.storage._cdata
             slot.alone = storage_use_count(slot.storage)
             self.slots_by_memory[slot.storage.data_ptr()] = slot
             self._engine.adopt(slot)
@@ -361,7 +362,7 @@ class Scheduler:
             self._loader.forget(block)
         self._vacate(block, slot)
         self._counters.evictions += 1
-        if use_count_of(slot.storage._cdata) > slot.alone:
+        if use_count_of(slot.storage_key) > slot.alone:
             self._abandon(slot)
 
     def _vacate(self, block: Block, slot: Slot) -> None:
@@ -452,7 +453,9 @@ class Scheduler:
         ahead, line = self._ahead, self._line
         room = self._lookahead - len(ahead)
         position = self._front + 1
-        last = min(len(line), self.order.cursor + self._length + 1)
+        last = self.order.cursor + self._length + 1
+        if last > len(line):
+            last = len(line)
         while room > 0 and position < last:
             block = line[position]
             if block.slot is None:
