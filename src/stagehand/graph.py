@@ -11,6 +11,10 @@ inside of a checkpointed region, a site puts a pair there that passes on to them
 no weight: forward and recompute leave out the same tensors, so checkpointing works, and
 what a recompute saves holds no slot either.
 
+What a site saves that is no weight remembers the site's block, where parts of the site
+may be recomputed by themselves, as checkpointing inside of blocks does: what such a
+region was given is unpacked before the region runs again, and brings the block.
+
 Under autocast the graph saves casts of weights. A cast of a trained weight is known by
 the graph itself and becomes a handle that casts again; one of a frozen weight leaves no
 trace in the graph and stays an activation.
@@ -141,6 +145,21 @@ def _number_at(block: Block, offset: int) -> int:
     return found
 
 
+class _OfSite:
+    """What a site saved that is no weight.
+
+    Attributes:
+        packed: What stands for it.
+        block: The block that the site reads.
+    """
+
+    __slots__ = ("block", "packed")
+
+    def __init__(self, packed: Any, block: Block) -> None:
+        self.packed = packed
+        self.block = block
+
+
 class SavedTensors:
     """The pack and unpack hooks of one runtime.
 
@@ -159,6 +178,8 @@ class SavedTensors:
         self._slots = slots
         self._owners = owners
         self._fetch = fetch
+        self.site: Block | None = None
+        """The block of the site that runs now, if parts of it may be recomputed."""
         # The latest handle of each view of each block, and what such views have in
         # common: most are saved again in each pass.
         self._handles: dict[_Key, WeightHandle] = {}
@@ -185,14 +206,26 @@ class SavedTensors:
         return True
 
     @skipped
-    def _pack(self, saved: torch.Tensor) -> "WeightHandle | _Cast | Kept":
-        return self.handle(saved) or Kept(saved)
+    def _pack(self, saved: torch.Tensor) -> "WeightHandle | _Cast | Kept | _OfSite":
+        handle = self.handle(saved)
+        if handle is not None:
+            return handle
+        kept = Kept(saved)
+        return kept if self.site is None else _OfSite(kept, self.site)
 
     @skipped
-    def _unpack(self, packed: "WeightHandle | _Cast | Kept") -> torch.Tensor:
+    def _unpack(self, packed: Any) -> torch.Tensor:
+        if type(packed) is _OfSite:
+            self.come_to(packed.block)
+            packed = packed.packed
         if type(packed) is Kept:
             return packed.get()
-        return self.bring(packed)  # type: ignore[arg-type]
+        return self.bring(packed)
+
+    def come_to(self, block: Block) -> None:
+        """Bring the block of a site that autograd goes back through."""
+        if not block.uses and in_backward():
+            self._fetch(block)
 
     def bring(self, packed: "WeightHandle | _Cast") -> torch.Tensor:
         """Return the view that a handle stands for."""
@@ -312,10 +345,18 @@ class _Inside:
         packed = self._pack(saved)
         if self._first is None:
             self._first = packed
-        return packed
+        site = self.saved.site
+        return packed if site is None else _OfSite(packed, site)
 
     @skipped
     def unpack(self, packed: Any) -> torch.Tensor:
+        if type(packed) is not _OfSite:
+            return self._unpacked(packed)
+        found = self._unpacked(packed.packed)
+        self.saved.come_to(packed.block)  # theirs may have brought others meanwhile
+        return found
+
+    def _unpacked(self, packed: Any) -> torch.Tensor:
         task = graph_task()
         if type(packed) in _HANDLES:
             if self._first is not None and task not in (-1, self._task):

@@ -132,14 +132,14 @@ class Runtime(PassListener):
             model,
             self._edges,
             before=parts.scheduler.before,
-            fetch=self._fetch,
             rise=self._saved.rise,
             track=self._track,
-            untrack=self._casts.end,
+            untrack=self._untrack,
             settle=self.park,
         )
         for site, block in sites:
             self._hooks.add_site(site, block)
+            block.parted = block.parted or _has_parts(site)
             self._add_look(site, block.name)
         self._rows = RowGather(
             settings.device.torch_device,
@@ -264,7 +264,6 @@ class Runtime(PassListener):
     def _watch(self) -> None:
         if self._gradients is not None:
             self._gradients.watch(self._parts.streamed)
-            self._hooks.watch_parts()
 
     def end_backward(self, *, failed: bool) -> None:
         """See `PassListener.end_backward`."""
@@ -308,7 +307,14 @@ class Runtime(PassListener):
     def _track(self, block: Block) -> bool:
         """A site begins, with gradients."""
         self._casts.begin(block)
+        if block.parted and self._gradients is not None:
+            self._saved.site = block
         return self._saved.rise()
+
+    def _untrack(self, block: Block) -> None:
+        """It ends."""
+        self._saved.site = None
+        self._casts.end(block)
 
     def _takes_gradients(self) -> bool:
         return torch.is_grad_enabled() and not self._settings.inference_mode
@@ -773,3 +779,13 @@ class Runtime(PassListener):
                 " stagehand.layer()"
             )
         return model
+
+
+def _has_parts(site: nn.Module) -> bool:
+    """Whether modules inside of a site read weights."""
+    return any(
+        tensor is not None
+        for part in site.modules()
+        if part is not site
+        for tensor in (*part._parameters.values(), *part._buffers.values())
+    )

@@ -616,22 +616,6 @@ class _SiteEnd(_Hook):
             self._edges.leave(module)
 
 
-class _InnerBegin(_Hook):
-    """A module inside of a site is recomputed by itself, without the site."""
-
-    __slots__ = ("_block", "_fetch")
-
-    def __init__(self, block: Block, fetch: Callable[[Block], None]) -> None:
-        self._block = block
-        self._fetch = fetch
-
-    def __call__(self, module: nn.Module, args: Any) -> None:
-        if is_dynamo_compiling():
-            _call_untraced(self, module, args)
-        elif not self._block.uses and in_backward():
-            _apart(self._fetch, self._block)
-
-
 class _Look(_Hook):
     __slots__ = ("_look",)
 
@@ -856,7 +840,6 @@ class SiteHooks:
         model: The module that users call.
         edges: Its edge.
         before: Called with a block when a site begins.
-        fetch: Called with a block when a part of its site is recomputed.
         rise: Called when an edge begins with gradients; returns whether it put hooks
             on top of those through which this thread saves tensors.
         track: Called with a block when a site begins with gradients; returns the same.
@@ -870,7 +853,6 @@ class SiteHooks:
         edges: Edges,
         *,
         before: Callable[[Block], None],
-        fetch: Callable[[Block], None],
         rise: Callable[[], bool],
         track: Callable[[Block], bool],
         untrack: Callable[[Block], None],
@@ -878,12 +860,10 @@ class SiteHooks:
     ) -> None:
         self._edges = edges
         self._before = before
-        self._fetch = fetch
         self._rise = rise
         self._track = track
         self._untrack = untrack
         self._handles: list[RemovableHandle] = []
-        self._sites: list[tuple[nn.Module, Block]] = []  # whose parts are not watched
         for edge in (model, *model.children()):
             if type(edge).forward is not nn.ModuleList.forward:
                 self._hook_edge(edge, settle)
@@ -913,21 +893,6 @@ class SiteHooks:
             _SiteEnd(block, self._edges, self._untrack), always_call=True
         )
         self._handles += (begin, end)
-        self._sites.append((module, block))
-
-    def watch_parts(self) -> None:
-        """Notice from now on when a part of a site is recomputed by itself.
-
-        Checkpointing inside of a block does that. It costs a hook on every part that
-        has tensors of its own, so it waits for the first pass with gradients.
-        """
-        while self._sites:
-            site, block = self._sites.pop()
-            begin = _InnerBegin(block, self._fetch)
-            for part in site.modules():
-                own = (*part._parameters.values(), *part._buffers.values())
-                if part is not site and any(tensor is not None for tensor in own):
-                    self._handles.append(part.register_forward_pre_hook(begin))
 
     def add_look(self, module: nn.Module, look: Callable[[Any, Any], None]) -> None:
         """Show a module's inputs and every output to `look`."""

@@ -91,7 +91,40 @@ class Inside(EachBlock):
         return block(x)
 
 
-KINDS = {"each": EachBlock, "pairs": Pairs, "nested": Nested, "inside": Inside}
+class AllInsideResidual(InsideResidual):
+    """Regions inside of a block, with all that reads its weights."""
+
+    def forward(self, x):
+        hidden = checkpoint(self.first, x, use_reentrant=self.reentrant)
+        return x + checkpoint(self.down, hidden, use_reentrant=self.reentrant)
+
+    def first(self, x):
+        return self.inner(self.norm(x))
+
+
+class AllInside(Inside):
+    def __init__(self, dropout=0.0):
+        super().__init__()
+        blocks = (AllInsideResidual(dropout) for _ in range(5))
+        self.blocks = torch.nn.ModuleList(blocks)
+
+
+class InsideOfRegions(AllInside):
+    """Around each block there is a region, too."""
+
+    def around(self, block, x):
+        block.reentrant = self.reentrant
+        return checkpoint(block, x, use_reentrant=self.reentrant)
+
+
+KINDS = {
+    "each": EachBlock,
+    "pairs": Pairs,
+    "nested": Nested,
+    "inside": Inside,
+    "all inside": AllInside,
+    "inside of regions": InsideOfRegions,
+}
 
 
 def built_as(kind, *, reentrant=False, dropout=0.0, **options):
@@ -119,8 +152,9 @@ def train(run, steps=4, batches=2):
         optimizer.zero_grad()
 
 
+# Reentrant regions inside of each other take no gradients, without streaming either.
 WAYS = [(kind, False) for kind in KINDS] + [
-    (kind, True) for kind in KINDS if kind != "nested"
+    (kind, True) for kind in KINDS if kind not in ("nested", "inside of regions")
 ]
 
 

@@ -16,9 +16,8 @@ from __future__ import annotations
 
 import enum
 from collections import deque
+from enum import IntEnum
 from typing import TYPE_CHECKING, Any, NamedTuple
-
-from stagehand.core.limits import Priority
 
 if TYPE_CHECKING:
     import torch
@@ -29,6 +28,19 @@ if TYPE_CHECKING:
     from stagehand.core.telemetry import Counters
 
 __all__ = ["Denied", "Lane", "Priority", "Slot", "Ticket", "TransferEngine"]
+
+
+class Priority(IntEnum):
+    """How urgent a copy is. The first two are never denied."""
+
+    CRITICAL = 0
+    """Compute waits for it now."""
+    REQUIRED = 1
+    """It must happen: write-backs."""
+    SPECULATIVE = 2
+    """A prefetch: useful if there is room."""
+    BACKGROUND = 3
+    """Whenever the lane is idle."""
 
 
 _SPECULATIVE = Priority.SPECULATIVE  # an attribute of an enumeration is slow

@@ -60,6 +60,7 @@ class Block(Residency):
         "image",
         "layout",
         "nbytes",
+        "parted",
         "repeats",
         "seal",
         "slot",
@@ -96,6 +97,8 @@ class Block(Residency):
         """The store's bytes, if they lie in pinned memory; else a load stages them."""
         self.trains = False
         """Whether gradients are taken for some of its tensors."""
+        self.parted = False
+        """Whether modules inside of its site may be recomputed by themselves."""
         self.repeats = False
         """Whether a backward pass may bring its tensors' gradients in parts."""
         self.brought_in = -1
