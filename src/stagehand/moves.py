@@ -30,6 +30,9 @@ class _Parkable(Protocol):
     def place(self) -> None:
         """Bring what always stays to the device."""
 
+    def resume(self) -> None:
+        """Do so after all was brought home to be copied."""
+
 
 class Moves:
     """Answers `model.to()`, `half()` and the like while the model is streamed.
@@ -67,10 +70,12 @@ class Moves:
         return model
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Give the copy the ordinary method."""
+        """Give the copy the ordinary method. It is copied last."""
+        self._runtime.resume()
         copied = memo[id(self._runtime.model)]
         return MethodType(type(copied)._apply, copied)
 
     def __reduce__(self) -> Any:
-        """Give the pickled model the ordinary method, once it is there."""
+        """Give the pickled model the ordinary method. It is pickled last."""
+        self._runtime.resume()
         return getattr, (self._runtime.model, "_apply")

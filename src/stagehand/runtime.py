@@ -110,6 +110,7 @@ class Runtime(PassListener):
         )
         self._known: set[int] = set()  # edges whose passes are not watched any more
         self._watched: int | None = None
+        self._resumes = False
         self._warned = False
         self._last_report: Report | None = None
         self._at_shutdown: list[Callable[[nn.Module], None]] = []
@@ -135,7 +136,8 @@ class Runtime(PassListener):
             rise=self._saved.rise,
             track=self._track,
             untrack=self._untrack,
-            settle=self.park,
+            settle=self._settle,
+            resume=self.resume,
         )
         for site, block in sites:
             self._hooks.add_site(site, block)
@@ -218,8 +220,16 @@ class Runtime(PassListener):
         return type(None), ()
 
     def _settle(self) -> None:
+        """Bring all home for one who reads every tensor, until `resume`."""
         if not self._closed and self._model_ref() is not None:
+            resumes = self._resumes or self._ready
             self.park()
+            self._resumes = resumes
+
+    def resume(self) -> None:
+        """Let what stays on the device be there again, beside its optimizer's state."""
+        if self._resumes and not self._closed:
+            self.place()
 
     # Passes
 
@@ -657,7 +667,7 @@ class Runtime(PassListener):
             self._parts.take_home_odd()
             self._take_gradients_along()
             self._parts.device_arena.trim()
-            self._ready = False
+            self._ready = self._resumes = False
 
     def place(self) -> None:
         """Bring what always stays to the device, as the next pass would."""
@@ -666,6 +676,7 @@ class Runtime(PassListener):
             with self._edges.lock:
                 self._take_additions()
                 self._place_rest()
+                self._resumes = False
 
     # Telling
 

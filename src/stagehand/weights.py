@@ -482,18 +482,33 @@ class _Hook:
 class _StateAsked(_Hook):
     """Brings everything home first: whoever saves wants one device, and whole storages.
 
-    In the middle of a pass, a state dict is of tensors wherever they are.
+    In the middle of a pass, a state dict is of tensors wherever they are. One of the
+    parameters themselves leaves them where they were brought.
     """
 
-    __slots__ = ("_edges", "_settle")
+    __slots__ = ("_edges", "_settle", "keeps")
 
     def __init__(self, edges: Edges, settle: Callable[[], None]) -> None:
         self._edges = edges
         self._settle = settle
+        self.keeps = False
 
     def __call__(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        self.keeps = keep_vars
         if not self._edges.running():
             self._settle()
+
+
+class _StateGiven(_Hook):
+    __slots__ = ("_asked", "_from_public_api", "_resume")
+
+    def __init__(self, asked: _StateAsked, resume: Callable[[], None]) -> None:
+        self._asked = asked
+        self._resume = resume
+
+    def __call__(self, *_: Any) -> None:
+        if not self._asked.keeps:
+            self._resume()
 
 
 class _StateLoaded(_Hook):
@@ -845,6 +860,7 @@ class SiteHooks:
         track: Called with a block when a site begins with gradients; returns the same.
         untrack: Called with it when the site ends.
         settle: Brings every tensor home before the model is copied.
+        resume: Called when it was.
     """
 
     def __init__(
@@ -857,6 +873,7 @@ class SiteHooks:
         track: Callable[[Block], bool],
         untrack: Callable[[Block], None],
         settle: Callable[[], None],
+        resume: Callable[[], None],
     ) -> None:
         self._edges = edges
         self._before = before
@@ -870,10 +887,12 @@ class SiteHooks:
         loaded: RemovableHandle = model.register_load_state_dict_post_hook(  # type: ignore[no-untyped-call]
             _StateLoaded(_own_tensors(model))
         )
-        asked: RemovableHandle = model.register_state_dict_pre_hook(  # type: ignore[no-untyped-call]
-            _StateAsked(edges, settle)
+        asking = _StateAsked(edges, settle)
+        asked: RemovableHandle = model.register_state_dict_pre_hook(asking)  # type: ignore[no-untyped-call]
+        given: RemovableHandle = model.register_state_dict_post_hook(  # type: ignore[no-untyped-call]
+            _StateGiven(asking, resume)
         )
-        self._handles += (loaded, asked)
+        self._handles += (loaded, asked, given)
 
     def _hook_edge(self, module: nn.Module, settle: Callable[[], None]) -> None:
         begin = module.register_forward_pre_hook(
