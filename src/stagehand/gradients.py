@@ -60,7 +60,7 @@ class _Home:
 
     __slots__ = (
         *("__weakref__", "alone", "block", "grad", "handles", "lease", "parameter"),
-        *("came", "earlier", "place", "touched", "whole"),
+        *("came", "earlier", "had", "place", "touched", "whole"),
     )
 
     def __init__(self, parameter: torch.Tensor, block: Block) -> None:
@@ -76,6 +76,8 @@ class _Home:
         """Whether the device's gradient has `grad` in it already."""
         self.touched = False
         """Whether this backward pass has come to it."""
+        self.had = False
+        """Whether there was a gradient when this backward pass came to it."""
         self.came = False
         """Whether this backward pass has brought a gradient."""
         self.earlier: torch.Tensor | None = None
@@ -141,6 +143,7 @@ class Gradients:
         self._complete: dict[int, _Home] = {}  # not yet told to listeners
         self._jobs: deque[Future[None]] = deque()
         self._listeners: dict[object, Listener] = {}
+        self._lost = 0  # gradients of earlier calls that a failed one took along
         self._warned = False
 
     def __repr__(self) -> str:
@@ -158,14 +161,37 @@ class Gradients:
 
     def watch(self, blocks: Iterable[Block]) -> None:
         """Expect gradients of all parameters that now require one, and of no others."""
+        if self._lost:
+            self._tell_lost()
         for block in blocks:
             trains = False
             for tensor in block.tensors:
+                known = id(tensor) in self._homes
                 if tensor.requires_grad:
                     trains = True
-                    if id(tensor) not in self._homes:
+                    if not known:
                         self._homes[id(tensor)] = self._hook(tensor, block)
+                elif known and tensor.grad is None:
+                    self._dismiss(self._homes.pop(id(tensor)))
             block.trains = trains
+
+    def _tell_lost(self) -> None:
+        """Warn of gradients that are lost, if those that are left are to be used."""
+        lost, self._lost = self._lost, 0
+        if any(home.parameter.grad is not None for home in self._homes.values()):
+            warnings.warn(
+                f"the latest backward failed after it had come to {lost} parameters"
+                " that had gradients of earlier calls, and these are lost while others"
+                " are there: call zero_grad() and take all micro-batches again",
+                StagehandWarning,
+                stacklevel=2,
+            )
+
+    def _dismiss(self, home: _Home) -> None:
+        for handle in home.handles:
+            handle.remove()
+        if home.lease is not None:
+            home.lease.let_go(home.alone)
 
     def _hook(self, tensor: torch.Tensor, block: Block) -> _Home:
         home = _Home(tensor, block)
@@ -243,6 +269,8 @@ class Gradients:
     def _touch(self, home: _Home) -> None:
         if not home.touched:
             home.touched = True
+            earlier = home.parameter.grad
+            home.had = earlier is not None and earlier.is_cpu
             self._touched.append(home)
 
     def _send_late(self) -> None:
@@ -423,6 +451,7 @@ class Gradients:
             lease.release()
         self._arrivals.clear()
         for home in self._touched:
+            self._lost += home.had
             home.grad = home.earlier = None
         self._put_back()
 
@@ -467,11 +496,8 @@ class Gradients:
     def close(self) -> None:
         """Take the hooks off and leave gradients to their parameters. Idempotent."""
         for home in self._homes.values():
-            for handle in home.handles:
-                handle.remove()
             home.block.trains = False
-            if home.lease is not None:
-                home.lease.let_go(home.alone)
+            self._dismiss(home)
         self._homes.clear()
         self._settled.clear()
         self._workers.close()

@@ -225,6 +225,20 @@ def test_parameters_are_frozen_and_thawed_between_steps(sim, setting):
     assert_trains_equally(net, script, setting)
 
 
+@over(FEW)
+def test_gradients_of_what_is_frozen_later_leave_pinned_memory(sim, setting):
+    run = start(net, setting)
+    run.loss().backward()
+    run.model.zero_grad()
+    pool = run.runtime._parts.pinned_arena
+    held = pool.leased_bytes
+    frozen = run.model.blocks[:4].requires_grad_(False)
+    run.loss().backward()
+    gradients = sum(p.numel() * p.element_size() for p in frozen.parameters())
+    assert pool.leased_bytes <= held - gradients
+    end(run)
+
+
 # Between steps
 
 

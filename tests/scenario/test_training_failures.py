@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from architectures.trees import assert_bitwise_equal
 from stagehand.core.arena import live_leases
-from stagehand.errors import ClosedError
+from stagehand.errors import ClosedError, StagehandWarning
 from training import (
     FEW,
     assert_at_rest,
@@ -135,6 +135,23 @@ def test_after_an_exception_in_a_backward_training_is_exact(
         run.loss().backward()
     handle.remove()
     assert_clean(run)
+    finish(run)
+
+
+@over(FEW)
+def test_losing_gradients_of_earlier_calls_warns_unless_all_are_cleared(sim, setting):
+    run = start(net, setting)
+    for clears in (True, False):
+        run.loss().backward()
+        handle = fail_at_a_gradient(run, Stop)
+        with pytest.raises(Stop):
+            run.loss().backward()
+        handle.remove()
+        assert run.model.blocks[0].up.weight.grad is not None
+        if clears:
+            run.model.zero_grad()
+    with pytest.warns(StagehandWarning, match="parameters that had gradients"):
+        run.loss().backward()
     finish(run)
 
 
