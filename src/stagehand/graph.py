@@ -11,9 +11,10 @@ inside of a checkpointed region, a site puts a pair there that passes on to them
 no weight: forward and recompute leave out the same tensors, so checkpointing works, and
 what a recompute saves holds no slot either.
 
-What a site saves that is no weight remembers the site's block, where parts of the site
-may be recomputed by themselves, as checkpointing inside of blocks does: what such a
-region was given is unpacked before the region runs again, and brings the block.
+Some read weights in backward that no handle stands for: a part of a site that is
+recomputed by itself, as checkpointing inside of blocks does, or a function that keeps
+the parameter itself. Both unpack first what they were given. So what such a site saves
+that is no weight remembers the site's block, and brings it.
 
 Under autocast the graph saves casts of weights. A cast of a trained weight is known by
 the graph itself and becomes a handle that casts again; one of a frozen weight leaves no
@@ -179,7 +180,7 @@ class SavedTensors:
         self._owners = owners
         self._fetch = fetch
         self.site: Block | None = None
-        """The block of the site that runs now, if parts of it may be recomputed."""
+        """The block of the site that runs now, if it may be read unseen."""
         # The latest handle of each view of each block, and what such views have in
         # common: most are saved again in each pass.
         self._handles: dict[_Key, WeightHandle] = {}

@@ -141,7 +141,7 @@ class Runtime(PassListener):
         )
         for site, block in sites:
             self._hooks.add_site(site, block)
-            block.parted = block.parted or _has_parts(site)
+            block.unseen = block.unseen or _is_read_unseen(site)
             self._add_look(site, block.name)
         self._rows = RowGather(
             settings.device.torch_device,
@@ -317,7 +317,7 @@ class Runtime(PassListener):
     def _track(self, block: Block) -> bool:
         """A site begins, with gradients."""
         self._casts.begin(block)
-        if block.parted and self._gradients is not None:
+        if block.unseen and self._gradients is not None:
             self._saved.site = block
         return self._saved.rise()
 
@@ -792,9 +792,13 @@ class Runtime(PassListener):
         return model
 
 
-def _has_parts(site: nn.Module) -> bool:
-    """Whether modules inside of a site read weights."""
-    return any(
+def _is_read_unseen(site: nn.Module) -> bool:
+    """Whether the way back through a site may read weights that no handle stands for.
+
+    Parts that are recomputed by themselves do, and functions that keep a parameter
+    itself; not PyTorch's own modules without parts.
+    """
+    return not type(site).__module__.startswith("torch.nn.") or any(
         tensor is not None
         for part in site.modules()
         if part is not site

@@ -1,7 +1,9 @@
 """Whatever goes wrong in training: nothing is lost, and the next step is exact."""
 
+import gc
 import pickle
 import threading
+import weakref
 
 import pytest
 import torch
@@ -179,6 +181,30 @@ def test_after_a_kernel_failed_in_backward_training_is_exact(sim, setting):
     finish(run)
 
 
+class Hungry(torch.autograd.Function):
+    """Needs more memory on its way back than there is."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad.new_empty(2**42)
+
+
+@over(FEW)
+def test_after_the_device_ran_out_of_memory_in_backward_training_is_exact(sim, setting):
+    run = start(net, setting)
+    place = run.model.blocks[2]
+    handle = place.register_forward_hook(lambda _, args, out: Hungry.apply(out))
+    with pytest.raises(torch.OutOfMemoryError):
+        run.loss().backward()
+    handle.remove()
+    assert_clean(run)
+    finish(run)
+
+
 @over(FEW)
 @KINDS
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -322,6 +348,26 @@ def test_a_second_runtime_goes_on_where_the_first_ended(sim, setting):
             optimizer.zero_grad()
 
     assert_trains_equally(net, script, setting)
+
+
+@over(FEW)
+@pytest.mark.parametrize("graph", [False, True])
+def test_a_model_that_is_dropped_in_training_leaves_nothing(sim, setting, graph):
+    """The fixture finds leases, threads and bytes that are left."""
+    run = start(net, setting)
+    train(run)
+    model = weakref.ref(run.model)
+    loss = run.loss() if graph else None
+    run.loss().backward()
+    run.optimizers.clear()
+    del run
+    gc.collect()
+    if loss is not None:
+        with pytest.raises(ClosedError, match="is gone"):
+            loss.backward()
+        del loss
+        gc.collect()
+    assert model() is None
 
 
 # Threads

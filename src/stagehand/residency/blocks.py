@@ -60,7 +60,6 @@ class Block(Residency):
         "image",
         "layout",
         "nbytes",
-        "parted",
         "repeats",
         "seal",
         "slot",
@@ -69,6 +68,7 @@ class Block(Residency):
         "tensors",
         "tracked",
         "trains",
+        "unseen",
         "versions",
         "view_addresses",
         "views",
@@ -97,8 +97,8 @@ class Block(Residency):
         """The store's bytes, if they lie in pinned memory; else a load stages them."""
         self.trains = False
         """Whether gradients are taken for some of its tensors."""
-        self.parted = False
-        """Whether modules inside of its site may be recomputed by themselves."""
+        self.unseen = False
+        """Whether autograd may read its tensors where no handle tells of it."""
         self.repeats = False
         """Whether a backward pass may bring its tensors' gradients in parts."""
         self.brought_in = -1
