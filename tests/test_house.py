@@ -50,6 +50,7 @@ PLAN: dict[int, dict[str, tuple[str, ...]]] = {
                 "graph",
                 "autocast",
                 "gradients",
+                "differentiation",
                 "weights",
                 "streamer",
                 "conductor",
@@ -83,7 +84,15 @@ EXPECTED_PUBLIC = (
     *("CheckpointError", "ClosedError", "ConfigError", "InvalidStateTransitionError"),
     *("PinnedPool", "Report", "StagehandConfig", "StagehandError"),
     *("StagehandInternalError", "StagehandOOMError", "StagehandRuntime"),
-    *("StagehandWarning", "__version__", "activations", "layer", "load"),
+    *(
+        "StagehandWarning",
+        "__version__",
+        "activations",
+        "grad",
+        "gradient_edges",
+        "layer",
+        "load",
+    ),
 )
 
 # Bookkeeping: tested without a device, so it and what it imports do without torch.

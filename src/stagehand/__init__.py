@@ -3,6 +3,7 @@
 from stagehand.activations.saving import Activations as activations
 from stagehand.config import StagehandConfig
 from stagehand.core.arena import Arena as PinnedPool
+from stagehand.differentiation import grad, gradient_edges
 from stagehand.errors import (
     CheckpointError,
     ClosedError,
@@ -34,6 +35,8 @@ __all__ = [
     "StagehandWarning",
     "__version__",
     "activations",
+    "grad",
+    "gradient_edges",
     "layer",
     "load",
 ]

@@ -7,7 +7,9 @@ import pytest
 import torch
 from torch import nn
 
+import stagehand
 from stagehand.core.arena import live_leases
+from stagehand.errors import ConfigError
 from training import (
     FEW,
     SOME,
@@ -182,6 +184,71 @@ def test_pytorch_refuses_to_name_a_weight_that_moved_as_what_to_differentiate(si
     end(run)
 
 
+def some_of(model):
+    parts = model.head, model.blocks[0], model.blocks[1]
+    return [weight for part in parts for weight in part.parameters()]
+
+
+@over(SOME)
+@pytest.mark.parametrize("kind", ["plain", "looping", "tied"])
+def test_gradients_of_a_few_streamed_weights_are_exact(sim, setting, kind):
+    def script(run):
+        optimizer = sgd(run)
+        some = some_of(run.model)
+        for each in range(3):
+            run.backward(run.loss(each))
+            inputs = run.batch(each + 50).requires_grad_()
+            loss = run.model(inputs).square().mean()
+            run.note("found", stagehand.grad(loss, [inputs, *some]))
+            run.look()
+            run.backward(run.loss(each + 90))
+            step(optimizer)
+
+    assert_trains_equally(KINDS[kind], script, setting, abandoned=True)
+
+
+@over(SOME)
+@pytest.mark.parametrize("kind", ["plain", "looping", "tied"])
+def test_backward_into_a_few_streamed_weights_leaves_others_alone(sim, setting, kind):
+    def script(run):
+        optimizer = sgd(run)
+        for each in range(3):
+            run.backward(run.loss(each))
+            loss = run.loss(each + 50)
+            edges = stagehand.gradient_edges(loss, some_of(run.model))
+            run.backward(loss, inputs=edges)
+            step(optimizer)
+
+    assert_trains_equally(KINDS[kind], script, setting)
+
+
+@over(FEW)
+def test_a_penalty_on_gradients_of_streamed_weights_is_differentiated(sim, setting):
+    def script(run):
+        optimizer = sgd(run)
+        for each in range(3):
+            loss = run.loss(each)
+            found = stagehand.grad(loss, some_of(run.model), create_graph=True)
+            run.backward(loss + sum(part.square().sum() for part in found))
+            step(optimizer)
+
+    assert_trains_equally(net, script, setting, abandoned=True)
+
+
+@over(FEW)
+def test_a_weight_that_was_not_used_is_refused(sim, setting):
+    run = start(net, setting)
+    loss = run.model.blocks[0](run.batch()).sum()
+    with pytest.raises(ConfigError, match=r"input 1, .* \[16\], was not used"):
+        stagehand.gradient_edges(
+            loss, [run.model.blocks[0].up.bias, run.model.head.bias]
+        )
+    with pytest.raises(RuntimeError, match="not have been used in the graph"):
+        stagehand.grad(loss, run.model.head.bias)
+    assert stagehand.grad(loss, run.model.head.bias, allow_unused=True) == (None,)
+    end(run)
+
+
 @over(SOME)
 def test_a_gradient_of_the_inputs_alone_leaves_weights_without(sim, setting):
     def script(run):
@@ -221,6 +288,9 @@ def looping_net():
 @built
 def reading_net():
     return Reading()
+
+
+KINDS = {"plain": net, "looping": looping_net, "tied": lambda: tied_net()}
 
 
 @over(SOME)
