@@ -4,8 +4,10 @@
 PYTHON ?= python3
 # How many processes run the tests; 0 runs them in this one, for a debugger.
 WORKERS ?= 2
-# More options for pytest, such as ARGS="-k arena".
+# More options for what runs, such as ARGS="-k arena" for pytest.
 ARGS ?=
+# The revision that bench-compare holds the working tree against.
+BASE ?= HEAD
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -16,7 +18,7 @@ FIND_TORCH := import torch, pathlib; \
 	print(pathlib.Path(torch.__file__).parents[1]); \
 	raise SystemExit(tuple(map(int, torch.__version__.split(".")[:2])) < (2, 9))
 
-.PHONY: install demo test test-gpu lint format clean
+.PHONY: install demo test test-gpu bench bench-compare lint format clean
 .DELETE_ON_ERROR:
 
 install: $(VENV)/.dev
@@ -30,6 +32,14 @@ test: $(VENV)/.dev
 # In one process: timings want the device to themselves.
 test-gpu: $(VENV)/.dev
 	$(BIN)/python -m pytest -m gpu $(ARGS)
+
+# What the library costs the host, and virtual time; fails where a target is missed.
+bench: $(VENV)/.dev
+	$(BIN)/python -m benchmarks --check $(ARGS)
+
+# The working tree against another revision: make bench-compare BASE=main~5
+bench-compare: $(VENV)/.dev
+	$(BIN)/python -m benchmarks.compare $(BASE) $(ARGS)
 
 lint: $(VENV)/.dev
 	$(BIN)/python -m ruff check .

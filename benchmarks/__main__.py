@@ -1,12 +1,24 @@
-"""Run all benchmarks that need no GPU: `python -m benchmarks [--json] [--check]`."""
+"""Run the benchmarks that need no GPU: `python -m benchmarks [--only SUITE ...]`."""
 
 import argparse
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 import torch
 
-from benchmarks import handles, memory, overhead, packing, planning, training
+from benchmarks import (
+    handles,
+    memory,
+    overhead,
+    packing,
+    peers,
+    planning,
+    schedules,
+    threads,
+    training,
+    virtual,
+)
 from benchmarks.results import Result, as_lines, as_table
 
 _HEADING = """\
@@ -16,17 +28,48 @@ A block is a linear layer of 16 x 16: two parameters. Copies and streams cost
 nothing here, so what is left is the library's own work.
 """
 
+Suite = Callable[[], Iterator[Result]]
+
+SUITES: dict[str, tuple[Suite, Suite]] = {
+    "overhead": (
+        overhead.measure,
+        lambda: overhead.measure((10, 30, 100), blocks_timed=100),
+    ),
+    "training": (
+        training.measure,
+        lambda: training.measure((10, 30), blocks_timed=100),
+    ),
+    "peers": (peers.measure, lambda: peers.measure((10,), blocks_timed=100)),
+    "planning": (
+        planning.measure,
+        lambda: planning.measure(blocks=100, rounds=1),
+    ),
+    "schedules": (
+        schedules.measure,
+        lambda: schedules.measure(blocks=12, pieces=4),
+    ),
+    "virtual": (virtual.measure, lambda: virtual.measure(cells=1)),
+    "memory": (memory.measure, lambda: memory.measure(rounds=1)),
+    "threads": (threads.measure, lambda: threads.measure(rounds=10)),
+    "handles": (handles.measure, lambda: handles.measure(rounds=1)),
+    "packing": (packing.measure, lambda: packing.measure(rounds=1, weights=1 << 20)),
+}
+"""What there is to measure: in full, and short, to see that it runs."""
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print, and return the exit status."""
     options = _parser().parse_args(arguments)
     torch.set_num_threads(1)
-    results = list(_measure(quick=options.quick))
+    results = list(_measure(options.only or list(SUITES), quick=options.quick))
     if options.json:
         print(as_lines(results))
     else:
         print(_HEADING)
         print(as_table(results))
+    if options.out is not None:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text(as_lines(results) + "\n", encoding="utf-8")
     missed = any(not result.ok for result in results)
     return 1 if options.check and missed else 0
 
@@ -34,28 +77,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("--json", action="store_true", help="print JSON lines")
+    parser.add_argument("--out", type=Path, help="a file for the JSON lines, too")
     parser.add_argument("--check", action="store_true", help="fail on a missed target")
     parser.add_argument(
         "--quick", action="store_true", help="fewer blocks: to see that it runs"
     )
+    parser.add_argument(
+        "--only", nargs="+", choices=SUITES, metavar="SUITE", help=", ".join(SUITES)
+    )
     return parser
 
 
-def _measure(*, quick: bool) -> Iterator[Result]:
-    if quick:
-        yield from overhead.measure((10, 30, 100), blocks_timed=100)
-        yield from planning.measure(blocks=100, rounds=1)
-        yield from memory.measure(rounds=1)
-        yield from handles.measure(rounds=1)
-        yield from packing.measure(rounds=1, weights=1 << 20)
-        yield from training.measure((10, 30), blocks_timed=100)
-        return
-    yield from overhead.measure()
-    yield from planning.measure()
-    yield from memory.measure()
-    yield from handles.measure()
-    yield from packing.measure()
-    yield from training.measure()
+def _measure(names: Sequence[str], *, quick: bool) -> Iterator[Result]:
+    for name in names:
+        full, short = SUITES[name]
+        yield from (short if quick else full)()
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ class Result:
     value: float
     median: float
     unit: str
+    """Empty for a line that only says something."""
     target: float | None = None
     """The most that is allowed; None where a figure only explains others."""
 
@@ -66,6 +67,8 @@ def as_table(results: Sequence[Result]) -> str:
 
 
 def _cells(result: Result) -> tuple[str, ...]:
+    if not result.unit:
+        return result.name, "", "", "", "", ""
     target = "" if result.target is None else f"<= {result.target:g}"
     return (
         result.name,

@@ -22,10 +22,10 @@ from benchmarks.gpu import training
 from benchmarks.gpu.cells import Cell, Scale, run
 from benchmarks.gpu.link import calibrate
 from benchmarks.gpu.shapes import SHAPES
+from benchmarks.simulated import ROOT, load_simulated_device
 from stagehand.core.device import Device, find_device
 from stagehand.units import format_bytes, parse_bytes
 
-_ROOT = Path(__file__).resolve().parents[2]
 _SIZES = tuple(2**power for power in range(16, 31, 2))
 _DRY_SIZES = (1 << 12, 1 << 16, 1 << 20)
 _DRY_BLOCKS = 16
@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print and write; return the exit status."""
     options = _parser().parse_args(arguments)
     if options.dry:
-        _load_simulated_device()
+        load_simulated_device().configure(h2d_gbps=1.0)
     device = find_device(None)
     if device.is_host:
         print("there is no accelerator; --dry rehearses on a simulated one")
@@ -101,15 +101,6 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _load_simulated_device() -> None:
-    tests = str(_ROOT / "tests")
-    if tests not in sys.path:
-        sys.path.insert(0, tests)
-    from simulated import sim_device
-
-    sim_device.configure(h2d_gbps=1.0)
-
-
 def _writer(
     device: Device, folder: Path | None, *, dry: bool
 ) -> Callable[[dict[str, Any]], None]:
@@ -117,7 +108,7 @@ def _writer(
     name = "simulated" if dry else torch.cuda.get_device_name(device.torch_device)
     about = {"device": name, "torch": torch.__version__}
     if folder is None and not dry:
-        folder = _ROOT / "benchmarks" / "results"
+        folder = ROOT / "benchmarks" / "results"
 
     def write(line: dict[str, Any]) -> None:
         text = json.dumps({**about, **line})

@@ -73,7 +73,7 @@ def test_host_benchmark_fails_on_a_miss_only_if_it_is_asked_to(
     from benchmarks.results import Result
 
     found = Result(name="one", value=value, median=value, unit="us", target=2.0)
-    monkeypatch.setattr(command, "_measure", lambda **_: iter([found]))
+    monkeypatch.setattr(command, "_measure", lambda *_, **__: iter([found]))
     assert command.main([]) == 0
     assert command.main(["--check"]) == status
     assert ("miss" if status else "ok") in capsys.readouterr().out

@@ -1,0 +1,147 @@
+"""What a block costs the host under other libraries that keep weights elsewhere.
+
+Each gets the same stack of tiny blocks, with the CPU as the place to compute, so that
+nobody copies a byte and what is left is each library's own work. A library that is not
+installed, or that wants a GPU, is left out and named.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from benchmarks.models import LOOKAHEAD, Stack, make_runtime, streamed_blocks
+from benchmarks.results import Result
+from benchmarks.timing import Times, take_turns
+
+__all__ = ["PEERS", "measure"]
+
+_CPU = torch.device("cpu")
+_LAYERS = 2  # of each block
+_OURS = "stagehand"
+_SETTLING = 6
+
+Prepare = Callable[[Stack], Callable[[], object]]
+
+
+def _stagehand(model: Stack) -> Callable[[], object]:
+    """A third of the blocks stays, the rest is streamed."""
+    runtime = make_runtime(model)
+    sizes = [block.nbytes for block in streamed_blocks(runtime)]
+    runtime.set_budget(max((LOOKAHEAD + 1) * max(sizes), sum(sizes) // 3))
+    return runtime.shutdown
+
+
+def _accelerate(model: Stack) -> Callable[[], object]:
+    from accelerate import cpu_offload
+
+    cpu_offload(model, execution_device=_CPU)
+    return _nothing
+
+
+def _diffusers(model: Stack) -> Callable[[], object]:
+    from diffusers.hooks import apply_group_offloading
+
+    apply_group_offloading(
+        model,
+        onload_device=_CPU,
+        offload_device=_CPU,
+        offload_type="block_level",
+        num_blocks_per_group=1,
+    )
+    return _nothing
+
+
+def _ramtorch(model: Stack) -> Callable[[], object]:
+    from ramtorch.helpers import replace_linear_with_ramtorch
+
+    replace_linear_with_ramtorch(model, device="cpu")
+    return _nothing
+
+
+def _hooks_alone(model: Stack) -> Callable[[], object]:
+    """Hooks on every block that do nothing: what PyTorch itself takes for them."""
+    for block in model.blocks:
+        block.register_forward_pre_hook(_nothing, with_kwargs=True)
+        block.register_forward_hook(_nothing, always_call=True)
+    return _nothing
+
+
+def _nothing(*_: Any) -> None:
+    """Stand for a hook, or for an end that needs nothing."""
+
+
+PEERS: dict[str, tuple[str, Prepare]] = {
+    "hooks that do nothing": ("torch", _hooks_alone),
+    _OURS: ("stagehand", _stagehand),
+    "diffusers group offloading": ("diffusers", _diffusers),
+    "accelerate cpu_offload": ("accelerate", _accelerate),
+    "RamTorch": ("ramtorch", _ramtorch),
+}
+"""How each is prepared, and the package that it needs, by the name it is printed as."""
+
+
+def measure(
+    depths: tuple[int, ...] = (10, 100, 1_000), *, blocks_timed: int = 20_000
+) -> Iterator[Result]:
+    """Yield each library's overhead over the bare modules, and ours over the best.
+
+    Args:
+        depths: Blocks of each model.
+        blocks_timed: How many uses of blocks to time for each figure.
+    """
+    for depth in depths:
+        found: dict[str, Times] = {}
+        for name, (package, prepare) in PEERS.items():
+            times = _overhead(package, prepare, depth, blocks_timed)
+            if isinstance(times, str):
+                yield _left_out(f"{name}, {depth:,} blocks: left out, {times}")
+                continue
+            found[name] = times
+            what = f"overhead a block, {name}, {depth:,} blocks"
+            yield Result.of(what, times, "us", scale=1e6)
+        best = min(
+            (found[name] for name in list(PEERS)[2:] if name in found),
+            key=lambda times: times.smallest,
+            default=None,
+        )
+        if best is not None:
+            ratio = found[_OURS].part_of(best)
+            what = f"overhead over the best other library's, {depth:,} blocks"
+            yield Result.of(what, ratio, "x", target=1.0)
+
+
+def _overhead(
+    package: str, prepare: Prepare, depth: int, blocks_timed: int
+) -> Times | str:
+    if importlib.util.find_spec(package) is None:
+        return "it is not installed"
+    bare, model = Stack(depth, _LAYERS), Stack(depth, _LAYERS)
+    try:
+        end = prepare(model)
+        passes = {"bare": _pass(bare), "other": _pass(model)}
+        for _ in range(_SETTLING):
+            passes["other"]()
+    except (RuntimeError, AssertionError, ValueError, OSError) as error:
+        return f"it fails without a GPU ({str(error).splitlines()[0]})"
+    times = take_turns(passes, rounds=max(3, blocks_timed // depth))
+    end()
+    return times["other"].over(times["bare"], depth)
+
+
+def _pass(model: nn.Module) -> Callable[[], object]:
+    x = torch.zeros(1, 16)
+
+    @torch.inference_mode()
+    def run() -> object:
+        return model(x)
+
+    return run
+
+
+def _left_out(name: str) -> Result:
+    return Result(name=name, value=0.0, median=0.0, unit="")

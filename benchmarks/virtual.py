@@ -1,0 +1,104 @@
+"""Streamed passes in virtual time, over what the link and the device allow.
+
+The real runtime runs on the simulated device. Blocks have the ratio of compute to load
+of the model and the device that a cell names; they are cut into pieces where layer mode
+would cut them. Virtual time has no noise: one number is the whole truth. A process of
+its own runs the cells, because PyTorch knows one accelerator a process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.results import Result, as_lines
+from benchmarks.simulated import ROOT, load_simulated_device
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = ["measure"]
+
+_TARGET = 1.03
+_SETTLING = 6
+
+# Seconds that a block computes and loads, blocks, and how many of them the budget
+# holds: the models and devices for which limits are published.
+_MODELS = {
+    "LTX-2, 768 tokens, PCIe 5": (1.05e-3, 14.04e-3, 48, 16),
+    "LTX-2, 6144 tokens, PCIe 5": (8.28e-3, 14.04e-3, 48, 16),
+    "LTX-2, 768 tokens, PCIe 4": (10.48e-3, 30.89e-3, 48, 16),
+    "Qwen2.5-7B, one token, PCIe 5": (0.2e-3, 8.5e-3, 28, 8),
+    "Qwen2.5-7B, one token, two blocks kept": (0.2e-3, 8.5e-3, 28, 2),
+    "Llama-3-8B, 2048 tokens, PCIe 5": (1.9e-3, 7.9e-3, 32, 8),
+    "FLUX.1, 2048^2, PCIe 5": (14.7e-3, 7.5e-3, 57, 4),
+}
+_PIECES = 8
+
+
+def measure(*, cells: int | None = None) -> Iterator[Result]:
+    """Yield each cell's time over its bound, as whole blocks and in pieces.
+
+    Args:
+        cells: How many of the cells to run; None runs all.
+    """
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "benchmarks.virtual",
+            *([] if cells is None else [str(cells)]),
+        ],
+        cwd=ROOT,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+        check=True,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    for line in done.stdout.splitlines():
+        found = json.loads(line)
+        del found["ok"]
+        yield Result(**found)
+
+
+def _cells(cells: int | None) -> Iterator[Result]:
+    sim = load_simulated_device()
+    from simulated import workloads
+
+    for name, (compute, load, count, kept) in list(_MODELS.items())[:cells]:
+        whole = workloads.equal(count, compute, load)
+        budget = max(kept, 2) * workloads.BLOCK
+        yield _over_bound(sim, workloads, f"{name}, whole blocks", whole, budget, None)
+        cut = workloads.pieces(whole, _PIECES)
+        yield _over_bound(sim, workloads, f"{name}, in pieces", cut, budget, _TARGET)
+    budget = int(16 * workloads.GB)
+    cell = "FLUX.1, 1024^2, PCIe 5, unequal blocks in pieces"
+    yield _over_bound(sim, workloads, cell, workloads.FLUX_IN_PIECES, budget, 1.02)
+
+
+def _over_bound(
+    sim: Any, workloads: Any, name: str, case: Any, budget: int, target: float | None
+) -> Result:
+    from stagehand.residency import blocks
+
+    small = blocks._SMALL_BYTES
+    blocks._SMALL_BYTES = 0  # toy blocks stand for large ones
+    workloads.configure(sim, case)
+    loop = workloads.stream(sim, case, budget)
+    try:
+        loop.run(_SETTLING, waits=True)
+        seconds = loop.seconds(waits=True)
+    finally:
+        loop.runtime.shutdown()
+        blocks._SMALL_BYTES = small
+    ratio = seconds / case.bound(budget)
+    what = f"virtual time over the bound, {name}"
+    return Result(name=what, value=ratio, median=ratio, unit="x", target=target)
+
+
+if __name__ == "__main__":
+    chosen = int(sys.argv[1]) if len(sys.argv) > 1 else None
+    print(as_lines(list(_cells(chosen))))
