@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING
 
 from benchmarks.results import Result
@@ -11,7 +12,7 @@ from stagehand.residency.plan import Workload, plan
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["measure"]
+__all__ = ["measure", "predictions"]
 
 _TARGET = 1.02
 _PIECE = 1 << 20
@@ -63,3 +64,46 @@ def _over_bound(
     )
     made = plan(workload, budget_bytes=int(share * count) * _PIECE, max_lookahead=32)
     return execute(workload, made) / bound
+
+
+# Seconds of compute, bytes and blocks; and the link's rate: published figures.
+_MODELS = {
+    "LTX-2 LoRA step, 6144 tokens": (8.28e-3, 772e6, 48, 2.0),
+    "LTX-2 pass, 6144 tokens": (8.28e-3, 772e6, 48, None),
+    "Qwen2.5-7B, one token": (0.2e-3, 466e6, 28, None),
+}
+_LINK = 55e9
+_CUT = 8
+
+
+def predictions() -> Iterator[dict[str, object]]:
+    """Yield what the planner predicts for published shapes, by the budget."""
+    for name, (compute, nbytes, blocks, backward) in _MODELS.items():
+        count = blocks * _CUT
+        order = list(range(count))
+        seconds = [compute / _CUT] * count
+        if backward is not None:
+            order += order[::-1]
+            seconds += [backward * compute / _CUT] * count
+        piece = int(nbytes / _CUT)
+        workload = Workload(
+            order=tuple(order),
+            nbytes=(piece,) * count,
+            seconds=tuple(seconds),
+            link_bytes_per_second=_LINK,
+        )
+        for share in range(1, 21):
+            budget = max(4 * piece, share * count * piece // 20)
+            made = plan(workload, budget_bytes=budget, max_lookahead=32)
+            yield {
+                "kind": "prediction",
+                "model": name,
+                "budget_bytes": budget,
+                "seconds": made.step_seconds,
+                "resident_seconds": sum(seconds),
+            }
+
+
+if __name__ == "__main__":
+    for line in predictions():
+        print(json.dumps(line))

@@ -12,6 +12,8 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.results import Result, as_lines
@@ -99,6 +101,45 @@ def _over_bound(
     return Result(name=what, value=ratio, median=ratio, unit="x", target=target)
 
 
+def _spans() -> Iterator[dict[str, object]]:
+    """Yield what copies and computes in one settled pass, from its trace."""
+    sim = load_simulated_device()
+    from simulated import workloads
+    from stagehand.residency import blocks
+
+    blocks._SMALL_BYTES = 0
+    case = workloads.pieces(workloads.equal(12, 8.28e-3, 14.04e-3), 4)
+    workloads.configure(sim, case)
+    budget = 5 * workloads.BLOCK
+    loop = workloads.stream(sim, case, budget, telemetry=True, trace=True)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        loop.run(_SETTLING + 2, waits=True)
+        loop.runtime.export_trace(path)
+        loop.runtime.shutdown()
+        events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+    lanes = {e["tid"]: e["args"]["name"] for e in events if e["ph"] == "M"}
+    spans = [e for e in events if e["ph"] == "X"]
+    first = spans[0]["name"]
+    starts = [
+        e["ts"] for e in spans if e["name"] == first and lanes[e["tid"]] == "compute"
+    ]
+    begin, end = starts[-2], starts[-1]
+    for e in spans:
+        start, stop = max(e["ts"], begin), min(e["ts"] + e["dur"], end)
+        if start < stop:
+            yield {
+                "kind": "span",
+                "lane": lanes[e["tid"]],
+                "start_ms": (start - begin) / 1e3,
+                "ms": (stop - start) / 1e3,
+            }
+
+
 if __name__ == "__main__":
-    chosen = int(sys.argv[1]) if len(sys.argv) > 1 else None
-    print(as_lines(list(_cells(chosen))))
+    if sys.argv[1:] == ["--timeline"]:
+        for span in _spans():
+            print(json.dumps(span))
+    else:
+        chosen = int(sys.argv[1]) if len(sys.argv) > 1 else None
+        print(as_lines(list(_cells(chosen))))

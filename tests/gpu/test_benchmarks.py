@@ -78,3 +78,51 @@ def test_host_benchmark_fails_on_a_miss_only_if_it_is_asked_to(
     assert command.main(["--check"]) == status
     assert ("miss" if status else "ok") in capsys.readouterr().out
     assert torch.get_num_threads() == 1
+
+
+def test_page_is_made_from_results_alone(tmp_path):
+    from benchmarks.page import main
+
+    results, docs = tmp_path / "results", tmp_path / "docs"
+    results.mkdir()
+    figure = {"median": 2.0, "unit": "us", "ok": True, "target": None}
+    host = [
+        {"name": "overhead a block, ours, 10 blocks", "value": 2.0, **figure},
+        {"name": "overhead a block, ours, 1,000 blocks", "value": 1.5, **figure},
+        {"name": "late", "value": 9.0, **figure, "target": 8.0, "ok": False},
+    ]
+    spans = [
+        {"kind": "span", "lane": lane, "start_ms": 0.0, "ms": 1.0}
+        for lane in ("H2D", "compute", "stall")
+    ]
+    seen = {"model": "one", "budget_bytes": 10**9, "resident_seconds": 1.0}
+    predictions = [{"kind": "prediction", "seconds": 1.5, **seen}]
+    cell = {
+        "kind": "cell",
+        "shape": "ltx-2",
+        "blocks": 48,
+        "weight_bytes": 10**10,
+        "budget_bytes": 10**9,
+        "step": {"median": 0.5},
+        "over_bound": 1.2,
+        "over_resident": 1.4,
+    }
+    files = {
+        "host": host,
+        "timeline": spans,
+        "predictions": predictions,
+        "Some-GPU": [cell],
+    }
+    for name, lines in files.items():
+        text = "\n".join(map(json.dumps, lines))
+        (results / f"{name}.jsonl").write_text(text, encoding="utf-8")
+    assert main(["--results", str(results), "--docs", str(docs)]) == 0
+    page = (docs / "performance.md").read_text(encoding="utf-8")
+    missed = page.split("## What misses its target")[1].split("## On the host")[0]
+    assert "| late | 9 | 2 us | 8 | miss |" in missed
+    assert "ours" not in missed
+    assert "### Some-GPU" in page
+    assert "over the bound: ltx-2 (1.20)" in page
+    for name in ("overhead", "timeline", "predictions"):
+        assert f"pictures/{name}.svg" in page
+        assert (docs / "pictures" / f"{name}.svg").stat().st_size > 1000

@@ -1,0 +1,223 @@
+"""Write `docs/performance.md` and its pictures: `python -m benchmarks.page`.
+
+Everything on the page comes from JSON lines in `benchmarks/results/`: `host.jsonl` of
+`python -m benchmarks --out`, `predictions.jsonl` of the planner, `timeline.jsonl` of
+the simulated device, and a file for each device that `python -m benchmarks.gpu` ran on.
+With `--measure` the first three are made anew.
+"""
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.simulated import ROOT
+
+__all__ = ["main"]
+
+_RESULTS = ROOT / "benchmarks" / "results"
+_DOCS = ROOT / "docs"
+_OWN = {"host.jsonl", "predictions.jsonl", "timeline.jsonl"}
+_SOURCES = {
+    "host.jsonl": ["benchmarks", "--json"],
+    "predictions.jsonl": ["benchmarks.schedules"],
+    "timeline.jsonl": ["benchmarks.virtual", "--timeline"],
+}
+
+Line = dict[str, Any]
+
+_HEAD = """\
+# Performance
+
+This page is made from the files in `benchmarks/results/` by `python -m
+benchmarks.page`. `make bench` measures the host's part anew, `python -m benchmarks.gpu`
+a device's. Ratios and differences inside one run count, absolute times depend on the
+machine.
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Write the page and its pictures; return the exit status."""
+    options = _parser().parse_args(arguments)
+    if options.measure:
+        _measure(options.results)
+    found = {path.name: _read(path) for path in sorted(options.results.glob("*.jsonl"))}
+    options.docs.mkdir(parents=True, exist_ok=True)
+    pictures = options.docs / "pictures"
+    pictures.mkdir(exist_ok=True)
+    text = "\n".join(_page(found, pictures))
+    (options.docs / "performance.md").write_text(text, encoding="utf-8")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.page",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--measure", action="store_true", help="run what needs no GPU first"
+    )
+    parser.add_argument("--results", type=Path, default=_RESULTS)
+    parser.add_argument("--docs", type=Path, default=_DOCS)
+    return parser
+
+
+def _measure(folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, module in _SOURCES.items():
+        with (folder / name).open("w", encoding="utf-8") as file:
+            command = [sys.executable, "-m", *module]
+            subprocess.run(command, cwd=ROOT, check=True, stdout=file)
+
+
+def _read(path: Path) -> list[Line]:
+    text = path.read_text(encoding="utf-8")
+    return [json.loads(line) for line in text.splitlines() if line]
+
+
+def _page(found: dict[str, list[Line]], pictures: Path) -> Iterator[str]:
+    host = found.get("host.jsonl", [])
+    yield _HEAD
+    yield "## What misses its target\n"
+    missed = [line for line in host if not line["ok"]]
+    yield from _host_table(missed) if missed else ["Nothing does.\n"]
+    yield "## On the host\n"
+    yield from _host_table(host)
+    if _draw_overhead(host, pictures / "overhead.svg"):
+        yield "![overhead a block by the number of blocks](pictures/overhead.svg)\n"
+    yield "## In virtual time\n"
+    yield (
+        "One settled pass on the simulated device, near the balance of compute and"
+        " link:\nwhat computes, what is copied, and where compute waits.\n"
+    )
+    if _draw_timeline(found.get("timeline.jsonl", []), pictures / "timeline.svg"):
+        yield "![copies and compute of one pass](pictures/timeline.svg)\n"
+    yield "## Predictions\n"
+    yield (
+        "Not measured: what the planner predicts for published shapes at 55 GB/s, in"
+        " pieces of an eighth\nof a block, by the budget for weights.\n"
+    )
+    if _draw_predictions(
+        found.get("predictions.jsonl", []), pictures / "predictions.svg"
+    ):
+        yield "![predicted step time against the budget](pictures/predictions.svg)\n"
+    yield "## On devices\n"
+    devices = {name: lines for name, lines in found.items() if name not in _OWN}
+    if not devices:
+        yield "No device was measured yet: all above is host work and virtual time.\n"
+    for name, lines in devices.items():
+        yield from _device(name, lines)
+
+
+def _host_table(lines: Iterable[Line]) -> Iterator[str]:
+    yield "| what | smallest | median | target | |"
+    yield "|---|---|---|---|---|"
+    for line in lines:
+        if not line["unit"]:
+            yield f"| {line['name']} | | | | |"
+            continue
+        target = "" if line["target"] is None else f"{line['target']:g}"
+        verdict = "" if line["target"] is None else ("ok" if line["ok"] else "miss")
+        cells = f"{line['value']:.3g} | {line['median']:.3g} {line['unit']}"
+        yield f"| {line['name']} | {cells} | {target} | {verdict} |"
+    yield ""
+
+
+def _device(name: str, lines: Sequence[Line]) -> Iterator[str]:
+    yield f"### {Path(name).stem}\n"
+    cells = [line for line in lines if line.get("kind") in ("cell", "training")]
+    yield "| shape | weights | budget | step, ms | over bound | over resident |"
+    yield "|---|---|---|---|---|---|"
+    for line in cells:
+        step = line["step"]["median"] * 1e3
+        weights, budget = line["weight_bytes"] / 1e9, line["budget_bytes"] / 1e9
+        yield (
+            f"| {line['shape']}, {line['blocks']} blocks | {weights:.2f} GB |"
+            f" {budget:.2f} GB | {step:.2f} | {line['over_bound']:.3f} |"
+            f" {line['over_resident']:.3f} |"
+        )
+    lost = [line for line in cells if line["over_bound"] > 1.05]
+    names = ", ".join(f"{line['shape']} ({line['over_bound']:.2f})" for line in lost)
+    yield f"\nMore than 5 % over the bound: {names or 'none'}.\n"
+
+
+# Pictures
+
+
+def _draw_overhead(lines: Sequence[Line], path: Path) -> bool:
+    points: dict[str, list[tuple[int, float]]] = {}
+    for line in lines:
+        match = re.fullmatch(r"overhead a block, (.+), ([\d,]+) blocks", line["name"])
+        if match:
+            count = int(match[2].replace(",", ""))
+            points.setdefault(match[1], []).append((count, line["value"]))
+    if not points:
+        return False
+    figure, axes = _axes("blocks", "overhead a block, microseconds")
+    for name, series in points.items():
+        axes.plot(*zip(*sorted(series), strict=True), marker="o", label=name)
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    return _save(figure, axes, path)
+
+
+def _draw_predictions(lines: Sequence[Line], path: Path) -> bool:
+    if not lines:
+        return False
+    figure, axes = _axes("budget for weights, GB", "step over the resident model's")
+    for name in dict.fromkeys(line["model"] for line in lines):
+        of_one = [line for line in lines if line["model"] == name]
+        axes.plot(
+            [line["budget_bytes"] / 1e9 for line in of_one],
+            [line["seconds"] / line["resident_seconds"] for line in of_one],
+            label=name,
+        )
+    axes.set_yscale("log")
+    return _save(figure, axes, path)
+
+
+def _draw_timeline(lines: Sequence[Line], path: Path) -> bool:
+    if not lines:
+        return False
+    figure, axes = _axes("milliseconds", "")
+    lanes = ["H2D", "compute", "stall"]
+    for number, lane in enumerate(lanes):
+        spans = [(e["start_ms"], e["ms"]) for e in lines if e["lane"] == lane]
+        axes.broken_barh(
+            spans, (number - 0.4, 0.8), facecolors=f"C{number}", edgecolor="white"
+        )
+    axes.set_yticks(range(len(lanes)), lanes)
+    return _save(figure, axes, path)
+
+
+def _axes(across: str, up: str) -> tuple[Any, Any]:
+    import matplotlib as mpl
+
+    mpl.use("svg")
+    mpl.rcParams["svg.hashsalt"] = "stagehand"  # the same numbers, the same file
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 3.5), layout="constrained")
+    axes.set_xlabel(across)
+    axes.set_ylabel(up)
+    return figure, axes
+
+
+def _save(figure: Any, axes: Any, path: Path) -> bool:
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(fontsize="small")
+    figure.savefig(path, metadata={"Date": None})
+    from matplotlib import pyplot
+
+    pyplot.close(figure)
+    return True
+
+
+if __name__ == "__main__":
+    sys.exit(main())
