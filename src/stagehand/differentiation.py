@@ -45,7 +45,7 @@ def grad(
     """
     wanted = _listed(inputs)
     nodes = _weights_of(_listed(outputs))
-    edges: list[torch.Tensor | GradientEdge] = []
+    edges: list[Any] = []
     counts = []
     for tensor in wanted:
         known = nodes.get(id(tensor), [])
