@@ -8,13 +8,16 @@ from pathlib import Path
 import torch
 
 from benchmarks import (
+    conductor,
     handles,
     memory,
     overhead,
     packing,
     peers,
     planning,
+    reading,
     schedules,
+    streamer,
     threads,
     training,
     virtual,
@@ -53,6 +56,15 @@ SUITES: dict[str, tuple[Suite, Suite]] = {
     "threads": (threads.measure, lambda: threads.measure(rounds=10)),
     "handles": (handles.measure, lambda: handles.measure(rounds=1)),
     "packing": (packing.measure, lambda: packing.measure(rounds=1, weights=1 << 20)),
+    "reading": (
+        reading.measure,
+        lambda: reading.measure(rounds=1, blocks=3, block_bytes=4 << 20),
+    ),
+    "streamer": (
+        streamer.measure,
+        lambda: streamer.measure(rounds=1, layers=6, layer_bytes=4 << 20),
+    ),
+    "conductor": (conductor.measure, lambda: conductor.measure(rounds=1)),
 }
 """What there is to measure: in full, and short, to see that it runs."""
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu import training
+from benchmarks.gpu import activations, training
 from benchmarks.gpu.cells import Cell, Scale, run
 from benchmarks.gpu.link import calibrate
 from benchmarks.gpu.shapes import SHAPES
@@ -53,6 +53,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             write(cell.line())
             print(_sentence(cell))
     _train(device, options, scale, write)
+    for name in options.activations:
+        for saving in activations.run(device, name, SHAPES[name], scale):
+            write(saving.line())
+            print(_saving_sentence(saving))
     return 0
 
 
@@ -96,6 +100,13 @@ def _parser() -> argparse.ArgumentParser:
         default=["50%"],
         help="as --budgets, for training; they have to leave room under the cap",
     )
+    parser.add_argument(
+        "--activations",
+        nargs="*",
+        choices=SHAPES,
+        default=["ltx-2"],
+        help="of what to spill saved tensors, for a peak that is 2.5 GB lower",
+    )
     parser.add_argument("--cap", default="24GiB", help="device memory in training")
     parser.add_argument("--out", type=Path, help="folder for the results")
     return parser
@@ -128,6 +139,16 @@ def _sentence(cell: Cell | training.TrainingCell) -> str:
         f" {format_bytes(cell.budget_bytes)}: {cell.step.median * 1e3:.3f} ms a step,"
         f" {line['over_bound']:.3f} of the bound, {line['over_resident']:.3f} of"
         f" resident, {format_bytes(cell.peak_device_bytes)} on the device"
+    )
+
+
+def _saving_sentence(cell: activations.ActivationCell) -> str:
+    line = cell.line()
+    return (
+        f"{cell.shape}, {cell.blocks} blocks, {format_bytes(cell.saved_bytes)} saved,"
+        f" {format_bytes(cell.spill_bytes)} of it spilled: {line['over_none']:.3f} of"
+        f" the step without, peak lower by {format_bytes(line['lower_bytes'])};"
+        f" save_on_cpu {line['save_on_cpu_over_none']:.3f}"
     )
 
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from benchmarks.gpu.shapes import State
     from stagehand.core.device import Device
 
-__all__ = ["TrainingCell", "run"]
+__all__ = ["TrainingCell", "adapt", "run"]
 
 _RANK = 32
 _RATE = 1e-4
@@ -66,13 +66,13 @@ class _Checkpointed(nn.Module):
         return state
 
 
-def _adapt(module: nn.Module, rank: int) -> None:
+def adapt(module: nn.Module, rank: int) -> None:
     """Put an adapter around every linear layer."""
     for name, child in list(module.named_children()):
         if isinstance(child, nn.Linear):
             setattr(module, name, _Adapter(child, rank))
         else:
-            _adapt(child, rank)
+            adapt(child, rank)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -149,7 +149,7 @@ def run(
         shape, device=place, dtype=scale.dtype, blocks=scale.blocks, divide=scale.divide
     )
     torch.manual_seed(2)
-    _adapt(stack, max(1, _RANK // scale.divide))
+    adapt(stack, max(1, _RANK // scale.divide))
     state = inputs(shape, device=place, dtype=scale.dtype, divide=scale.divide)
     model = _Checkpointed(stack)
     resident = _Resident(device, model, state, scale.steps)

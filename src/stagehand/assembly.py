@@ -1,6 +1,6 @@
 """Builds the parts of one runtime from a divided model, and takes them down."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from torch import nn
 from stagehand.core.arena import Arena
 from stagehand.core.device import Device
 from stagehand.core.layout import layout_of
-from stagehand.core.ledger import Account, Watermarks
+from stagehand.core.ledger import SubAccount, Watermarks
 from stagehand.core.telemetry import Counters
 from stagehand.core.transfer import TransferEngine
 from stagehand.core.workers import WorkerGroup
@@ -21,7 +21,9 @@ from stagehand.residency.loader import HostLoader, LaneLoader, Loader
 from stagehand.residency.masters import Masters
 from stagehand.residency.order import Order
 from stagehand.residency.scheduler import Scheduler
+from stagehand.residency.shared import SharedDevice, shared_device
 from stagehand.residency.steering import Steering
+from stagehand.stores.packed import most_bytes
 from stagehand.units import MIB, format_at_least, format_bytes
 
 __all__ = ["Parts", "Settings", "assemble"]
@@ -57,6 +59,12 @@ class Settings:
     telemetry_file: str | Path | None = None
     pool: Arena | None = None
     """Pinned memory of an earlier runtime."""
+    shared: bool = True
+    """Whether it shares the device's memory and lanes with other runtimes."""
+    name: str = "model"
+    """For those who share a device."""
+    transport: str = "plain"
+    """"packed" lets what shrinks cross the link packed."""
 
 
 @dataclass(slots=True)
@@ -67,7 +75,8 @@ class Parts:
     """
 
     device: Device
-    weights: Account
+    shared: SharedDevice
+    weights: SubAccount
     device_arena: Arena
     pinned_arena: Arena
     engine: TransferEngine
@@ -83,6 +92,12 @@ class Parts:
     """Tensors that are in no block; they are on the device for good."""
     odd_origin: list[torch.device] = field(default_factory=list)
     keep_pool: bool = False
+    trains: bool = False
+    """Whether gradients have been taken."""
+    leave: Callable[[], None] | None = None
+    """Gives up the place on the shared device."""
+    wire_bytes: int = 0
+    """Device bytes set aside for what is decoded there."""
 
     @property
     def streamed(self) -> list[Block]:
@@ -99,11 +114,24 @@ class Parts:
         """Bytes of the tensors that are in no block."""
         return sum(tensor_bytes(tensor) for tensor in self.odd)
 
+    @property
+    def apart_bytes(self) -> int:
+        """Bytes of the budget that no slot can have."""
+        return self.odd_bytes + self.wire_bytes
+
     def place_odd(self) -> None:
         """Move what is in no block to the device."""
         for tensor in self.odd[len(self.odd_origin) :]:
             self.odd_origin.append(tensor.device)
             tensor.data = tensor.data.to(self.device.torch_device)
+
+    def take_gradients_along(self) -> None:
+        """Let gradients of what is trained where it stays lie where it lies now."""
+        staying = [b for b in self.scheduler.staying() if not b.trains]
+        for tensor in (*(t for b in staying for t in b.tensors), *self.odd):
+            grad = tensor.grad if tensor.is_leaf else None
+            if grad is not None and grad.device != tensor.device:
+                tensor.grad = grad.to(tensor.device)
 
     def take_home_odd(self) -> None:
         """Move it back to where it came from."""
@@ -116,10 +144,13 @@ class Parts:
         self.loader.close()
         self.adders.close()
         self.scheduler.drop()
+        self.engine.close_wires()
         self.device_arena.close()
         if not self.keep_pool:
             self.pinned_arena.close()
         self.workers.close()
+        if self.leave is not None:
+            self.leave()
 
 
 def assemble(
@@ -143,19 +174,21 @@ def assemble(
     if settings.pool is not None:
         settings.pool.check_open()
     device = settings.device
-    weights = Account("device memory for weights", settings.budget_bytes)
+    shared = _shared(settings)
+    name = shared.name_for(settings.name)
+    weights = SubAccount(name, settings.budget_bytes, shared.ledger.device)
     engine = TransferEngine(
         device,
         counters,
         h2d_capacity=settings.inflight,
         d2h_capacity=settings.inflight,
-        priority=settings.stream_priority,
+        streams=shared.streams(),
     )
     device_arena = Arena("device memory", engine.allocate, weights)
     pinned_arena = settings.pool or Arena(
         "pinned memory",
         device.pinned,
-        Account("pinned memory", settings.pinned_bytes),
+        SubAccount(name, settings.pinned_bytes, shared.ledger.pinned),
         spare=1.25,
     )
     workers = WorkerGroup("reader", _READERS)
@@ -177,12 +210,14 @@ def assemble(
     )
     odd = [t for t in finding.rest.tensors.values() if not can_stream(t)]
     odd_bytes = sum(tensor_bytes(t) for t in odd)
-    weights.grant(min(odd_bytes, settings.budget_bytes), "tensors of other kinds")
     stay = [0, *(i for i, group in enumerate(groups) if not group.sites)]
-    steering = _steer(scheduler, blocks, stay, settings, odd_bytes)
+    streamed = [b for b in blocks if b.index not in stay and not b.hosted]
+    wire_bytes = _most_wire_bytes(streamed, settings)
+    steering = _steer(scheduler, blocks, stay, settings, odd_bytes, wire_bytes)
     masters = Masters(pinned_arena)
     parts = Parts(
         device,
+        shared,
         weights,
         device_arena,
         pinned_arena,
@@ -195,6 +230,7 @@ def assemble(
         scheduler,
         steering,
         odd,
+        wire_bytes=wire_bytes,
     )
     sites = [
         (site, block)
@@ -202,6 +238,13 @@ def assemble(
         for site in group.sites
     ]
     return parts, sites
+
+
+def _shared(settings: Settings) -> SharedDevice:
+    priority = settings.stream_priority
+    if settings.shared:
+        return shared_device(settings.device, priority=priority)
+    return SharedDevice(settings.device, priority=priority)
 
 
 def _block(index: int, group: Group) -> Block:
@@ -224,23 +267,33 @@ def _check_slabs(blocks: Iterable[Block], settings: Settings) -> None:
     )
 
 
+def _most_wire_bytes(blocks: Iterable[Block], settings: Settings) -> int:
+    """Return what has to be set aside to decode any of the blocks."""
+    if settings.transport == "plain" or settings.device.is_host:
+        return 0
+    kind = settings.device.torch_device.type
+    return max((most_bytes(block.layout, kind) for block in blocks), default=0)
+
+
 def _steer(
     scheduler: Scheduler,
     blocks: list[Block],
     stay: list[int],
     settings: Settings,
     odd_bytes: int,
+    wire_bytes: int,
 ) -> Steering:
+    apart = odd_bytes + wire_bytes
     try:
         return Steering(
             scheduler,
             blocks,
             must_stay=stay,
-            budget_bytes=settings.budget_bytes - odd_bytes,
+            budget_bytes=settings.budget_bytes - apart,
             max_lookahead=settings.lookahead,
         )
     except StagehandOOMError as error:
-        needed = error.needed_bytes + odd_bytes
+        needed = error.needed_bytes + apart
         kept = sum(blocks[i].nbytes for i in stay) + odd_bytes
         away = [b for b in blocks if b.index not in stay and not b.hosted]
         largest = max(away, key=lambda b: b.nbytes, default=None)
@@ -252,6 +305,11 @@ def _steer(
                 f" {largest.name!r}"
             )
         )
+        if wire_bytes:
+            most += (
+                f" and {format_bytes(wire_bytes)} for a block as it crosses the link"
+                " and is decoded"
+            )
         raise StagehandOOMError(
             f"the budget is {format_bytes(settings.budget_bytes)}, but"
             f" {format_at_least(needed)} must be on the device at once:"

@@ -58,6 +58,10 @@ class StagehandConfig:
     """Time uses and copies, for hits, stalls and the trace."""
     telemetry_interval_steps: int = 10
     """Steps between lines in the log `stagehand`."""
+    shared: bool = True
+    """Share device memory and lanes with other runtimes on the device; see `layer`."""
+    transport: str = "plain"
+    """"packed" sends bfloat16 weights in three quarters of their bytes; see `layer`."""
     telemetry_file: str | Path | None = None
     """A file for one line of JSON a step. None writes no file."""
 
@@ -68,6 +72,10 @@ class StagehandConfig:
                 raise ConfigError(
                     f"{name} is {getattr(self, name)}: expected more than 0 MiB"
                 )
+        if self.transport not in ("plain", "packed"):
+            raise ConfigError(
+                f"transport is {self.transport!r}: expected 'plain' or 'packed'"
+            )
         if self.telemetry_interval_steps < 1:
             raise ConfigError(
                 f"telemetry_interval_steps is {self.telemetry_interval_steps}: expected"

@@ -13,6 +13,7 @@ __all__ = [
     "HeaderError",
     "IndexMismatchError",
     "InvalidStateTransitionError",
+    "ManifestError",
     "MissingTensorError",
     "OffsetError",
     "OptimizerError",
@@ -107,6 +108,10 @@ class TruncatedShardError(CheckpointError):
 
 class IndexMismatchError(CheckpointError):
     """An index names a file or a tensor that is not there, or one tensor twice."""
+
+
+class ManifestError(CheckpointError):
+    """A quantized checkpoint does not fit its manifest, the model or this library."""
 
 
 class MissingTensorError(CheckpointError):

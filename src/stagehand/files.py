@@ -1,6 +1,7 @@
 """Lets a model's streamed weights come from safetensors files."""
 
-from collections.abc import Callable, Mapping
+import difflib
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -13,7 +14,14 @@ from stagehand.stores.checkpoint import Checkpoint, Extent
 from stagehand.stores.files import FileSet
 from stagehand.stores.safetensors import SafetensorsStore, host_tensor
 
-__all__ = ["KeyMap", "back_by_files"]
+__all__ = [
+    "KeyMap",
+    "back_by_files",
+    "check_key_map",
+    "key_of",
+    "make_real",
+    "names_in",
+]
 
 KeyMap = Callable[[str], str] | Mapping[str, str] | None
 
@@ -33,7 +41,7 @@ def back_by_files(
         CheckpointError: If a tensor is missing or does not fit, or a file is unsound.
     """
     checkpoint = path if isinstance(path, Checkpoint) else Checkpoint.open(path)
-    names = _names(model, checkpoint, key_map)
+    names = names_in(model, checkpoint, key_map)
     streamed = set(map(id, parts.streamed))
     chosen = [
         block
@@ -64,7 +72,9 @@ def _is_empty(block: Block) -> bool:
     return any(tensor.is_meta for tensor in block.tensors)
 
 
-def _names(model: nn.Module, checkpoint: Checkpoint, key_map: KeyMap) -> dict[int, str]:
+def names_in(
+    model: nn.Module, checkpoint: Checkpoint, key_map: KeyMap
+) -> dict[int, str]:
     """The name under which to look for each tensor: of several, one that is there."""
     names: dict[int, str] = {}
     for listing in (
@@ -73,12 +83,37 @@ def _names(model: nn.Module, checkpoint: Checkpoint, key_map: KeyMap) -> dict[in
     ):
         for name, tensor in listing:
             known = names.get(id(tensor))
-            if known is None or _key(known, key_map) not in checkpoint:
+            if known is None or key_of(known, key_map) not in checkpoint:
                 names[id(tensor)] = name
     return names
 
 
-def _key(name: str, key_map: KeyMap) -> str:
+def check_key_map(model: nn.Module, key_map: KeyMap) -> None:
+    """Refuse a mapping that translates names which the model does not have.
+
+    Raises:
+        MissingTensorError: Naming them, and what is near.
+    """
+    if not isinstance(key_map, Mapping):
+        return
+    listings = (
+        model.named_parameters(remove_duplicate=False),
+        model.named_buffers(remove_duplicate=False),
+    )
+    names = [name for listing in listings for name, _ in listing]
+    unknown = sorted(set(key_map) - set(names))
+    if unknown:
+        near = difflib.get_close_matches(unknown[0], names, n=2)
+        hint = f", nearest {' and '.join(map(repr, near))}" if near else ""
+        raise MissingTensorError(
+            f"key_map has {len(unknown)} of {len(key_map)} names that"
+            f" {type(model).__name__} does not have: {unknown[0]!r} first{hint};"
+            " its keys are the model's names, its values the files'"
+        )
+
+
+def key_of(name: str, key_map: KeyMap) -> str:
+    """Return the files' name of what the model calls `name`."""
     if key_map is None:
         return name
     return key_map.get(name, name) if isinstance(key_map, Mapping) else key_map(name)
@@ -115,11 +150,18 @@ def _give_values(
                 f"tensor {name!r} of {tensor.dtype} {list(tensor.shape)} has no values:"
                 " it is on the meta device and in no file; give it values first"
             )
-        values = host_tensor(files, found[name])
+        make_real([tensor], [host_tensor(files, found[name])])
+
+
+def make_real(tensors: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+    """Give values to those tensors that are on `meta`; they stay the same objects."""
+    for tensor, value in zip(tensors, values, strict=True):
+        if not tensor.is_meta:
+            continue
         real = (
-            nn.Parameter(values, requires_grad=tensor.requires_grad)
+            nn.Parameter(value, requires_grad=tensor.requires_grad)
             if isinstance(tensor, nn.Parameter)
-            else values
+            else value
         )
         attributes = dict(tensor.__dict__)  # they would go with the old values
         torch.utils.swap_tensors(tensor, real)  # type: ignore[no-untyped-call]

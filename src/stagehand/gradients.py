@@ -159,6 +159,19 @@ class Gradients:
         while self._settled:
             self._settled.pop().mark_changed()
 
+    @property
+    def missing_bytes(self) -> int:
+        """Bytes of pinned memory that gradients of watched parameters do not have yet.
+
+        With two of the largest, that arrive while others are added.
+        """
+        sizes = {
+            home: home.parameter.numel() * home.parameter.element_size()
+            for home in self._homes.values()
+        }
+        missing = sum(size for home, size in sizes.items() if home.lease is None)
+        return missing + 2 * max(sizes.values(), default=0)
+
     def watch(self, blocks: Iterable[Block]) -> None:
         """Expect gradients of all parameters that now require one, and of no others."""
         if self._lost:
@@ -397,6 +410,7 @@ class Gradients:
             return
         arrivals, self._arrivals = self._arrivals, []
         done = self._device.new_event()
+        self._engine.flush_home()
         done.record(self._engine.d2h.stream)
         listeners = tuple(self._listeners.values())
         self._jobs.append(
@@ -468,6 +482,7 @@ class Gradients:
         while self._jobs:
             failed = failed or self._jobs.popleft().exception()
         if self._sent:
+            self._engine.flush_home()
             self._engine.d2h.stream.synchronize()
             self._sent = False
         return failed

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import inspect
 import shutil
-import tempfile
-import warnings
 import weakref
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from stagehand.errors import ConfigError, StagehandWarning
+from stagehand.compact import Compact, expand, scratch_folder
+from stagehand.files import check_key_map
 from stagehand.modes import check_model, layer
 from stagehand.pretrained.deferred import empty_tensor
 from stagehand.pretrained.matching import match, untie
@@ -24,9 +23,10 @@ from stagehand.pretrained.sources import (
     open_checkpoint,
 )
 from stagehand.runtime import HANDLE
-from stagehand.units import MIB, format_bytes
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import torch
     from torch import nn
 
@@ -36,8 +36,6 @@ if TYPE_CHECKING:
     from stagehand.stores.checkpoint import Checkpoint
 
 __all__ = ["load"]
-
-_QUIET_BYTES = 64 * MIB  # may go to the system's temporary directory without a word
 
 
 def load(
@@ -54,6 +52,9 @@ def load(
     The constructor runs without making weights; what it computes (tables, masks, other
     buffers) is real. Then the model is streamed as by `layer()`, from the files: exact,
     within `vram_budget` and `ram_budget`, with or without an accelerator.
+
+    What `stagehand convert` wrote is opened as what it was made from: packed weights
+    are the same to the bit, quantized ones are dequantized and frozen.
 
     Models of `transformers` and `diffusers` read their checkpoints as
     `from_pretrained()` does: in evaluation mode, with their own names and tied weights.
@@ -72,8 +73,8 @@ def load(
         dtype: Load floating-point weights as this; None keeps the files' types.
         key_map: From the model's names to the files', as a mapping or a function.
             Stands for the class's own mapping.
-        scratch_dir: Where to write what is computed: a directory with room for it, not
-            in memory. The system's directory for temporary files by default.
+        scratch_dir: Where to write what is computed or decoded: a directory with room
+            for it, not in memory; by default the system's one for temporary files.
         **options: Those of `layer()`: `vram_budget`, `ram_budget`, `device` and so on.
 
     Returns:
@@ -93,24 +94,43 @@ def load(
     inspect.signature(layer).bind(model, **options)  # an unknown one is an error now
     source = find_source(model, checkpoint_dir)
     checkpoint = open_checkpoint(source.path)
-    main = dtype or main_dtype(checkpoint)
-    built = source.build(main)
-    check_model(built.model, None)
-    naming = _naming(built.model, checkpoint, main, key_map)
-    untie(built.model, checkpoint, naming)
-    matched = match(built, checkpoint, naming, dtype)
-    if not matched.made:
-        return _stream(built.model, checkpoint, matched, options)
-    folder = _scratch_folder(matched.made_bytes, scratch_dir)
-    remove = weakref.finalize(built.model, shutil.rmtree, folder, ignore_errors=True)
+    folders: list[Path] = []
+
+    def folder_for(nbytes: int) -> Path:
+        folders.append(scratch_folder(nbytes, scratch_dir))
+        return folders[-1]
+
+    compact: Compact | None = None
     try:
-        written = write(matched.made, checkpoint, folder, matched.made_bytes)
-        streamed = _stream(built.model, checkpoint.joined(written), matched, options)
+        compact = expand(checkpoint, folder_for)
+        if compact is not None:
+            checkpoint = compact.plain
+        main = dtype or main_dtype(checkpoint)
+        built = source.build(main)
+        check_model(built.model, None)
+        naming = _naming(built.model, checkpoint, main, key_map)
+        untie(built.model, checkpoint, naming)
+        matched = match(built, checkpoint, naming, dtype)
+        if matched.made:
+            folder = folder_for(matched.made_bytes)
+            written = write(matched.made, checkpoint, folder, matched.made_bytes)
+            checkpoint = checkpoint.joined(written)
+        if compact is not None:
+            compact = replace(compact, plain=checkpoint)
+        streamed = _stream(built.model, compact or checkpoint, matched, options)
     except BaseException:
-        remove()
+        if compact is not None:
+            compact.files.close()
+        _remove(folders)
         raise
+    remove = weakref.finalize(built.model, _remove, folders)
     getattr(streamed, HANDLE).at_shutdown(lambda _: remove())
     return streamed
+
+
+def _remove(folders: Iterable[Path]) -> None:
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _naming(
@@ -122,13 +142,14 @@ def _naming(
     if key_map is None:
         return naming_of(model, checkpoint, dtype)
     if isinstance(key_map, Mapping):
+        check_key_map(model, key_map)
         return Naming(keys=key_map)
     return Naming(keys={name: key_map(name) for name in model.state_dict()})
 
 
 def _stream(
     model: nn.Module,
-    checkpoint: Checkpoint,
+    checkpoint: Checkpoint | Compact,
     matched: Matched,
     options: Mapping[str, Any],
 ) -> nn.Module:
@@ -144,22 +165,3 @@ def _stream(
         runtime.shutdown()
         raise
     return streamed
-
-
-def _scratch_folder(nbytes: int, scratch_dir: str | Path | None) -> Path:
-    """Make a directory for what is computed."""
-    if scratch_dir is None and nbytes > _QUIET_BYTES:
-        warnings.warn(
-            f"{format_bytes(nbytes)} of the model are not stored as it needs them:"
-            f" they are computed once, into {tempfile.gettempdir()}; name a directory"
-            " in scratch_dir, on a fast disk",
-            StagehandWarning,
-            stacklevel=3,
-        )
-    try:
-        return Path(tempfile.mkdtemp(prefix="stagehand-", dir=scratch_dir))
-    except OSError as error:
-        raise ConfigError(
-            f"scratch_dir is '{scratch_dir}': expected a directory that can be written"
-            f" to ({error})"
-        ) from error

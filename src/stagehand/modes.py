@@ -14,17 +14,26 @@ from stagehand.core.device import Device, find_device
 from stagehand.errors import ConfigError
 from stagehand.guards import Checks
 from stagehand.residency.blocks import find_blocks, find_layers, tensor_bytes
+from stagehand.residency.shared import shared_bytes
 from stagehand.runtime import HANDLE, Runtime
 from stagehand.units import MIB, parse_bytes
 from stagehand.weights import is_hooked
+from stagehand.wires import TRANSPORTS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
     from stagehand.core.arena import Arena
+    from stagehand.wires import Transport
 
-__all__ = ["StagehandRuntime", "check_model", "layer"]
+__all__ = [
+    "StagehandRuntime",
+    "check_model",
+    "device_budget",
+    "host_budget",
+    "layer",
+]
 
 _Model = TypeVar("_Model", bound=nn.Module)
 _DEFAULT_SHARE = 0.8  # of the free device memory
@@ -91,6 +100,9 @@ class StagehandRuntime(Runtime):
             log_interval=config.telemetry_interval_steps,
             telemetry_file=config.telemetry_file,
             pool=pool,
+            shared=config.shared,
+            name=type(model).__name__,
+            transport=config.transport,
         )
         super().__init__(model, find_blocks(model, block_pattern), settings)
 
@@ -107,6 +119,9 @@ def layer(
     telemetry: bool | str | Path = False,
     trace: bool = False,
     pool: Arena | None = None,
+    shared: bool = True,
+    name: str | None = None,
+    transport: Transport = "plain",
     opaque: Sequence[type[nn.Module]] = (),
     nan_inf_check: bool = False,
     strict_bf16: bool = False,
@@ -132,6 +147,15 @@ def layer(
         telemetry: True times uses and copies; a path also writes a line a step.
         trace: Keep spans for `export_trace`.
         pool: Pinned memory from another runtime's `shutdown_keep_pool()`.
+        shared: Whether models that are streamed to one device share the largest of
+            their budgets and its lanes, each up to its own budget: the one that runs
+            gets the room. False gives this one a budget and lanes apart from others'.
+        name: For those who share a device, to tell who holds what; its class by
+            default.
+        transport: "packed" sends bfloat16 weights losslessly in three quarters of their
+            bytes, decoded on the device: where the link is the limit. They are packed
+            before the first pass, into pinned memory beside the tensors; trained
+            weights cross as they are. It takes device memory for one block more.
         opaque: Module classes that read their children's parameters themselves.
         nan_inf_check: Count NaN and infinite values in outputs of blocks.
         strict_bf16: Refuse a floating-point parameter or output of a block that is not
@@ -152,6 +176,10 @@ def layer(
     """
     if prefetch_k < 0:
         raise ConfigError(f"prefetch_k is {prefetch_k}: expected 0 or more")
+    if transport not in TRANSPORTS:
+        raise ConfigError(
+            f"transport is {transport!r}: expected {' or '.join(map(repr, TRANSPORTS))}"
+        )
     place = find_device(device)
     check_model(model, dtype)
     budget, pinned = _budgets(model, place, vram_budget, ram_budget)
@@ -171,8 +199,13 @@ def layer(
         traced=trace,
         telemetry_file=None if isinstance(telemetry, bool) else telemetry,
         pool=pool,
+        shared=shared,
+        name=name or type(model).__name__,
+        transport=transport,
     )
-    finding = find_layers(model, budget_bytes=budget, opaque=opaque)
+    # A block that is decoded takes the room of two, and a quarter to work in.
+    room = budget if transport == "plain" else int(budget / 2.25)
+    finding = find_layers(model, budget_bytes=room, opaque=opaque)
     Runtime(model, finding, settings)
     return model
 
@@ -183,18 +216,32 @@ def _budgets(
     vram_budget: int | str | None,
     ram_budget: int | str | None,
 ) -> tuple[int, int]:
-    free = place.free_bytes()
-    budget = int(_DEFAULT_SHARE * free)
-    if vram_budget is not None:
-        budget = parse_bytes(vram_budget, name="vram_budget", of=free)
-    memory = psutil.virtual_memory()
+    budget = device_budget(place, vram_budget)
     own = sum(tensor_bytes(p) for p in model.parameters() if p.is_cpu)
-    pinned = int(_DEFAULT_SHARE * (memory.available + own))
+    pinned = int(_DEFAULT_SHARE * (psutil.virtual_memory().available + own))
     if ram_budget is not None:
-        pinned = parse_bytes(ram_budget, name="ram_budget", of=memory.total)
+        pinned = host_budget(ram_budget)
         if place.is_host:  # there is one memory: the smaller budget counts
             budget = min(budget, pinned)
     return budget, pinned
+
+
+def device_budget(place: Device, vram_budget: int | str | None) -> int:
+    """Return the bytes that a user's `vram_budget` stands for.
+
+    A share is one of what is free, and of what weights that share it hold already: so
+    it is the same for each model.
+    """
+    free = place.free_bytes() + shared_bytes(place)
+    if vram_budget is None:
+        return int(_DEFAULT_SHARE * free)
+    return parse_bytes(vram_budget, name="vram_budget", of=free)
+
+
+def host_budget(ram_budget: int | str) -> int:
+    """Return the bytes that a user's `ram_budget` stands for."""
+    total = psutil.virtual_memory().total
+    return parse_bytes(ram_budget, name="ram_budget", of=total)
 
 
 def check_model(model: nn.Module, dtype: torch.dtype | None) -> None:

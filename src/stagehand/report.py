@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from stagehand.residency.shared import Holding
 from stagehand.units import format_bytes
 
 __all__ = ["Report", "advise"]
@@ -26,6 +27,10 @@ class Report:
 
     budget_bytes: int
     """Device bytes that weights may take."""
+    shared_bytes: int
+    """Device bytes that all models on the device may take together."""
+    holdings: tuple[Holding, ...]
+    """What each of them holds, and why."""
     peak_device_bytes: int
     """The most that they took at once."""
     weight_bytes: int
@@ -60,6 +65,14 @@ class Report:
     """The link's rate: measured, or a guess before the first timed pass."""
     abandoned_slots: int
     """Slots whose memory somebody else still held when it was needed."""
+    compact_blocks: int
+    """Blocks that cross the link packed or quantized."""
+    compact_bytes: int
+    """Bytes of these blocks on the device."""
+    compact_link_bytes: int
+    """Bytes in which they cross, at most."""
+    decoder_bytes: int
+    """Device bytes set aside to decode them."""
     limit: str
     """What a faster pass lacks: "compute", "link", "disk", "budget" or "unknown"."""
     advice: str
@@ -81,7 +94,27 @@ class Report:
             f"moved     {format_bytes(self.streamed_bytes)} to the device,"
             f" {format_bytes(self.saved_bytes)} back,"
             f" {format_bytes(self.disk_bytes)} from disk",
+            *self._compact(),
+            *self._neighbours(),
             f"passes    {self.passes}, {pace} each",
             f"limit     {self.limit}: {self.advice}",
         )
         return "\n".join(lines)
+
+    def _compact(self) -> list[str]:
+        """Say what crosses in a smaller form, if anything does."""
+        if not self.compact_blocks:
+            return []
+        return [
+            f"link      {self.compact_blocks} blocks of"
+            f" {format_bytes(self.compact_bytes)} cross in"
+            f" {format_bytes(self.compact_link_bytes)};"
+            f" {format_bytes(self.decoder_bytes)} to decode them"
+        ]
+
+    def _neighbours(self) -> list[str]:
+        """Say who holds what, where there is more than one, or somebody is held."""
+        if len(self.holdings) < 2 and all(h.why == "not held" for h in self.holdings):
+            return []
+        first = f"shared    {format_bytes(self.shared_bytes)}: {self.holdings[0]}"
+        return [first, *(f"          {holding}" for holding in self.holdings[1:])]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import shutil
 import sys
 import warnings
 import weakref
@@ -14,7 +16,19 @@ from torch import nn
 from stagehand.additions import Additions
 from stagehand.assembly import Settings, assemble
 from stagehand.autocast import Casts
+from stagehand.compact import (
+    Compact,
+    CompactFiles,
+    expand,
+    quantized_model,
+    refuse_quantized,
+    scratch_folder,
+    wire_blocks,
+)
+from stagehand.conductor.adapters import LinkNeed
 from stagehand.core.clock import Phase
+from stagehand.core.ledger import SubAccount
+from stagehand.core.limits import Bounds
 from stagehand.core.telemetry import Telemetry
 from stagehand.errors import (
     ClosedError,
@@ -22,10 +36,11 @@ from stagehand.errors import (
     StagehandOOMError,
     StagehandWarning,
 )
-from stagehand.files import KeyMap, back_by_files
+from stagehand.files import KeyMap, back_by_files, check_key_map, key_of
 from stagehand.gradients import Gradients
 from stagehand.graph import SavedTensors
 from stagehand.guards import Guards
+from stagehand.host_memory import HostMemory
 from stagehand.measure import Measure
 from stagehand.moves import Moves
 from stagehand.report import Report, advise
@@ -34,6 +49,10 @@ from stagehand.residency.blocks import (
     Finding,
     tensor_bytes,
 )
+from stagehand.residency.holds import ResidentPriority
+from stagehand.stores.checkpoint import Checkpoint
+from stagehand.stores.squareq import SquareQ
+from stagehand.tenancy import Tenancy
 from stagehand.units import parse_bytes
 from stagehand.weights import (
     Edges,
@@ -42,16 +61,22 @@ from stagehand.weights import (
     SiteHooks,
     StrayUses,
 )
+from stagehand.wires import Wires
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
     from stagehand.core.arena import Arena
-    from stagehand.stores.checkpoint import Checkpoint
+    from stagehand.core.clock import PhaseClock
+    from stagehand.core.ledger import Account
+    from stagehand.core.transfer import TransferEngine
+    from stagehand.residency.plan import Plan
     from stagehand.stores.files import FileSet
 
 __all__ = ["HANDLE", "Runtime"]
+
+_logger = logging.getLogger("stagehand")
 
 HANDLE = "_stagehand_layer_runtime"
 """The attribute through which a streamed model knows its runtime."""
@@ -96,12 +121,16 @@ class Runtime(PassListener):
         self._guards.check_parameters(
             (*finding.streamed, *(group for _, group in finding.gathered))
         )
+        self._link_need: tuple[Plan, LinkNeed | None] | None = None
         self._parts, sites = assemble(finding, settings, self._counters)
+        self._bounds = Bounds(self._parts.scheduler.obey)
         self._files: FileSet | None = None
+        self._compact_files = CompactFiles()
         self._manual = False
         self._took_gradients = False  # the latest forward
         self._ready = False
         self._closed = False
+        self._hands_over = False
         self._strays: list[Block] = []
         # Under a torch function mode attention modules leave their fast path, whose
         # results differ in the last bits; what they read themselves is one block.
@@ -120,10 +149,17 @@ class Runtime(PassListener):
         parts = self._parts
         for block in parts.blocks:
             parts.masters.adopt(block)
+        self._wires = Wires(parts, settings)
+        self._host_memory = HostMemory(parts, settings.pinned_bytes)
         self._owners = {
             id(tensor): block for block in parts.away for tensor in block.tensors
         }
         self._edges = Edges(self, settings.device.torch_device)
+        self._tenancy = Tenancy(parts, self._edges, settings.budget_bytes)
+        self._marked_bytes = settings.budget_bytes  # by watermarks
+        parts.weights.grant(
+            min(parts.odd_bytes, settings.budget_bytes), "tensors of other kinds"
+        )
         self._saved = SavedTensors(
             parts.scheduler.slots_by_memory, self._owners, self._fetch
         )
@@ -207,7 +243,8 @@ class Runtime(PassListener):
         weights, parts = self._parts.weights, self._parts
         return (
             f"Runtime({len(parts.blocks)} blocks, {weights.held_bytes} of"
-            f" {weights.limit_bytes} bytes on {self._device.torch_device})"
+            f" {weights.limit_bytes} bytes on {self._device.torch_device},"
+            f" {self._tenancy.why})"
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
@@ -239,6 +276,7 @@ class Runtime(PassListener):
             self._next_step(None)
         self._tell(Phase.FORWARD)
         self._measure.begin_pass()
+        self._hands_over = self._tenancy.begin()
         self._take_additions()
         if self._gradients is not None:
             self._gradients.note_steps()
@@ -247,6 +285,8 @@ class Runtime(PassListener):
         elif self._took_gradients:
             self._note_steps()
         self._took_gradients = self._takes_gradients()
+        parts = self._parts
+        parts.trains = parts.trains or self._took_gradients
         self._begin_uses(changes_follow=not self._took_gradients)
         return self._pass_context(module)
 
@@ -260,13 +300,25 @@ class Runtime(PassListener):
         """Bring what has joined the model to the device, which has its own memory."""
         if self._device.is_host or self._parts.scheduler.in_use:
             return
-        if self._additions.take_in():
+        weights = self._parts.weights
+        share = weights.limit_bytes
+        weights.set_limit(self._marked_bytes)  # what joins may need more than that
+        taken = False
+        try:
+            taken = self._additions.take_in()
+        finally:
+            if not taken:
+                weights.set_limit(share)
+        if taken:
+            if self._edges.is_busy:
+                self._hands_over = self._tenancy.begin()
             self._place_rest()
             self._measure.know(self._parts.scheduler.blocks)
 
     def begin_backward(self) -> None:
         """See `PassListener.begin_backward`."""
         self._tell(Phase.BACKWARD)
+        self._hands_over = self._tenancy.begin()
         if not self._took_gradients:  # as in a region around all of the model
             self._watch()
         self._begin_uses(changes_follow=True)
@@ -279,6 +331,12 @@ class Runtime(PassListener):
         """See `PassListener.end_backward`."""
         if self._closed or self._model_ref() is None:
             return
+        try:
+            self._end_backward(failed=failed)
+        finally:
+            self._tenancy.end(failed=failed)
+
+    def _end_backward(self, *, failed: bool) -> None:
         scheduler, gradients = self._parts.scheduler, self._gradients
         scheduler.release_fetched()
         if failed:
@@ -336,19 +394,32 @@ class Runtime(PassListener):
 
     def _begin_uses(self, *, changes_follow: bool) -> None:
         parts, measure = self._parts, self._measure
+        if self._took_gradients:
+            self._wires.check_frozen()
+            if self._wires.must_leave() is not None:
+                self._clear_device()
+        self._make_room()
         if not self._ready:
+            if not parts.scheduler.in_use:  # place what there is room for, no more
+                parts.steering.steer()
             self._prepare()
+        self._compact_files.check()
         if self._files is not None:
             self._files.check()
+            self._account(trains=changes_follow and self._took_gradients)
         if measure.stopwatch.is_over():
             parts.steering.note(*measure.collect())
-        self._make_room()
-        parts.scheduler.begin_pass(changes_follow=changes_follow)
+        parts.scheduler.begin_pass(
+            changes_follow=changes_follow, hands_over=self._hands_over
+        )
         if not parts.scheduler.in_use and parts.steering.steer():
             if parts.weights.overdraft_bytes:
                 parts.device_arena.trim()  # what was kept for reuse under the old limit
             self._place_rest()
+            self._keep_from_disk()
             measure.know(parts.scheduler.blocks)
+        if parts.scheduler.recall():
+            parts.take_gradients_along()
         watch = measure.timed or parts.steering.wants_times(measure.stopwatch.uses)
         parts.scheduler.stopwatch = measure.stopwatch if watch else None
         parts.engine.stopwatch = parts.scheduler.stopwatch
@@ -378,9 +449,12 @@ class Runtime(PassListener):
         if watched is not None and sys.exc_info()[0] is None:
             self._known.add(watched)  # a pass that failed did not show all
         self._parts.scheduler.release_fetched()  # by a backward inside of a forward
-        self._parts.scheduler.end_pass()
-        if self._gradients is not None:
-            self._gradients.settle()
+        try:
+            self._parts.scheduler.end_pass()
+            if self._gradients is not None:
+                self._gradients.settle()
+        finally:
+            self._tenancy.end(failed=sys.exc_info()[0] is not None)
         self._measure.end_pass()
         if strays:
             self._keep(strays)
@@ -425,10 +499,31 @@ class Runtime(PassListener):
             )
         if not self._device.is_host:
             self._take_in()
+            self._wires.prepare(trains=self._took_gradients)
             staged = parts.masters.pin_all(parts.streamed, self._settings.lookahead)
             parts.loader.set_slabs(*staged)
+            self._wires.open()
+            self._keep_from_disk()
         self._ready = True
         self._place_rest()
+
+    def _account(self, *, trains: bool) -> None:
+        """Count weights in host memory that are not those of their files any more."""
+        if self._files is None or self._parts.scheduler.in_use:
+            return
+        if self._host_memory.account(
+            self._files.overlay_bytes,
+            trains=trains,
+            gradient_bytes=self._missing_for_gradients(),
+        ):
+            self._make_room()
+            self._keep_from_disk()
+
+    def _keep_from_disk(self) -> None:
+        self._host_memory.keep(self._missing_for_gradients())
+
+    def _missing_for_gradients(self) -> int:
+        return 0 if self._gradients is None else self._gradients.missing_bytes
 
     def _place_rest(self) -> None:
         """Bring what always stays to the device; what has no values yet comes later.
@@ -439,16 +534,7 @@ class Runtime(PassListener):
         staying = parts.scheduler.staying() if self._ready else parts.blocks[:1]
         parts.scheduler.settle(b for b in staying if b.store is not None and b.tensors)
         parts.place_odd()
-        self._take_gradients_along()
-
-    def _take_gradients_along(self) -> None:
-        """Let gradients of what is trained where it stays lie where it lies now."""
-        parts = self._parts
-        staying = [b for b in parts.scheduler.staying() if not b.trains]
-        for tensor in (*(t for b in staying for t in b.tensors), *parts.odd):
-            grad = tensor.grad if tensor.is_leaf else None
-            if grad is not None and grad.device != tensor.device:
-                tensor.grad = grad.to(tensor.device)
+        self._parts.take_gradients_along()
 
     def _take_in(self) -> None:
         """Take in what was assigned to the `.data` of tensors, wherever they are."""
@@ -456,17 +542,21 @@ class Runtime(PassListener):
             self._parts.scheduler.take_in(block)
 
     def _make_room(self) -> None:
-        marks = self._settings.watermarks
+        marks, parts = self._settings.watermarks, self._parts
         allocated = self._device.allocated_bytes()
-        if marks is None or allocated is None:
-            return
-        weights = self._parts.weights
-        target = marks.target(weights.limit_bytes, weights.held_bytes, allocated)
-        target = max(
-            min(target, self._budget_bytes),
-            self._parts.steering.smallest_budget() + self._parts.odd_bytes,
+        if marks is not None and allocated is not None:
+            held = parts.weights.held_bytes
+            target = marks.target(self._marked_bytes, held, allocated)
+            self._marked_bytes = max(
+                min(target, self._budget_bytes),
+                parts.steering.smallest_budget() + parts.apart_bytes,
+            )
+        target = min(
+            self._tenancy.limit_bytes,
+            self._marked_bytes,
+            self._host_memory.slots_bytes,
         )
-        if target != weights.limit_bytes:
+        if target != parts.weights.limit_bytes:
             self._limit_to(target)
 
     # Steps
@@ -575,17 +665,25 @@ class Runtime(PassListener):
     # Stores
 
     def convert_registry_to_file_backed_sharded(
-        self, directory: str | Path | Checkpoint, *, key_map: KeyMap = None
+        self,
+        directory: str | Path | Checkpoint | Compact,
+        *,
+        key_map: KeyMap = None,
+        scratch_dir: str | Path | None = None,
     ) -> int:
         """Let streamed weights come from safetensors files instead of host memory.
 
         The host memory that they took is given up; what is on the `meta` device gets
-        its values here. Names must be the model's own.
+        its values here. Names must be the model's own. What `stagehand convert` wrote
+        crosses the link as it is stored.
 
         Args:
             directory: A folder of `*.safetensors`, with or without index, or one file;
                 or what such were opened as.
             key_map: From the model's names to the files', as a mapping or a function.
+            scratch_dir: Where weights that are stored packed or quantized are decoded
+                to once, for who reads parameters; the system's directory for temporary
+                files by default.
 
         Returns:
             How many blocks are backed by files now.
@@ -596,12 +694,88 @@ class Runtime(PassListener):
         """
         model = self._check_open()
         self.park()
-        files, count = back_by_files(self._parts, model, directory, key_map)
+        if not isinstance(directory, Checkpoint | Compact):
+            check_key_map(model, key_map)
+            directory = Checkpoint.open(directory)
+        opened = directory
+        if isinstance(opened, Checkpoint):
+            refuse_quantized(opened)
+            opened = expand(opened, lambda n: self._scratch(n, scratch_dir)) or opened
+        compact = opened if isinstance(opened, Compact) else None
+        plain = opened.plain if isinstance(opened, Compact) else opened
+        try:
+            files, count = back_by_files(self._parts, model, plain, key_map)
+        except BaseException:
+            if compact is not None:
+                compact.files.close()
+            raise
+        if compact is not None:
+            self._compact_files.add(compact.files)
         if self._files is not None:
             self._files.close()
         self._files = files
+        if compact is not None:
+            wire_blocks(self._parts, self._wires, compact, model, key_map)
         self._place_rest()
         return count
+
+    def convert_registry_to_squareq_backed(
+        self,
+        path: str | Path,
+        *,
+        manifest: str | Path | None = None,
+        key_map: KeyMap = None,
+        scratch_dir: str | Path | None = None,
+    ) -> int:
+        """Let quantized weights be the truth of the linear layers that they are for.
+
+        INT8 crosses the link and is dequantized on the device. The other weights stay
+        what they are. Layers with quantized weights cannot be trained; adapters on them
+        can.
+
+        Args:
+            path: A `.fpk` or `.slab` file of SquareQ v1; or a `.safetensors` file of v2
+                with its manifest, or the folder of both.
+            manifest: The manifest, if it is not beside the file under its name.
+            key_map: From the model's names to the files', as a mapping or a function.
+            scratch_dir: Where weights are dequantized to once, for who reads
+                parameters; the system's directory for temporary files by default.
+
+        Returns:
+            How many blocks have quantized weights now.
+
+        Raises:
+            ManifestError: If the manifest does not fit its file, this library or the
+                model; nothing has changed then.
+            CheckpointError: If a file is not sound or cannot be written.
+            StagehandOOMError: If the budget has no room to decode a block.
+        """
+        model = self._check_open()
+        self.park()
+        slab = SquareQ.open(path, manifest)
+        try:
+            files, count = quantized_model(
+                self._parts,
+                self._wires,
+                model,
+                slab,
+                lambda name: key_of(name, key_map),
+                lambda nbytes: self._scratch(nbytes, scratch_dir),
+            )
+        except BaseException:
+            slab.files.close()
+            raise
+        self._compact_files.add(slab.files, files)
+        self._place_rest()
+        return count
+
+    def _scratch(self, nbytes: int, scratch_dir: str | Path | None) -> Path:
+        """Make a folder that goes at the shutdown, or with the model."""
+        folder = scratch_folder(nbytes, scratch_dir)
+        model = self._check_open()
+        remove = weakref.finalize(model, shutil.rmtree, folder, ignore_errors=True)
+        self.at_shutdown(lambda _: remove())
+        return folder
 
     # Gradients
 
@@ -639,10 +813,12 @@ class Runtime(PassListener):
         )
         with self._edges.lock:
             self._limit_to(nbytes)
-            self._budget_bytes = nbytes
+            self._budget_bytes = self._marked_bytes = nbytes
+            self._tenancy.set_budget(nbytes)
 
     def _limit_to(self, nbytes: int) -> None:
-        self._parts.steering.set_budget(nbytes - self._parts.odd_bytes)
+        self._wires.shrink_to(nbytes)
+        self._parts.steering.set_budget(nbytes - self._parts.apart_bytes)
         self._parts.weights.set_limit(nbytes)
         self._parts.device_arena.trim()  # what is kept for reuse counts, too
 
@@ -661,13 +837,18 @@ class Runtime(PassListener):
                     f"block {used[0]!r} is in use: call after_block() before the model"
                     " is moved, copied or given back"
                 )
-            self._parts.scheduler.park()
-            self._parts.loader.set_slabs(0, 0)
+            self._clear_device()
             self._take_in()
             self._parts.take_home_odd()
-            self._take_gradients_along()
+            self._parts.take_gradients_along()
             self._parts.device_arena.trim()
-            self._ready = self._resumes = False
+
+    def _clear_device(self) -> None:
+        """Let all blocks go home; the next use prepares all anew."""
+        self._parts.scheduler.park()
+        self._parts.loader.set_slabs(0, 0)
+        self._parts.engine.close_wires()
+        self._ready = self._resumes = False
 
     def place(self) -> None:
         """Bring what always stays to the device, as the next pass would."""
@@ -677,6 +858,185 @@ class Runtime(PassListener):
                 self._take_additions()
                 self._place_rest()
                 self._resumes = False
+
+    # Sharing the device
+
+    @contextmanager
+    def keep_resident(
+        self, model_or_runtime: nn.Module | Runtime | None = None
+    ) -> Iterator[None]:
+        """Let no other model take device memory of this one inside the `with`.
+
+        What is on the device of it stays, and so does what its passes bring there, as
+        far as every other model can still run. Nests, and ends with an exception, too.
+
+        Args:
+            model_or_runtime: Whose blocks stay; this runtime's own by default.
+
+        Raises:
+            ConfigError: If it does not share this runtime's device memory.
+        """
+        target = self._neighbour(model_or_runtime)
+        if not target.block_ids:
+            _logger.warning("%s has no blocks to keep resident", target._tenancy.name)
+        shared, number = self._tenancy.shared, target._tenancy.number
+        shared.keep(number)
+        try:
+            yield
+        finally:
+            shared.end_keep(number)
+
+    def reserve_for_resident(
+        self,
+        model_or_runtime: nn.Module | Runtime | None = None,
+        priority: ResidentPriority = ResidentPriority.PRIMARY,
+    ) -> int:
+        """Reserve device memory for one model until `release_reservation()`.
+
+        A model that fits its budget gets room for all of it. One that streams gets what
+        the other models do not need to run. The memory is its own from its next pass
+        on, whoever runs, through every new plan, and until the model is shut down. A
+        second call replaces the first.
+
+        Args:
+            model_or_runtime: For which; this runtime's own by default.
+            priority: PRIMARY is never evicted, SECONDARY only if another model's load
+                could not be met otherwise.
+
+        Returns:
+            How many bytes are reserved.
+
+        Raises:
+            StagehandOOMError: If they are not there; it names the missing bytes and who
+                holds them.
+            ConfigError: If it is a guest, or does not share this runtime's device
+                memory.
+        """
+        target = self._neighbour(model_or_runtime)
+        return self._tenancy.shared.reserve(target._tenancy.number, priority)
+
+    def release_reservation(
+        self, model_or_runtime: nn.Module | Runtime | None = None
+    ) -> None:
+        """End what `reserve_for_resident` began; without it nothing happens.
+
+        Args:
+            model_or_runtime: Whose; this runtime's own by default.
+        """
+        target = self._target(model_or_runtime)
+        if target is not None and target._tenancy.shared is self._tenancy.shared:
+            self._tenancy.shared.release(target._tenancy.number)
+
+    @contextmanager
+    def as_guest(self, model_or_runtime: nn.Module | Runtime) -> Iterator[None]:
+        """Let another model use only device memory that nobody has reserved or keeps.
+
+        At the end of the `with` it leaves the device; its next pass brings it back.
+
+        Args:
+            model_or_runtime: The guest.
+
+        Raises:
+            StagehandOOMError: If that is less than it needs to run; it names the
+                missing bytes and who holds them.
+            ConfigError: If it has a reservation, is this runtime itself, or does not
+                share its device memory.
+        """
+        guest = self._neighbour(model_or_runtime)
+        if guest is self:
+            raise ConfigError(
+                f"{self._tenancy.name} cannot be its own guest: name another model"
+            )
+        shared, number = self._tenancy.shared, guest._tenancy.number
+        shared.begin_guest(number)
+        try:
+            yield
+        finally:
+            shared.end_guest(number)
+
+    def _neighbour(self, model_or_runtime: nn.Module | Runtime | None) -> Runtime:
+        """Return a runtime that shares this one's device memory, this one included."""
+        self._check_open()
+        target = self._target(model_or_runtime)
+        if target is None:
+            raise ConfigError(
+                f"{type(model_or_runtime).__name__} is not streamed: expected a"
+                " runtime, or a model after stagehand.layer()"
+            )
+        target._check_open()
+        if target._tenancy.shared is not self._tenancy.shared:
+            raise ConfigError(
+                f"{target._tenancy.name} and {self._tenancy.name} do not share device"
+                " memory: they are on different devices, or one was streamed with"
+                " shared=False"
+            )
+        return target
+
+    def _target(self, model_or_runtime: nn.Module | Runtime | None) -> Runtime | None:
+        if model_or_runtime is None:
+            return self
+        if isinstance(model_or_runtime, Runtime):
+            return model_or_runtime
+        target = model_or_runtime.__dict__.get(HANDLE)
+        return target if isinstance(target, Runtime) else None
+
+    # Being conducted: see `stagehand.conductor.adapters.Conducted`
+
+    @property
+    def bounds(self) -> Bounds:
+        """Where limits are posted that hold beside the runtime's own settings."""
+        return self._bounds
+
+    @property
+    def engine(self) -> TransferEngine:
+        """What copies its weights and gradients."""
+        return self._parts.engine
+
+    @property
+    def clock(self) -> PhaseClock:
+        """Its steps and phases."""
+        return self._measure.clock
+
+    @property
+    def kind(self) -> str:
+        """What it is called in a conductor's records."""
+        return "stagehand"
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it was not shut down, and its model lives."""
+        return not self._closed and self._model_ref() is not None
+
+    @property
+    def window(self) -> int:
+        """Blocks that it is configured to load ahead."""
+        return self._settings.lookahead
+
+    @property
+    def device_account(self) -> Account:
+        """The account of its device memory, or the whole that it shares with others."""
+        weights = self._parts.weights
+        return weights.whole if isinstance(weights, SubAccount) else weights
+
+    def snapshot(self) -> dict[str, int | None]:
+        """Return what a conductor's record says of it."""
+        parts = self._parts
+        return {
+            "max_inflight": parts.engine.h2d.capacity,
+            "prefetch_window": parts.scheduler.lookahead,
+            "device_bytes": parts.weights.held_bytes,
+            "pinned_bytes": parts.pinned_arena.leased_bytes,
+        }
+
+    def link_need(self) -> LinkNeed | None:
+        """Return what one cycle asks of the link, once compute times are measured."""
+        steering = self._parts.steering
+        if self._link_need is None or self._link_need[0] is not steering.plan:
+            seconds, need = steering.compute_seconds, None
+            if seconds is not None:
+                need = LinkNeed(compute_seconds=seconds, loads=steering.loads)
+            self._link_need = steering.plan, need
+        return self._link_need[1]
 
     # Telling
 
@@ -696,6 +1056,8 @@ class Runtime(PassListener):
             limit = "disk"
         return Report(
             budget_bytes=parts.weights.limit_bytes,
+            shared_bytes=self._tenancy.shared.ledger.device.limit_bytes,
+            holdings=self._tenancy.holdings(),
             peak_device_bytes=parts.weights.peak_bytes,
             weight_bytes=self._weight_bytes + self._additions.nbytes,
             resident_bytes=sum(b.nbytes for b in parts.scheduler.staying()),
@@ -713,6 +1075,10 @@ class Runtime(PassListener):
             hit_rate=measure.telemetry.hit_rate(),
             link_bytes_per_second=parts.steering.link_bytes_per_second,
             abandoned_slots=int(totals["abandoned_slots"] or 0),
+            compact_blocks=sum(b.wire is not None for b in parts.blocks),
+            compact_bytes=sum(b.nbytes for b in parts.blocks if b.wire),
+            compact_link_bytes=sum(b.link_nbytes for b in parts.blocks if b.wire),
+            decoder_bytes=parts.wire_bytes,
             limit=limit,
             advice=advise(limit),
         )
@@ -754,6 +1120,7 @@ class Runtime(PassListener):
             return
         model, parts = self._check_open(), self._parts
         self.park()
+        self._host_memory.close()
         if self._gradients is not None:
             self._gradients.close()
         self._close_step()
@@ -768,6 +1135,7 @@ class Runtime(PassListener):
         self._finalizer.detach()
         parts.keep_pool = keep_pool
         parts.close()
+        self._compact_files.close()
         if self._files is not None:
             self._files.close()
         self._measure.telemetry.close()

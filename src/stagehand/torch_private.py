@@ -7,6 +7,8 @@
 - `torch._C._autograd._{push,pop,top}_saved_tensors_default_hooks`: save weights as
   handles inside of regions whose own hooks save all else, as checkpointing does.
   Without them, importing the library is refused.
+- `torch._C._autograd._get_sequence_nr`: in which order backward will need what a
+  forward saves. Without it, importing the library is refused.
 - `torch.autograd.Variable._execution_engine.queue_callback`: learn that a backward pass
   is over. It came with the engine.
 - `torch.autograd.graph._engine_run_backward`: the function in which a thread waits for
@@ -20,6 +22,9 @@
   all threads. Without them, importing the library fails.
 - `torch._C._dynamo.eval_frame.set_code_exec_strategy`: let the compiler skip functions
   that are called by autograd. Without it, compiled blocks are compiled more often.
+- `torch._C._accelerator_{getDeviceStats,isAllocatorInitialized}`: how many bytes are
+  allocated, without turning all statistics into a flat table. Without them, asking
+  takes several times as long.
 - `torch._disable_dynamo`: leave a function out of compiled graphs without importing the
   compiler. Without it, compiled blocks warn of what they cannot trace.
 
@@ -38,6 +43,7 @@ from stagehand.errors import StagehandError
 
 __all__ = [
     "DispatchMode",
+    "allocated_on",
     "at_end_of_backward",
     "dispatch_modes",
     "dispatching",
@@ -47,6 +53,7 @@ __all__ = [
     "is_last_hook",
     "pop_saved_hooks",
     "push_saved_hooks",
+    "sequence_number",
     "skipped",
     "storage_use_count",
     "top_saved_hooks",
@@ -70,10 +77,26 @@ def _required(name: str, owner: Any = torch._C) -> Callable[..., Any]:
     return found
 
 
+_device_stats: Callable[[int], dict[str, Any]] | None = getattr(
+    torch._C, "_accelerator_getDeviceStats", None
+)
+
+
+def allocated_on(index: int) -> int:
+    """Return the bytes that this process's tensors hold on an accelerator."""
+    if _device_stats is None or not torch._C._accelerator_isAllocatorInitialized():
+        return torch.accelerator.memory_allocated(index)
+    found: int = _device_stats(index)["allocated_bytes"]["all"]["current"]
+    return found
+
+
 use_count_of: Callable[[int], int] = _required("_storage_Use_Count")
 """`storage_use_count` of a storage's `_cdata`, where a call more is too slow."""
 graph_task: Callable[[], int] = _required("_current_graph_task_id")
 """The number of the backward pass in which this thread runs, or -1."""
+sequence_number: Callable[[], int] = _required("_get_sequence_nr", torch._C._autograd)
+"""The number that this thread's next operator will have in the graph. Backward goes
+through the graph from the highest number down."""
 push_saved_hooks: Callable[[Any, Any], None] = _required(
     "_push_saved_tensors_default_hooks", torch._C._autograd
 )

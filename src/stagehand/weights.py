@@ -107,6 +107,7 @@ class _Turn:
         self._lock = threading.Lock()
         self._ownership = threading.Lock()
         self._owner: Any = None  # a thread
+        self._waiting: set[Any] = set()  # threads
         self._count = 0
         self._sorting = False  # the owner is back, and may be closing what it left
 
@@ -123,6 +124,16 @@ class _Turn:
                 self._count += 1
                 self._sorting = True
                 return True
+        if self._lock.acquire(blocking=False):
+            self._owner, self._count = me, 1
+            return True
+        self._waiting.add(me)
+        try:
+            return self._wait(me, in_backward=in_backward)
+        finally:
+            self._waiting.discard(me)
+
+    def _wait(self, me: Any, *, in_backward: bool) -> bool:
         while not self._lock.acquire(blocking=False):
             if in_backward and self._is_waited_for(me):
                 return False
@@ -136,6 +147,26 @@ class _Turn:
             return True
         self._owner, self._count = me, 1
         return True
+
+    def try_acquire(self) -> bool:
+        """Take the turn if that needs no waiting; return whether it was taken."""
+        me = _HERE.thread
+        with self._ownership:
+            if self._owner is me:
+                self._count += 1
+                self._sorting = True
+                return True
+            free = self._lock.acquire(blocking=False)
+            if not free and not self._is_forgotten():
+                return False
+            self._owner, self._count = me, 1
+        if not free:
+            self._take_over()
+        return True
+
+    def is_awaited_by(self, thread: Any) -> bool:
+        """Whether a thread waits for its turn."""
+        return thread in self._waiting
 
     def _is_waited_for(self, me: Any) -> bool:
         """Whether the owner waits for autograd, and this is a thread of autograd's own.
@@ -234,6 +265,23 @@ class Edges:
     def inside(self) -> bool:
         """Return whether this thread runs inside the model."""
         return self._thread is _HERE.thread
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a pass is under way, in whichever thread."""
+        return bool(self._stack)
+
+    def try_lock(self) -> bool:
+        """Take the lock if no other thread has it, and close what was left open."""
+        if not self.lock.try_acquire():
+            return False
+        try:
+            self._close_dead()
+        except BaseException:
+            self.lock.release()
+            raise
+        self.lock.sorted()
+        return True
 
     def running(self) -> bool:
         """Like `inside`, but first close what an interrupt left open."""

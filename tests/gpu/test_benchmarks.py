@@ -27,8 +27,9 @@ def test_gpu_benchmark_rehearses_every_cell(sim, tmp_path, capsys):
     scale = ["--blocks", "6", "--budgets", "60%"]
     assert main(["--dry", "--out", str(tmp_path), *scale]) == 0
     lines = (tmp_path / "simulated.jsonl").read_text().splitlines()
-    link, *cells, trained = map(json.loads, lines)
-    assert [link["kind"], trained["kind"]] == ["link", "training"]
+    link, *cells, trained, saving = map(json.loads, lines)
+    kinds = [line["kind"] for line in (link, trained, saving)]
+    assert kinds == ["link", "training", "activations"]
     assert [cell["shape"] for cell in cells] == list(SHAPES)
     for cell in cells:
         assert cell["bit_equal"]
@@ -41,6 +42,10 @@ def test_gpu_benchmark_rehearses_every_cell(sim, tmp_path, capsys):
     assert trained["peak_weight_bytes"] <= trained["budget_bytes"]
     assert trained["h2d_bytes"] > 0
     assert trained["d2h_bytes"] == 0
+    assert saving["loss_equal"]
+    assert saving["pool_hit_rate"] == 1.0
+    assert saving["freed_bytes"] >= 0.95 * saving["spill_bytes"] > 0
+    assert saving["lower_bytes"] > 0
     assert "of the bound" in capsys.readouterr().out
 
 

@@ -1,211 +1,349 @@
 """Saved tensors stay under a budget, and gradients are those without one."""
 
 import gc
+import weakref
 from copy import deepcopy
 
 import pytest
 import torch
+from keeping import (
+    BUDGET,
+    ROW_BYTES,
+    ROWS,
+    WIDTH,
+    assert_same,
+    emptied,
+    gradients,
+    inputs,
+    plain,
+    spill_of,
+    stack,
+)
 from small import runtime_of
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import stagehand
-
-BUDGET = 160_000
-WIDTH, ROWS = 64, 128
-ROW_BYTES = ROWS * WIDTH * 4
-
-
-def stack(depth=6):
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(0)
-        layers = (
-            nn.Sequential(
-                nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)
-            )
-            for _ in range(depth)
-        )
-        return nn.Sequential(*layers)
-
-
-def inputs():
-    return torch.linspace(-1, 1, ROWS * WIDTH).reshape(ROWS, WIDTH).to("hpu")
-
-
-def gradients(model, loss_of, *contexts):
-    """Gradients of the parameters and of the input, the graph being gone."""
-    model.zero_grad()
-    x = inputs().requires_grad_()
-    if contexts:
-        with contexts[0]:
-            loss = loss_of(model, x)
-    else:
-        loss = loss_of(model, x)
-    loss.backward()
-    return [p.grad.cpu().clone() for p in model.parameters()] + [x.grad.cpu()]
-
-
-def plain(model, x):
-    return model(x).square().sum()
-
-
-def chunked(model, x):
-    a, b = model(x).chunk(2, dim=1)
-    return (a * b).sum() + (a.t() @ b).sum()
-
-
-def expanded(model, x):
-    y = model(x)
-    return (y[:1].expand(64, ROWS, WIDTH)[:, 0] * y[:64]).sum()
-
-
-def complex_valued(model, x):
-    z = torch.view_as_complex(model(x).reshape(ROWS, WIDTH // 2, 2).contiguous())
-    return (z.conj() * z * z.conj()).abs().sum()
-
-
-def channels_last(model, x):
-    y = model(x).reshape(2, 64, 8, 8).to(memory_format=torch.channels_last)
-    return (torch.tanh(y) * y.permute(0, 2, 3, 1)[..., :1].permute(0, 3, 1, 2)).sum()
-
-
-def checkpointed(model, x):
-    for layer in model:
-        x = checkpoint(layer, x, use_reentrant=False)
-    return x.square().sum()
-
-
-def reentrant(model, x):
-    for layer in model:
-        x = checkpoint(layer, x, use_reentrant=True)
-    return x.square().sum()
-
-
-def with_an_unused_branch(model, x):
-    y = model(x)
-    model(y)
-    return y.square().sum()
-
-
-LOSSES = (
-    *(plain, chunked, expanded, complex_valued, channels_last, checkpointed),
-    *(reentrant, with_an_unused_branch),
-)
+from stagehand.activations.pieces import Piece
+from stagehand.activations.spill import Spill
+from stagehand.core.limits import Limits
 
 
 @pytest.fixture
 def saved(sim):
     """A context with a budget; at the end nothing of it is left."""
-    context = stagehand.activations(BUDGET)
-    yield context
-    gc.collect()
-    context.close()
-    assert context._spill.held_bytes == 0
-    assert context._arena.leased_bytes == 0
+    with emptied(stagehand.activations(BUDGET)) as context:
+        yield context
 
 
-@pytest.mark.parametrize("loss_of", LOSSES, ids=lambda f: f.__name__)
-def test_gradients_are_those_without_spilling(saved, loss_of):
-    model = stack().to("hpu")
-    expected = gradients(model, loss_of)
-    for _ in range(3):
-        assert all(map(torch.equal, gradients(model, loss_of, saved), expected))
-    if loss_of not in (checkpointed, reentrant):
-        assert saved._spill.spilled_count > 0
+@pytest.fixture
+def pieces(monkeypatch):
+    """All pieces that forwards save, weakly, in the order in which they do."""
+    found = []
+    make = Piece.__init__
+
+    def noted(piece, *args):
+        make(piece, *args)
+        found.append(weakref.ref(piece))
+
+    monkeypatch.setattr(Piece, "__init__", noted)
+    return found
 
 
-def test_saved_bytes_never_exceed_the_budget_after_the_first_step(saved, sim):
+def away(pieces):
+    """Which of the pieces are on the host only."""
+    return [(p := ref()) is not None and p.alias is None for ref in pieces]
+
+
+@pytest.fixture
+def watched(saved, monkeypatch):
+    """The most bytes held after any decision, since `clear()`."""
+    spill = spill_of(saved)
+    seen = []
+
+    def look(name):
+        method = getattr(Spill, name)
+
+        def looking(self, *args, **kwargs):
+            result = method(self, *args, **kwargs)
+            seen.append(self.held_bytes)
+            return result
+
+        monkeypatch.setattr(Spill, name, looking)
+
+    for name in ("_note", "_look_ahead", "_fetch", "_make_room", "restore"):
+        look(name)
+    assert spill.held_bytes == 0
+    return seen
+
+
+# The budget
+
+
+def test_saved_bytes_never_exceed_the_budget_after_the_first_step(saved, watched):
     model = stack().to("hpu")
     gradients(model, plain, saved)
-    saved._spill.peak_bytes = 0
-    before = sim.allocated_bytes()
-    x = inputs().requires_grad_()
-    with saved:
-        loss = plain(model, x)
-    # What is saved last is still held by the forward that saved it.
-    assert saved._spill.peak_bytes <= BUDGET + 2 * 4 * ROW_BYTES
-    assert sim.allocated_bytes() - before <= BUDGET + 2 * ROW_BYTES
-    loss.backward()
+    watched.clear()
+    for _ in range(3):
+        gradients(model, plain, saved)
+    assert len(watched) > 50
+    assert BUDGET / 2 < max(watched) <= BUDGET
+    assert spill_of(saved).tally.over_count == 0
 
 
-def test_the_oldest_leave(saved):
+def test_device_memory_falls_by_what_exceeds_the_budget(saved, sim):
     model = stack().to("hpu")
-    for _ in range(2):
-        x = inputs().requires_grad_()
+
+    def peak(context):
+        gc.collect()
+        sim.reset_peak()
+        before = sim.allocated_bytes()
+        gradients(model, plain, context)
+        return sim.peak_bytes() - before
+
+    alone = peak(None)
+    saved_bytes = 6 * 9 * ROW_BYTES  # two of 256 wide, one of 64, in each layer
+    peak(saved)
+    for _ in range(3):
+        assert peak(saved) <= alone - (saved_bytes - BUDGET) + 5 * ROW_BYTES
+
+
+def test_peak_is_never_above_that_without_spilling(sim):
+    model = stack().to("hpu")
+    for budget in (ROW_BYTES, BUDGET, 10 * BUDGET):
+        gc.collect()
+        sim.reset_peak()
+        gradients(model, plain)
+        alone = sim.peak_bytes()
+        with emptied(stagehand.activations(budget)) as saved:
+            for _ in range(3):
+                sim.reset_peak()
+                gradients(model, plain, saved)
+                assert sim.peak_bytes() <= alone
+
+
+def test_what_leaves_is_a_prefix_of_what_could(saved, pieces):
+    model = stack().to("hpu")
+    for _ in range(3):
+        x = inputs()
+        pieces.clear()
         with saved:
             loss = plain(model, x)
-        spill = saved._spill
-        on_device = [r().number for r in spill._live.values() if r() is not None]
-        gone = spill._numbers - len(on_device)
-        assert gone > 0
+        torch.accelerator.synchronize()
+        with saved:  # looks at what has left
+            pass
         # The input is kept by the test: it is the one that cannot leave.
-        assert sorted(on_device)[1:] == list(
-            range(spill._numbers - len(on_device) + 2, spill._numbers + 1)
-        )
+        gone = away(pieces)[1:]
+        count = sum(gone)
+        assert 0 < count < len(gone)
+        assert gone == [True] * count + [False] * (len(gone) - count)
         loss.backward()
         del loss
 
 
-def test_graph_can_be_gone_through_twice(saved):
+def test_prefix_is_the_smallest_that_fits(saved, pieces):
     model = stack().to("hpu")
-    x = inputs().requires_grad_()
+    gradients(model, plain, saved)
+    gradients(model, plain, saved)
+    lesson = spill_of(saved).lessons.latest
+    kept = [save.nbytes for save in lesson.saves if save.free]
+    count = lesson.prefix.count - len(lesson.prefix.skipped)
+    assert sum(kept[count:]) <= BUDGET < sum(kept[count - 1 :])
+
+
+def test_nearly_all_bytes_that_are_copied_are_freed(saved):
+    model = stack().to("hpu")
+    gradients(model, plain, saved)
+    tally = spill_of(saved).tally
+    tally.reset()
+    for _ in range(4):
+        gradients(model, plain, saved)
+    assert tally.spilled_bytes > 4 * BUDGET
+    assert tally.freed_bytes >= 0.95 * tally.spilled_bytes
+
+
+def test_host_memory_is_there_from_the_third_step_on(saved):
+    model = stack().to("hpu")
+    for _ in range(2):
+        gradients(model, plain, saved)
+    pool = saved._parts.pool
+    pool.hits = pool.misses = 0
+    for _ in range(3):
+        gradients(model, plain, saved)
+    assert pool.hits > 0
+    assert pool.misses == 0
+
+
+def test_settled_steps_never_let_the_host_wait(saved, sim):
+    model = stack().to("hpu")
+    for _ in range(3):
+        gradients(model, plain, saved)
+    torch.accelerator.synchronize()
+    before, pinned = sim.syncs(), sim.pinned_bytes()
+    x = inputs()
     with saved:
         loss = plain(model, x)
-    [first] = torch.autograd.grad(loss, x, retain_graph=True)
-    [second] = torch.autograd.grad(loss, x)
-    assert torch.equal(first, second)
+    loss.backward()
+    # One for the batch.
+    assert sim.syncs() - before <= 1
+    assert sim.pinned_bytes() == pinned
 
 
-def test_two_graphs_alive_go_backward_in_any_order(saved):
+def test_everything_stays_where_it_fits(sim):
+    model = stack().to("hpu")
+    with emptied(stagehand.activations(100 * BUDGET)) as saved:
+        for _ in range(3):
+            gradients(model, plain, saved)
+        assert spill_of(saved).tally.spilled_bytes == 0
+        assert "all of it stays" in saved.report()
+
+
+# Coming back
+
+
+def test_settled_backward_finds_all_of_it_on_its_way(saved):
+    model = stack().to("hpu")
+    for _ in range(2):
+        gradients(model, plain, saved)
+    tally = spill_of(saved).tally
+    tally.reset()
+    gradients(model, plain, saved)
+    assert tally.restored_count > 5
+    assert tally.demanded_count == 0
+
+
+def test_suppressed_speculation_brings_back_on_demand_only(saved):
+    model = stack().to("hpu")
+    expected = gradients(model, plain)
+    gradients(model, plain, saved)
+    spill = spill_of(saved)
+    spill.bounds.post("test", Limits(suppress_speculative=True))
+    spill.tally.reset()
+    assert_same(gradients(model, plain, saved), expected)
+    assert spill.tally.demanded_count > 2
+    spill.bounds.withdraw("test")
+    spill.tally.reset()
+    assert_same(gradients(model, plain, saved), expected)
+    assert spill.tally.demanded_count == 0
+
+
+def test_limit_on_copies_home_holds_and_keeps_the_budget(saved, watched, monkeypatch):
+    model = stack().to("hpu")
+    expected = gradients(model, plain)
+    for _ in range(2):
+        gradients(model, plain, saved)
+    spill = spill_of(saved)
+    spill.bounds.post("test", Limits(inflight_d2h=1))
+    watched.clear()
+    most = []
+    may = Spill._may_send
+
+    def noted(self):
+        allowed = may(self)
+        most.append(len(self._leaving) if allowed else 0)
+        return allowed
+
+    monkeypatch.setattr(Spill, "_may_send", noted)
+    assert_same(gradients(model, plain, saved), expected)
+    assert most
+    assert max(most) == 0
+    assert max(watched) <= BUDGET
+
+
+def test_what_came_back_early_gives_way_to_another_forward(saved, watched):
+    """Half of a backward, then a forward that needs the room."""
     model = stack().to("hpu")
     expected = gradients(model, plain)[-1]
-    x, y = inputs().requires_grad_(), inputs().requires_grad_()
+    for _ in range(2):
+        gradients(model, plain, saved)
+    x, y = inputs(), inputs()
     with saved:
-        first = plain(model, x)
+        middle = model[:3](x)
+        loss = plain(model[3:], middle)
+    watched.clear()
+    [partial] = torch.autograd.grad(loss, middle, retain_graph=True)
     with saved:
-        second = plain(model, y)
-    first.backward()
-    second.backward()
-    assert torch.equal(x.grad.cpu(), expected)
+        other = plain(model, y)
+    assert spill_of(saved).tally.cancelled_count > 0
+    assert max(watched) <= BUDGET
+    other.backward()
+    middle.backward(partial)
     assert torch.equal(y.grad.cpu(), expected)
+    assert torch.equal(x.grad.cpu(), expected)
 
 
-def test_tensor_changed_after_it_was_saved_raises(saved):
-    x = inputs().requires_grad_()
-    with saved:
-        y = x * 2
-        loss = (y * y).sum()
-    y.detach().add_(1)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()
-    del loss, y
-
-
-def test_tensor_that_somebody_keeps_stays_and_its_change_is_noticed(saved):
+def test_changed_shapes_are_planned_again(saved):
     model = stack().to("hpu")
-    kept = []
-    with saved:
-        x = inputs().requires_grad_()
-        for layer in model:
-            kept.append(x)
-            x = layer(x)
-        loss = x.square().sum()
-    assert saved._spill.stuck_count > 0
-    kept[2].detach().mul_(2)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()
-    del loss, x
-    kept.clear()
+    for parts in (1, 2, 1, 4, 2):
+        rows = torch.ones(ROWS // parts, WIDTH, device="hpu", requires_grad=True)
+        plain(model, rows).backward()
+        expected, rows.grad = rows.grad.clone(), None
+        for _ in range(2):
+            with saved:
+                loss = plain(model, rows)
+            loss.backward()
+            assert torch.equal(rows.grad, expected)
+            rows.grad = None
+    assert spill_of(saved).tally.over_count == 0
+    assert len(spill_of(saved).lessons._known) == 3
 
 
-def test_nothing_is_spilled_inside_of_backward(saved):
+def test_one_that_begins_alike_and_goes_on_otherwise_is_observed_again(saved):
+    model = stack(12).to("hpu")
+    for _ in range(3):
+        gradients(model[:4], plain, saved)
+    expected = gradients(model, plain)
+    for _ in range(3):
+        assert_same(gradients(model, plain, saved), expected)
+    lesson = spill_of(saved).lessons.latest
+    assert lesson.count == 3 * 12 + 1
+    assert spill_of(saved).tally.over_count == 0
+
+
+# When it cannot help
+
+
+class Swollen(nn.Module):
+    """Its backward begins small and ends with a peak that has nothing to do with it."""
+
+    def __init__(self, layers):
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, x):
+        return self.layers(_SwollenBackward.apply(x))
+
+
+class _SwollenBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        torch.empty(64 * BUDGET, dtype=torch.uint8, device="hpu")
+        return grad
+
+
+def test_it_switches_itself_off_and_says_so_where_the_peak_is_elsewhere(saved):
+    model = Swollen(stack()).to("hpu")
+    expected = gradients(deepcopy(model.layers), plain)
+    gradients(model, plain, saved)
+    with pytest.warns(stagehand.StagehandWarning, match="the peak of its memory comes"):
+        gradients(model, plain, saved)
+    spill_of(saved).tally.reset()
+    assert_same(gradients(model, plain, saved), expected)
+    assert spill_of(saved).tally.spilled_bytes == 0
+    assert "switched off" in saved.report()
+
+
+def test_it_stays_on_where_the_peak_is_its_own(saved):
     model = stack().to("hpu")
-    x = inputs().requires_grad_()
-    with saved:
-        loss = reentrant(model, x)
-        count = saved._spill.kept_count
-        loss.backward()
-    assert saved._spill.kept_count == count
+    for _ in range(4):
+        gradients(model, plain, saved)
+    assert not spill_of(saved).lessons.latest.useless
+
+
+# What it leaves
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
@@ -220,9 +358,50 @@ def test_failure_leaves_nothing_and_the_next_step_is_exact(saved, where):
         y.register_hook(lambda grad: 1 / 0)
         return y.sum()
 
-    with pytest.raises((ValueError, ZeroDivisionError)):
-        gradients(model, failing, saved)
-    assert all(map(torch.equal, gradients(model, plain, saved), expected))
+    for _ in range(2):
+        with pytest.raises((ValueError, ZeroDivisionError)):
+            gradients(model, failing, saved)
+    assert_same(gradients(model, plain, saved), expected)
+
+
+def test_failure_in_the_middle_of_backward_leaves_nothing(saved):
+    model = stack().to("hpu")
+    expected = gradients(model, plain)
+
+    def failing(model, x):
+        middle = model[:2](x)
+        middle.register_hook(lambda grad: 1 / 0)
+        return plain(model[2:], middle)
+
+    for _ in range(3):
+        with pytest.raises(ZeroDivisionError):
+            gradients(model, failing, saved)
+    assert_same(gradients(model, plain, saved), expected)
+
+
+def test_dropped_graphs_leave_nothing(saved):
+    model = stack().to("hpu")
+    for _ in range(3):
+        with saved:
+            plain(model, inputs())
+
+
+def test_context_is_reusable_and_reentrant(saved):
+    model = stack().to("hpu")
+    expected = gradients(model, plain)
+
+    def nested(model, x):
+        y = model[:3](x)
+        with saved:
+            y = model[3:](y)
+        return y.square().sum()
+
+    for _ in range(3):
+        assert_same(gradients(model, nested, saved), expected)
+    assert spill_of(saved).tally.spilled_count > 0
+
+
+# Together with streamed weights
 
 
 def test_with_streamed_weights_each_keeps_its_own_budget(saved, sim):
@@ -230,8 +409,20 @@ def test_with_streamed_weights_each_keeps_its_own_budget(saved, sim):
     expected = gradients(deepcopy(model).to("hpu"), plain)
     stagehand.layer(model, vram_budget=150_000)
     for _ in range(3):
-        assert all(map(torch.equal, gradients(model, plain, saved), expected))
-    assert saved._spill.spilled_count > 0
-    assert runtime_of(model).report().abandoned_slots == 0
-    assert runtime_of(model).report().peak_device_bytes <= 150_000
-    runtime_of(model).shutdown()
+        assert_same(gradients(model, plain, saved), expected)
+    assert spill_of(saved).tally.spilled_count > 0
+    runtime = runtime_of(model)
+    assert runtime.report().abandoned_slots == 0
+    assert runtime.report().peak_device_bytes <= 150_000
+    runtime.shutdown()
+
+
+def test_lanes_are_those_of_the_streamed_weights(saved):
+    model = stack()
+    stagehand.layer(model, vram_budget=150_000)
+    runtime = runtime_of(model)
+    mine, theirs = saved._parts.engine, runtime._parts.engine
+    assert mine.h2d.stream == theirs.h2d.stream
+    assert mine.d2h.stream == theirs.d2h.stream
+    assert saved._parts.arena.account.whole is runtime._parts.shared.ledger.pinned
+    runtime.shutdown()

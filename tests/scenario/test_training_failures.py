@@ -408,6 +408,9 @@ def test_another_thread_may_run_the_backward(sim, setting):
 def test_two_threads_train_two_models(sim, setting):
     expected = run_resident(net, train, setting.place)
     runs = [start(net, setting) for _ in range(2)]
+    for run in runs:  # they share: autograd's one thread goes back through both at once
+        run.budget *= 2
+        run.runtime.set_budget(run.budget)
     threads = [threading.Thread(target=train, args=(run,)) for run in runs]
     for thread in threads:
         thread.start()

@@ -49,7 +49,7 @@ using Clock = std::map<int64_t, int64_t>;  // stream id -> the last work of it t
 struct Config {  // the same as in sim_device.py; configure() there has units and defaults
   uint64_t capacity_bytes;
   double h2d_gbps, d2h_gbps, tflops, hbm_gbps, launch_us, host_launch_us;
-  int32_t deferred;
+  int32_t deferred, half_duplex;
 };
 
 struct Readings {  // the same as in sim_device.py
@@ -110,6 +110,7 @@ struct State {
   c10::CachingAllocator::Stat pinned_bytes;
   uint64_t copied_bytes[2]{}, copies[2]{}, kernel_launches = 0, syncs = 0;
   double link_free[2]{};  // when the link's last copy ends
+  std::map<double, double> link_busy;  // half-duplex: when it is taken, from and until
   Clock host_seen;        // what some host thread has waited for
   std::thread::id home = std::this_thread::get_id();
   double home_now = 0;
@@ -635,6 +636,32 @@ void queue_copy(Stream& s, const at::Tensor& src, const at::Tensor& dst, at::Ten
   s.queue.push_back(std::move(work));
 }
 
+// When a copy ends that needs its direction for so long. On a half-duplex link it takes what
+// is free of the one link, in pieces, as copies that were launched before it have left it.
+double take_link(int direction, double ready, double seconds) {
+  auto& own = sim.link_free[direction];
+  double at = std::max(ready, own);
+  if (!sim.config.half_duplex) return own = at + seconds;
+  auto& busy = sim.link_busy;
+  auto next = busy.upper_bound(at);
+  if (next != busy.begin()) at = std::max(at, std::prev(next)->second);
+  while (true) {
+    const bool fits = next == busy.end() || at + seconds <= next->first;
+    const double until = fits ? at + seconds : next->first;
+    if (until > at) {
+      auto before = next == busy.begin() ? busy.end() : std::prev(next);
+      if (before != busy.end() && before->second == at)
+        before->second = until;
+      else
+        busy.emplace_hint(next, at, until);
+      seconds -= until - at;
+    }
+    if (fits) return own = until;
+    at = next->second;
+    ++next;
+  }
+}
+
 void link_copy(const at::Tensor& src, const at::Tensor& dst, bool non_blocking) {
   at::Tensor host = src.is_cpu() ? src : dst;  // before the Lock; see Note [Order of locks]
   Lock lock;
@@ -647,8 +674,7 @@ void link_copy(const at::Tensor& src, const at::Tensor& dst, bool non_blocking) 
   touch(dst, current, true, "a copy");
   sim.copies[direction]++;
   sim.copied_bytes[direction] += src.nbytes();
-  auto& link = sim.link_free[direction];
-  s.now = link = std::max(launch_time(s), link) + c.launch_us * 1e-6 + src.nbytes() / rate;
+  s.now = take_link(direction, launch_time(s), c.launch_us * 1e-6 + src.nbytes() / rate);
   if (async && c.deferred) {
     queue_copy(s, src, dst, std::move(host));
     return;
@@ -927,7 +953,7 @@ void sim_reset() {
   Lock lock;
   for (auto& [id, s] : sim.streams) run_all(id);
   for (auto& [id, s] : sim.streams) {
-    s.seen.clear();
+    s.seen = {{id, s.seq}};  // a wait for the stream covers what was freed there meanwhile
     s.now = 0;
     s.last_free = 0;
   }
@@ -937,6 +963,7 @@ void sim_reset() {
   }
   sim.host_seen.clear();
   sim.races.clear();
+  sim.link_busy.clear();
   for (int direction : {kToDevice, kToHost})
     sim.copies[direction] = sim.copied_bytes[direction] = sim.link_free[direction] = 0;
   sim.kernel_launches = sim.syncs = 0;

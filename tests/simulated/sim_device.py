@@ -34,6 +34,7 @@ class _Config(ctypes.Structure):
         ("launch_us", ctypes.c_double),
         ("host_launch_us", ctypes.c_double),
         ("deferred", ctypes.c_int32),
+        ("half_duplex", ctypes.c_int32),
     )
 
 
@@ -132,6 +133,7 @@ def configure(
     launch_us: float = 5.0,
     host_launch_us: float = 0.0,
     deferred: bool = True,
+    half_duplex: bool = False,
 ) -> None:
     """Set the capacity and the cost model; what is not named gets its default.
 
@@ -147,6 +149,8 @@ def configure(
             each copy. Zero lets the host run ahead of the device without limit.
         deferred: Whether asynchronous copies run only when something waits for them.
             If not they run at once; the race check is the same.
+        half_duplex: Whether the link carries one direction at a time: a copy then takes
+            the link's free time, in pieces, in order of launch.
     """
     config = _Config(
         capacity_bytes,
@@ -157,6 +161,7 @@ def configure(
         launch_us,
         host_launch_us,
         deferred,
+        half_duplex,
     )
     _lib.sim_configure(ctypes.byref(config))
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from simulated import sim_device
 from simulated.sim_device import device
 
 MB = 1_000_000  # bytes: a copy or a kernel of 1 MB takes 1 ms at 1 GB/s
@@ -371,6 +372,47 @@ def test_copies_in_one_direction_share_the_link(sim):
     fill(pinned(), down, stream())
     assert sim.now_seconds() == pytest.approx(2e-3)
     torch.accelerator.synchronize()
+
+
+def test_a_host_wait_covers_memory_that_was_freed_since_the_reset(sim):
+    """Nothing else was launched on its stream."""
+    old = torch.zeros(4, device=device)
+    sim.reset()
+    del old
+    new, target = torch.empty(4, device=device), pinned(16)
+    torch.accelerator.synchronize()
+    fill(target, new, stream())
+    assert sim.races() == []
+    torch.accelerator.synchronize()
+
+
+def test_a_half_duplex_link_carries_one_direction_after_the_other(sim):
+    sim.configure(h2d_gbps=1, d2h_gbps=2, launch_us=0, half_duplex=True)
+    up, down = (torch.empty(MB // 4, device=device) for _ in range(2))
+    one, other = stream(), stream()
+    ends = fill(up, pinned(), one), fill(pinned(), down, other)  # 0-1, 1-1.5
+    ends += (fill(up, pinned(), one),)  # 1.5-2.5
+    assert moments(ends) == [pytest.approx(t) for t in (1e-3, 1.5e-3, 2.5e-3)]
+
+
+def test_a_half_duplex_link_is_used_before_and_after_a_copy_that_is_not_ready(sim):
+    """What is launched later fills the gap, in pieces: the link is never idle."""
+    sim.configure(h2d_gbps=1, d2h_gbps=1, launch_us=0, hbm_gbps=1, half_duplex=True)
+    down, up = (torch.empty(n // 4, device=device) for n in (MB, 2 * MB))
+    busy, late = recorded_work_of_one_ms(), stream()
+    late.wait_event(busy)
+    ends = [fill(pinned(), down, late), fill(up, pinned(2 * MB), stream())]
+    assert moments(ends) == [pytest.approx(2e-3), pytest.approx(3e-3)]  # 1-2, 0-1 2-3
+    assert moments([fill(down, pinned(), late)]) == [pytest.approx(4e-3)]
+
+
+def moments(events):
+    """When each of some events comes, in the order in which they are asked for."""
+    found = []
+    for event in events:
+        event.synchronize()
+        found.append(sim_device.host_seconds())
+    return found
 
 
 def test_matrix_product_is_charged_by_its_operations(sim):

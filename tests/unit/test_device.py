@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from stagehand import torch_private
 from stagehand.core import device as device_module
 from stagehand.core.device import AcceleratorDevice, HostDevice, find_device
 from stagehand.errors import ConfigError, StagehandWarning
@@ -107,6 +108,16 @@ def test_accelerator_counts_its_memory(sim):
     assert device.reserved_bytes() >= 3000
     assert device.free_bytes() == 7000
     del kept
+
+
+@pytest.mark.parametrize("private", [True, False])
+def test_allocated_bytes_are_torchs_by_whatever_way(sim, monkeypatch, private):
+    if not private:
+        monkeypatch.setattr(torch_private, "_device_stats", None)
+    device = AcceleratorDevice(torch.device("hpu"))
+    held = device.empty(3000)
+    assert device.allocated_bytes() == torch.accelerator.memory_allocated() >= 3000
+    del held
 
 
 def test_memory_cached_by_the_allocator_is_free(sim, monkeypatch):

@@ -321,6 +321,29 @@ def test_one_slot_is_limited_by_the_budget():
     assert made.limit == "budget"
 
 
+def test_bytes_that_cross_count_for_the_link_and_those_of_the_block_for_slots():
+    plain = equal("ring", 8, c=0.1, b=0, t=1)
+    half = replace(plain, link_nbytes=(BLOCK // 2,) * 8)
+    one, other = (
+        plan(w, budget_bytes=4 * BLOCK, max_lookahead=3) for w in (plain, half)
+    )
+    assert sum(other.slots) == sum(one.slots) == 4 * BLOCK
+    assert other.streamed_bytes % (BLOCK // 2) == 0
+    assert other.streamed_bytes <= 0.6 * one.streamed_bytes
+    assert other.step_seconds == pytest.approx(one.step_seconds / 2, rel=0.1)
+    assert other.bound_seconds == pytest.approx(one.bound_seconds / 2)
+    assert smallest_budget(half) == smallest_budget(plain)
+
+
+def test_bound_keeps_what_costs_the_link_most():
+    """Of a plain block and one of half its bytes on the link, the plain one."""
+    workload = replace(
+        ring([0.0] * 2, [BLOCK] * 2, 1.0), link_nbytes=(BLOCK // 2, BLOCK)
+    )
+    made = plan(workload, budget_bytes=BLOCK, max_lookahead=0)
+    assert made.bound_seconds == BLOCK // 2
+
+
 def test_a_byte_short_of_two_slots_is_one_slot():
     workload = equal("ring", 6, c=1, b=0, t=1)
     made = plan(workload, budget_bytes=2 * BLOCK - 1, max_lookahead=3)
@@ -387,6 +410,7 @@ def test_a_model_that_uses_no_block_is_planned_for():
         ({"seconds": (1.0,)}, "1 compute times for 2 uses"),
         ({"seconds": (1.0, float("nan"))}, "negative or not finite"),
         ({"link_bytes_per_second": 0.0}, "link rate is 0.0"),
+        ({"link_nbytes": (1,)}, "crosses the link for 1 blocks: expected 2"),
     ],
 )
 def test_a_workload_that_describes_no_model_is_refused(change, message):

@@ -1,5 +1,6 @@
 """SafetensorsStore: a block whose truth is in files, and its overlay."""
 
+import ctypes
 import gc
 import json
 import mmap
@@ -23,7 +24,7 @@ from stagehand.errors import (
     TensorMismatchError,
     TruncatedShardError,
 )
-from stagehand.stores import files as files_module
+from stagehand.stores import reading
 from stagehand.stores.checkpoint import Checkpoint
 from stagehand.stores.files import FileSet
 from stagehand.stores.safetensors import SafetensorsStore
@@ -54,6 +55,7 @@ class Opened:
         path: Path,
         tensors: Mapping[str, torch.Tensor],
         key_map: Mapping[str, str] | None = None,
+        past_cache: bool | None = None,
     ) -> None:
         checkpoint = Checkpoint.open(path)
         self.tensors = list(tensors.values())
@@ -61,7 +63,7 @@ class Opened:
         wanted = {name: (t.dtype, tuple(t.shape)) for name, t in tensors.items()}
         matched = checkpoint.match(wanted, key_map)
         self.extents = [matched[name] for name in tensors]
-        self.files = FileSet(checkpoint.files)
+        self.files = FileSet(checkpoint.files, past_cache=past_cache)
         self.store = SafetensorsStore(self.layout, self.extents, self.files)
         self.file_bytes = sum(extent.nbytes for extent in set(self.extents))
 
@@ -161,7 +163,7 @@ def test_short_reads_are_continued(opened, monkeypatch):
 
 
 def test_large_tensors_are_read_in_chunks(opened, monkeypatch):
-    monkeypatch.setattr(files_module, "_CHUNK_BYTES", 1000)
+    monkeypatch.setattr(reading, "_CHUNK_BYTES", 1000)
     counted = count_reads(monkeypatch)
     assert all(map(same_bits, opened.load(), opened.tensors))
     assert max(counted) == 1000
@@ -339,6 +341,85 @@ def test_hosts_outlive_the_files_that_were_closed_and_removed(path):
     path.unlink()
     assert all(map(same_bits, hosts, TENSORS.values()))
     hosts[0].zero_()
+
+
+# Past the page cache.
+
+
+@pytest.fixture
+def large(tmp_path) -> Iterator[Opened]:
+    """A block behind a header of an odd length, read past the page cache."""
+    tensors = {
+        "a": random_bits(torch.float32, 1, 512),
+        "b": random_bits(torch.bfloat16, 512, 1024),
+        "c": random_bits(torch.bfloat16, 512, 1024),
+    }
+    path = tmp_path / "model.safetensors"
+    save_file(tensors, path, metadata={"note": "x" * 37})
+    with path.open("rb") as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    opened = Opened(path, tensors, past_cache=True)
+    if not opened.files._descriptor(path).is_direct:
+        pytest.skip("the file system of the tests has no O_DIRECT")
+    yield opened
+    opened.files.close()
+
+
+def test_image_that_begins_where_the_store_wants_it_is_read_without_a_copy(
+    large, monkeypatch
+):
+    skew = large.store.skew
+    assert skew is not None
+    memory = torch.empty(large.layout.nbytes + skew.of, dtype=torch.uint8)
+    start = (skew.past - memory.data_ptr()) % skew.of
+    image = memory[start : start + large.layout.nbytes]
+    copied, real = [], ctypes.memmove
+
+    def memmove(target: int, source: int, nbytes: int) -> None:
+        copied.append(nbytes)
+        real(target, source, nbytes)
+
+    monkeypatch.setattr(ctypes, "memmove", memmove)
+    large.store.read_into(image)
+    views = large.layout.views(image)
+    assert all(map(same_bits, views, large.tensors))
+    assert sum(copied) <= 4096 + 4 * skew.of, "only what is small, and the ends"
+
+
+@pytest.mark.parametrize("start", [0, 4, 8, 256])
+def test_image_that_begins_anywhere_is_read_right(large, start):
+    memory = torch.full((large.layout.nbytes + 512,), 0xA5, dtype=torch.uint8)
+    image = memory[start : start + large.layout.nbytes]
+    large.store.read_into(image)
+    assert all(map(same_bits, large.layout.views(image), large.tensors))
+    assert torch.all(memory[:start] == 0xA5)
+    assert torch.all(memory[start + large.layout.nbytes :] == 0xA5)
+
+
+def test_store_that_is_read_through_the_page_cache_lets_an_image_begin_anywhere(opened):
+    assert opened.store.skew is None
+
+
+def test_image_is_compared_without_paging_in_the_mapping(large):
+    """It would bring the whole file into memory at a shutdown."""
+    image = large.image()
+    large.store.read_into(image)
+    assert large.store.holds(image)
+    large.layout.views(image)[1].view(torch.uint8)[3, 7] ^= 1
+    assert not large.store.holds(image)
+    assert not any(map(was_touched, large.store.hosts))
+    large.store.write_back(image)
+    assert large.store.holds(image)
+    large.store.hosts[2].zero_()
+    assert not large.store.holds(image)
+
+
+def was_touched(tensor: torch.Tensor) -> bool:
+    """Whether any page under a tensor is in memory."""
+    first = tensor.data_ptr() // mmap.PAGESIZE
+    with open("/proc/self/pagemap", "rb", buffering=0) as file:
+        (bits,) = struct.unpack("<Q", os.pread(file.fileno(), 8, 8 * first))
+    return bool(bits >> 63)
 
 
 # Failures.

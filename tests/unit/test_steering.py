@@ -19,6 +19,9 @@ class Piece:
     index: int
     nbytes: int
     hosted: bool = False
+    link_nbytes: int = 0
+    """Only looked at for blocks with a wire."""
+    wire: object = None
 
 
 class Follower:

@@ -1,73 +1,79 @@
-"""The books of saved tensors: handles for the graph, pieces for the memory.
+"""The books of saved tensors: pieces of memory, handles for the graph, bundles.
 
 Autograd saves tensors; several can lie in one storage (the slices of a chunked
 projection, a tensor that two operators save). What can be freed is a storage, so a
-*piece* stands for one, and each saved tensor is a *handle* that belongs to a piece. The
-graph owns handles, handles own their piece: when a graph is freed, by whatever way, its
-pieces go, and what they hold goes with them.
+*piece* stands for one. It is the handle of the first tensor that was saved in it, and
+each further one gets a handle of its own. Pieces that leave together are a *bundle*:
+one stretch of host memory, one event each way, one copy back.
+
+The graph owns handles, handles own their piece, pieces own their bundle: when a graph
+is freed, by whatever way, its pieces go, and what they hold goes with them.
 """
 
 from __future__ import annotations
 
 import weakref
-from enum import IntEnum
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from stagehand.core.layout import placed
+from stagehand.core.layout import ALIGNMENT, placed
 from stagehand.core.saved import modified
 from stagehand.torch_private import WRAPPERS, use_count_of
 
 if TYPE_CHECKING:
     from collections import deque
+    from collections.abc import Iterator
 
-    from stagehand.core.arena import Lease
-    from stagehand.core.device import Event
+    from stagehand.activations.pool import Slab
+    from stagehand.activations.prefix import Prefix
+    from stagehand.core.device import Event, Stream
+    from stagehand.core.traffic import Done
 
-__all__ = ["Left", "Piece", "Place", "SavedHandle"]
-
-
-class Place(IntEnum):
-    """Who holds a piece's bytes."""
-
-    DEVICE = 0
-    """The storage itself, through the handles' aliases."""
-    LEAVING = 1
-    """The storage, and pinned memory to which they are on their way."""
-    HOST = 2
-    """Pinned memory only."""
-    RETURNING = 3
-    """Pinned memory, and device memory to which they are on their way or have come."""
+__all__ = ["Bundle", "Extra", "Gone", "Handle", "Piece", "Scope"]
 
 
-class Left(NamedTuple):
-    """What a piece that nobody needs any more leaves behind."""
+class _Form(NamedTuple):
+    """What a tensor is besides its bytes; offset and stride in elements."""
 
-    place: Place
-    nbytes: int
-    lease: Lease | None
-    busy: tuple[Event, ...]
-    """Copies that may still read or write the lease."""
+    dtype: torch.dtype
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
 
 
-class SavedHandle:
-    """What the graph keeps instead of a tensor."""
+class Gone(NamedTuple):
+    """What a bundle that nobody needs any more leaves behind."""
 
-    __slots__ = (
-        *("__weakref__", "alias", "dtype", "offset", "piece", "shape", "stride"),
-        "version",
-    )
+    held: int
+    """Bytes that counted against the budget."""
+    slab: Slab | None
+    back: torch.Tensor | None
+    """Memory that a copy may still fill."""
+    busy: tuple[Done, ...]
+    """Copies that may still read or write the two."""
 
-    def __init__(self, saved: torch.Tensor, piece: Piece) -> None:
-        self.alias: torch.Tensor | None = saved.detach()
-        self.piece = piece
-        self.dtype = saved.dtype
-        self.shape = saved.shape
-        self.stride = saved.stride()
-        self.offset = int(saved.storage_offset())
-        self.version = saved._version
-        piece.handles.append(weakref.ref(self))
+
+class Handle:
+    """What the graph keeps instead of a tensor.
+
+    Attributes:
+        alias: The tensor, detached, while its bytes are on the device.
+        version: The tensor's version when it was saved.
+        form: Set when the alias is let go.
+    """
+
+    __slots__ = ("__weakref__", "alias", "form", "version")
+
+    alias: torch.Tensor | None
+    version: int
+    form: _Form
+
+    def __str__(self) -> str:
+        alias = self.alias
+        dtype = self.form.dtype if alias is None else alias.dtype
+        shape = self.form.shape if alias is None else alias.shape
+        return f"a saved {dtype} tensor of shape {list(shape)}"
 
     def check(self) -> None:
         """Do nothing unless the tensor was changed since it was saved.
@@ -77,64 +83,88 @@ class SavedHandle:
         """
         alias = self.alias
         if alias is not None and alias._version != self.version:
-            what = f"a {self.dtype} tensor of shape {list(self.shape)}"
-            raise modified(what, alias._version, self.version)
+            raise modified(str(self), alias._version, self.version)
 
-    def view(self, memory: torch.Tensor) -> torch.Tensor:
-        """Return the tensor on the bytes of its piece, wherever they lie."""
-        storage = memory.untyped_storage()
-        return placed(storage, self.dtype, self.offset, self.shape, self.stride)
+    def let_go(self) -> None:
+        """Keep the tensor's form, not its memory."""
+        alias = self.alias
+        if alias is not None:
+            offset = int(alias.storage_offset())
+            self.form = _Form(alias.dtype, alias.shape, alias.stride(), offset)
+            self.alias = None
+
+    def view(self, memory: torch.Tensor, start: int) -> torch.Tensor:
+        """Return the tensor, its piece's bytes being at `start` of some memory."""
+        dtype, shape, stride, offset = self.form
+        offset += start // dtype.itemsize
+        return placed(memory.untyped_storage(), dtype, offset, shape, stride)
 
 
-class Piece:
-    """One storage that autograd saved.
+class Piece(Handle):
+    """One storage that autograd saved, and the first tensor that was saved in it.
 
     Attributes:
-        number: Its place in the order in which pieces were first saved.
-        place: Where its bytes are.
-        handles: Of the tensors in it, weakly.
-        lease: Pinned memory, from the first copy on.
-        left: Event behind the copy to the host.
-        back: Device memory that the bytes came back to, and the event behind the copy.
-        due: How many handles are to be unpacked before `back` is let go.
+        cdata: The storage's identity.
+        nbytes: Its size when it was saved.
+        sequence: Of the last operator that saved a tensor in it: backward goes down.
+        bundle: With which it leaves; None as long as it has not to.
+        start: Where it lies in the bundle.
+        extras: Handles of further tensors in the storage.
     """
 
-    __slots__ = (
-        *("__weakref__", "_dead", "back", "cdata", "due", "handles", "lease", "left"),
-        *("nbytes", "number", "place", "scope"),
-    )
+    __slots__ = ("bundle", "cdata", "extras", "nbytes", "scope", "sequence", "start")
+
+    start: int
 
     def __init__(
-        self, saved: torch.Tensor, number: int, scope: Any, dead: deque[Left]
+        self,
+        alias: torch.Tensor,
+        cdata: int,
+        nbytes: int,
+        scope: Scope,
+        sequence: int,
     ) -> None:
-        storage = saved.untyped_storage()
-        self.cdata = storage._cdata
-        self.nbytes = storage.nbytes()
-        self.number = number
+        self.alias = alias
+        self.version = alias._version
+        self.cdata = cdata
+        self.nbytes = nbytes
         self.scope = scope
-        self.place = Place.DEVICE
-        self.handles: list[weakref.ref[SavedHandle]] = []
-        self.lease: Lease | None = None
-        self.left: Event | None = None
-        self.back: tuple[torch.Tensor, Event] | None = None
-        self.due = 0
-        self._dead = dead
+        self.sequence = sequence
+        self.bundle: Bundle | None = None
+        self.extras: list[weakref.ref[Extra]] | None = None
 
-    def __del__(self) -> None:
-        busy: tuple[Event, ...] = () if self.left is None else (self.left,)
-        if self.back is not None:
-            busy += (self.back[1],)
-        self._dead.append(Left(self.place, self.nbytes, self.lease, busy))
+    def handles(self) -> Iterator[Handle]:
+        """Yield its own and those others that the graph still has."""
+        yield self
+        for ref in self.extras or ():
+            extra = ref()
+            if extra is not None:
+                yield extra
 
-    def living(self) -> list[SavedHandle]:
-        """Return the handles that the graph still has."""
-        return [handle for ref in self.handles if (handle := ref()) is not None]
-
-    def flat(self) -> torch.Tensor:
-        """Return the storage's bytes. It must be on the device."""
-        alias = next(h.alias for h in self.living() if h.alias is not None)
+    def flat(self) -> torch.Tensor | None:
+        """Return the storage's bytes; None if they are gone, or are others by now."""
+        alias = self.alias
+        if alias is None or not self.is_plain():
+            return None
         storage = alias.untyped_storage()
+        if storage.nbytes() != self.nbytes:  # somebody resized it
+            return None
         return placed(storage, torch.uint8, 0, (self.nbytes,), (1,))
+
+    def is_plain(self) -> bool:
+        """Whether its tensors are numbers that their bytes and strides tell.
+
+        This is asked of what is to leave, not of all that is saved: it takes time.
+        """
+        for handle in self.handles():
+            alias = handle.alias
+            if alias is None or alias.layout is not torch.strided or alias.is_nested:
+                return False
+            if not (alias.is_floating_point() or alias.is_complex()):
+                return False
+            if alias.is_neg() or alias.is_conj():
+                return False
+        return True
 
     def can_go(self, *, others: int = 0) -> bool:
         """Whether letting the aliases go would free the storage, unchanged.
@@ -142,15 +172,150 @@ class Piece:
         Args:
             others: How many tensors of the library's own are in the storage, too.
         """
-        living = self.living()
-        for handle in living:
+        count = others
+        for handle in self.handles():
             alias = handle.alias
             if alias is None or alias._version != handle.version:
                 return False
-        return use_count_of(self.cdata) == len(living) + others + WRAPPERS
+            count += 1
+        return use_count_of(self.cdata) == count + WRAPPERS
 
-    def let_go(self) -> None:
-        """Free the storage."""
-        for handle in self.living():
-            handle.alias = None
-        self.place = Place.HOST
+    def free(self) -> None:
+        """Let the storage go."""
+        for handle in self.handles():
+            handle.let_go()
+
+
+class Extra(Handle):
+    """A further tensor in the storage of a piece."""
+
+    __slots__ = ("piece",)
+
+    def __init__(self, alias: torch.Tensor, piece: Piece) -> None:
+        self.alias = alias
+        self.version = alias._version
+        self.piece = piece
+        if piece.extras is None:
+            piece.extras = []
+        piece.extras.append(weakref.ref(self))
+
+
+class Bundle:
+    """Pieces that leave together, and come back together.
+
+    Attributes:
+        members: The pieces, weakly.
+        nbytes: Of all of them, each at an aligned start.
+        counted: Of all of them.
+        slab: Host memory, from the first copy on.
+        left: The event behind the copy to the host.
+        back: Device memory that the bytes came back to.
+        arrived: The event behind that copy.
+        seen: The stream that has waited for it; the memory belongs to its maker.
+        due: How many handles are to be unpacked before `back` is let go.
+        sums: CRC32 of the bytes of each piece that left, if asked for, by its start.
+    """
+
+    __slots__ = (
+        *("__weakref__", "arrived", "back", "counted", "due", "gone", "left", "maker"),
+        *("members", "nbytes", "seen", "slab", "sums"),
+    )
+
+    def __init__(self, gone: deque[Gone]) -> None:
+        self.members: list[weakref.ref[Piece]] = []
+        self.nbytes = self.counted = 0
+        self.slab: Slab | None = None
+        self.left: Done | None = None
+        self.back: torch.Tensor | None = None
+        self.arrived: Event | None = None
+        self.maker: Stream | None = None
+        self.seen: Stream | None = None
+        self.due = 0
+        self.sums: dict[int, int] = {}
+        self.gone = gone
+
+    def __del__(self) -> None:
+        slab, back = self.slab, self.back
+        if slab is not None or back is not None:
+            busy: tuple[Done, ...] = () if self.left is None else (self.left,)
+            if self.arrived is not None:
+                busy += (self.arrived,)
+            # Memory that compute has waited for is in its order already.
+            waiting = back if self.seen is None else None
+            held = 0 if back is None else self.nbytes
+            self.gone.append(Gone(held, slab, waiting, busy))
+
+    def is_alone(self) -> bool:
+        """Whether nobody uses the memory that came back any more."""
+        back = self.back
+        if back is None:
+            return True
+        return use_count_of(back.untyped_storage()._cdata) == 1 + WRAPPERS
+
+    def add(self, piece: Piece) -> None:
+        """Let a piece travel with the others."""
+        piece.bundle = self
+        piece.start = self.nbytes
+        self.members.append(weakref.ref(piece))
+        self.counted += piece.nbytes
+        self.nbytes += -(-piece.nbytes // ALIGNMENT) * ALIGNMENT
+
+    def living(self) -> list[Piece]:
+        """Return the pieces that the graph still has."""
+        return [piece for ref in self.members if (piece := ref()) is not None]
+
+    @property
+    def is_away(self) -> bool:
+        """Whether some of its pieces are on the host only."""
+        return any(piece.alias is None for piece in self.living())
+
+    @property
+    def sequence(self) -> int:
+        """Of the operator whose backward needs one of its pieces first."""
+        return max((piece.sequence for piece in self.living()), default=-1)
+
+
+class Scope:
+    """What one forward has saved.
+
+    Attributes:
+        streams: On which it ran.
+        count: Pieces, in the order in which they were first saved.
+        rest: How many pieces were kept when it became plain.
+        form: Of the first tensor: forwards that begin alike are planned alike.
+        prefix: What is to leave; None as long as no forward like it was seen.
+        off: Whether all stays, because spilling is of no use.
+        plain: Whether pieces need nothing but to be counted.
+        leads: Whether the next piece may be of the prefix.
+        noted: While it is observed, all pieces.
+        open: The bundle that is being gathered.
+        bundles: Those that were sent, oldest first.
+        task: The backward pass that unpacked last.
+        coming: In that pass, bundles that are still to be brought, the last first.
+    """
+
+    def __init__(self, stream: Stream) -> None:
+        self.streams = [stream]
+        self.count = 0
+        self.rest = 0
+        self.form: Any = None
+        self.prefix: Prefix | None = None
+        self.off = False
+        self.plain = False
+        self.leads = False
+        self.noted: list[tuple[weakref.ref[Piece], int, int]] | None = None
+        self.open: Bundle | None = None
+        self.bundles: list[weakref.ref[Bundle]] = []
+        self.task = -1
+        self.coming: list[weakref.ref[Bundle]] = []
+
+    def turn(self, task: int) -> None:
+        """Prepare to bring what is away, in the order in which backward needs it.
+
+        Autograd runs operators in descending order of their creation, so what was saved
+        last is needed first.
+        """
+        self.task = task
+        away = [b for ref in self.bundles if (b := ref()) is not None and b.is_away]
+        away.sort(key=lambda bundle: bundle.sequence)
+        self.coming = [weakref.ref(bundle) for bundle in away]

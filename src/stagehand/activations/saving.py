@@ -1,105 +1,172 @@
-"""What users hold: a context inside which saved tensors are kept under a budget."""
+"""Puts hooks for saved tensors on a thread, where that does no harm."""
 
 from __future__ import annotations
 
+import threading
+import warnings
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from stagehand.activations.pieces import SavedHandle
-from stagehand.activations.spill import Scope, Spill
-from stagehand.core.arena import Arena
-from stagehand.core.device import find_device
-from stagehand.core.ledger import Account
+from stagehand.activations.pieces import Extra, Piece
 from stagehand.core.saved import Kept
-from stagehand.torch_private import pop_saved_hooks, push_saved_hooks
-from stagehand.units import format_bytes, parse_bytes
+from stagehand.errors import StagehandWarning
+from stagehand.torch_private import (
+    in_backward,
+    pop_saved_hooks,
+    push_saved_hooks,
+    skipped,
+    top_saved_hooks,
+)
 
 if TYPE_CHECKING:
-    from types import TracebackType
+    from collections.abc import Callable, Iterator
 
     import torch
 
-__all__ = ["Activations"]
+    from stagehand.activations.pieces import Scope
+    from stagehand.activations.spill import Spill
 
-_SMALLEST_BYTES = 4096  # a copy of less costs more than it frees
-_NO_PINNED_LIMIT = 1 << 62
+__all__ = ["Saving"]
+
+_CHECKPOINTS = "torch.utils.checkpoint"
 
 
-class Activations:
-    """Keeps what autograd saves inside it under a budget; one object for all steps.
+class _Hooks:
+    """The pair through which one forward saves its tensors."""
 
-    Enter it around the forward pass, or around forward and backward; outside of any
-    checkpointed region. It can be entered again while graphs of earlier entries live.
-
-    Args:
-        budget: Device bytes of saved tensors: an int, "2GB", or "20%" of what is free.
-        ram_budget: Page-locked host bytes for what leaves; None for no limit of its
-            own.
-        device: Where the model computes: the accelerator by default. On the host there
-            is nowhere to spill to: everything stays.
-
-    Example:
-        >>> saved = stagehand.activations(budget="2GB")
-        >>> with saved:
-        ...     loss = model(batch).sum()
-        >>> loss.backward()
-    """
+    __slots__ = ("_outer", "pack", "unpack")
 
     def __init__(
-        self,
-        budget: int | str,
-        *,
-        ram_budget: int | str | None = None,
-        device: torch.device | str | int | None = None,
+        self, spill: Spill, scope: Scope, unpack: Callable[[Any], Any], outer: Any
     ) -> None:
-        place = find_device(device)
-        nbytes = parse_bytes(budget, name="budget", of=place.free_bytes())
-        limit = _NO_PINNED_LIMIT
-        if ram_budget is not None:
-            limit = parse_bytes(ram_budget, name="ram_budget")
-        account = Account("pinned memory for saved tensors", limit)
-        self._arena = Arena("pinned memory", place.pinned, account, spare=1.25)
-        self._spill = Spill(
-            place, self._arena, budget_bytes=nbytes, smallest_bytes=_SMALLEST_BYTES
-        )
-        self._scopes: list[Scope] = []
+        self._outer = outer
+        self.pack = spill.packer(scope, Kept if outer is None else self._pass_on)
+        self.unpack = unpack
 
-    def __repr__(self) -> str:
-        spill = self._spill
-        return (
-            f"Activations({format_bytes(spill.held_bytes)} of"
-            f" {format_bytes(spill.budget_bytes)} on the device,"
-            f" {spill.spilled_count} spilled)"
-        )
+    def _pass_on(self, saved: torch.Tensor) -> Any:
+        return _Theirs(self._outer[0](saved), self._outer[1])
 
-    def __enter__(self) -> None:
+
+def _unpacker(spill: Spill) -> Callable[[Any], torch.Tensor]:
+    restore = spill.restore
+
+    @skipped
+    def unpack(packed: Any) -> torch.Tensor:
+        kind = type(packed)
+        if kind is Piece or kind is Extra:
+            alias: torch.Tensor | None = packed.alias
+            # Most are there, in forwards of which nothing is away.
+            if alias is not None and kind is Piece and not packed.scope.bundles:
+                if alias._version != packed.version:
+                    packed.check()
+                return alias
+            return restore(packed)
+        found: torch.Tensor = packed.get()
+        return found
+
+    return unpack
+
+
+class _Theirs:
+    """What the hooks outside of ours made of a tensor that does not leave."""
+
+    __slots__ = ("_packed", "_unpack")
+
+    def __init__(self, packed: Any, unpack: Any) -> None:
+        self._packed = packed
+        self._unpack = unpack
+
+    def get(self) -> torch.Tensor:
+        found: torch.Tensor = self._unpack(self._packed)
+        return found
+
+
+class Saving:
+    """Puts hooks on this thread for as long as a forward runs.
+
+    Reusable, and can be entered again inside itself, and in several threads at once.
+
+    Args:
+        spill: Decides what becomes of the tensors.
+        off: Let autograd save as usual.
+    """
+
+    def __init__(self, spill: Spill, *, off: bool = False) -> None:
+        self.spill = spill
+        self.off = off
+        self._unpack = _unpacker(spill)
+        self._entered = threading.local()
+        self._warned = False
+
+    def _stack(self) -> list[Scope | None]:
+        stack: list[Scope | None] | None = getattr(self._entered, "stack", None)
+        if stack is None:
+            stack = self._entered.stack = []
+        return stack
+
+    @property
+    def scope(self) -> Scope | None:
+        """The forward that this thread is in."""
+        stack = self._stack()
+        return stack[-1] if stack else None
+
+    def enter(self) -> None:
         """Begin a forward."""
-        scope = Scope()
-        self._scopes.append(scope)
+        outer = top_saved_hooks()
+        if self.off:
+            self._stack().append(None)
+            return
+        if in_backward() or (outer is not None and _is_checkpoint(outer)):
+            # Saving here would keep what checkpointing is there to forget.
+            self._warn()
+            self._stack().append(None)
+            return
+        if outer is not None and _is_ours(outer):
+            outer = None
+        scope = self.spill.begin()
+        self._stack().append(scope)
+        hooks = _Hooks(self.spill, scope, self._unpack, outer)
+        push_saved_hooks(hooks.pack, hooks.unpack)
 
-        def pack(saved: torch.Tensor) -> Any:
-            return self._spill.save(saved, scope) or Kept(saved)
-
-        push_saved_hooks(pack, self._unpack)
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def leave(self, *, failed: bool) -> None:
         """End it; what was saved stays under the budget."""
+        scope = self._stack().pop()
+        if scope is not None:
+            pop_saved_hooks()
+            self.spill.end(scope, failed=failed)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Let autograd save as if nothing was entered, for what allows no hooks."""
+        top = top_saved_hooks()
+        if top is None or not _is_ours(top):
+            yield
+            return
         pop_saved_hooks()
-        scope = self._scopes.pop()
-        if kind is None:
-            self._spill.end(scope)
+        try:
+            yield
+        finally:
+            push_saved_hooks(*top)
 
-    def _unpack(self, packed: Any) -> torch.Tensor:
-        if isinstance(packed, SavedHandle):
-            return self._spill.restore(packed)
-        kept: torch.Tensor = packed.get()
-        return kept
+    def _warn(self) -> None:
+        if self._warned or in_backward():
+            return
+        self._warned = True
+        warnings.warn(
+            "saved activations were entered inside of a checkpointed region, where they"
+            " would keep what is to be recomputed: nothing is spilled there; enter them"
+            " around the checkpoint",
+            StagehandWarning,
+            stacklevel=4,
+        )
 
-    def close(self) -> None:
-        """Give back the pinned memory of graphs that are gone. Idempotent."""
-        self._spill.close()
-        self._arena.trim()
+
+def _is_ours(hooks: Any) -> bool:
+    return getattr(hooks[1], "__module__", None) == __name__
+
+
+def _is_checkpoint(hooks: Any) -> bool:
+    """Whether hooks are a checkpoint's, perhaps below those of streamed weights."""
+    owner = getattr(hooks[0], "__self__", None)
+    inner = getattr(owner, "_pack", hooks[0])
+    return getattr(inner, "__module__", None) == _CHECKPOINTS

@@ -235,7 +235,7 @@ class Arena:
         return Lease(self, buffer, grant)
 
     def _make_new(self, nbytes: int, holder: str) -> tuple[torch.Tensor, Grant] | None:
-        if nbytes > self.account.free_bytes + self.kept_bytes:
+        if nbytes > self.account.room_for(holder) + self.kept_bytes:
             return None  # freeing what is kept would not help
         grant = self.account.grant(nbytes, holder)
         while grant is None and self._kept:

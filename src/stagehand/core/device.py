@@ -16,6 +16,7 @@ import psutil
 import torch
 
 from stagehand.errors import ConfigError, StagehandWarning
+from stagehand.torch_private import allocated_on
 
 __all__ = [
     "AcceleratorDevice",
@@ -24,11 +25,13 @@ __all__ = [
     "HostDevice",
     "Stream",
     "find_device",
+    "host_memory",
 ]
 
 _REGISTER_CHUNK = 1 << 30  # some drivers fail, and leak, above exactly 2 GiB
 _HUGE_PAGE = 2 << 20
 _MADV_HUGEPAGE = 14
+_ANONYMOUS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 
 
 class Event(Protocol):
@@ -72,6 +75,12 @@ class Device(Protocol):
 
     def new_stream(self, priority: int = 0) -> Stream:
         """Return a stream of its own for a lane."""
+
+    def same_stream(self, stream: Stream) -> Stream:
+        """Return another object for a stream.
+
+        One object remembers what to return to: two threads may not enter it at a time.
+        """
 
     def current_stream(self) -> Stream:
         """Return the stream on which this thread's operators run."""
@@ -139,12 +148,14 @@ class AcceleratorDevice:
             try:
                 if self._registers and nbytes:
                     return _registered_memory(nbytes)
-                return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+                return torch.empty(
+                    nbytes, dtype=torch.uint8, device="cpu", pin_memory=True
+                )
             except RuntimeError as error:
                 if self._registers:
                     self._drain_error()
                 self._warn_unpinned(nbytes, error)
-                return torch.empty(nbytes, dtype=torch.uint8)
+                return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
     def _drain_error(self) -> None:
         """Let the driver tell of a refusal here, not in the caller's next kernel."""
@@ -173,6 +184,15 @@ class AcceleratorDevice:
             return stream
         return torch.Stream(device=self.torch_device)
 
+    def same_stream(self, stream: Any) -> Stream:
+        """See `Device.same_stream`."""
+        same: Stream = type(stream)(
+            stream_id=stream.stream_id,
+            device_index=stream.device_index,
+            device_type=stream.device_type,
+        )
+        return same
+
     def current_stream(self) -> Stream:
         """See `Device.current_stream`."""
         return torch.accelerator.current_stream(self._index)
@@ -188,7 +208,7 @@ class AcceleratorDevice:
 
     def allocated_bytes(self) -> int | None:
         """See `Device.allocated_bytes`."""
-        return torch.accelerator.memory_allocated(self._index)
+        return allocated_on(self._index)
 
     def peak_allocated_bytes(self) -> int | None:
         """See `Device.peak_allocated_bytes`."""
@@ -266,15 +286,29 @@ class _RegisteredMemory(mmap.mmap):
 
 def _registered_memory(nbytes: int) -> torch.Tensor:
     size = -(-nbytes // _HUGE_PAGE) * _HUGE_PAGE if nbytes >= _HUGE_PAGE else nbytes
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    memory = _RegisteredMemory(-1, size, flags=flags)
-    if nbytes >= _HUGE_PAGE:
-        with contextlib.suppress(OSError):  # a kernel without them: slower to lock
-            memory.madvise(_MADV_HUGEPAGE)
-    whole = torch.frombuffer(memory, dtype=torch.uint8)
+    memory = _RegisteredMemory(-1, size, flags=_ANONYMOUS)
+    whole = _in_huge_pages(memory)
     whole.zero_()  # touched by all of PyTorch's threads: present pages lock faster
     memory.lock(whole.data_ptr(), size)
     return whole[:nbytes]
+
+
+def host_memory(nbytes: int) -> torch.Tensor:
+    """Return uninitialized host memory; large pieces lie in huge pages.
+
+    A disk that writes into memory without the processor does so faster into these.
+    """
+    with torch.inference_mode(False):
+        if nbytes < _HUGE_PAGE:
+            return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+        return _in_huge_pages(mmap.mmap(-1, nbytes, flags=_ANONYMOUS))
+
+
+def _in_huge_pages(memory: mmap.mmap) -> torch.Tensor:
+    if len(memory) >= _HUGE_PAGE:
+        with contextlib.suppress(OSError):  # a kernel without them: slower to lock
+            memory.madvise(_MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 class _HostEvent:
@@ -321,8 +355,7 @@ class HostDevice:
 
     def empty(self, nbytes: int) -> torch.Tensor:
         """See `Device.empty`."""
-        with torch.inference_mode(False):
-            return torch.empty(nbytes, dtype=torch.uint8)
+        return host_memory(nbytes)
 
     def pinned(self, nbytes: int) -> torch.Tensor:
         """See `Device.pinned`. There is nobody to lock it for: ordinary memory."""
@@ -331,6 +364,10 @@ class HostDevice:
     def new_stream(self, priority: int = 0) -> Stream:
         """See `Device.new_stream`."""
         return self._stream
+
+    def same_stream(self, stream: Stream) -> Stream:
+        """See `Device.same_stream`."""
+        return stream
 
     def current_stream(self) -> Stream:
         """See `Device.current_stream`."""

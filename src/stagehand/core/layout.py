@@ -143,6 +143,15 @@ class BlockLayout:
         for view, tensor in zip(self.views(image), tensors, strict=True):
             copy_values(view, tensor)
 
+    @property
+    def _widest(self) -> int:
+        """Bytes of the widest element."""
+        return max((entry.dtype.itemsize for entry in self.entries), default=1)
+
+    def matches(self, image: torch.Tensor, tensors: Sequence[torch.Tensor]) -> bool:
+        """Return whether an image holds the bits of one tensor per entry."""
+        return all(map(same_bits, self.views(image), tensors))
+
     def check_image(self, image: torch.Tensor) -> None:
         """Do nothing if `image` can hold this layout.
 
@@ -154,14 +163,14 @@ class BlockLayout:
             and image.dim() == 1
             and image.is_contiguous()
             and image.numel() >= self.nbytes
-            and image.storage_offset() % _WIDEST_ITEM == 0
+            and image.storage_offset() % self._widest == 0
         )
         if not fits:
             raise StagehandInternalError(
                 f"an image is {image.dtype} {list(image.shape)} at byte "
                 f"{image.storage_offset()} of its storage: expected one dimension of "
                 f"at least {self.nbytes} contiguous uint8 at a multiple of "
-                f"{_WIDEST_ITEM}"
+                f"{self._widest}"
             )
 
 

@@ -4,11 +4,26 @@ Whoever arbitrates replaces the value; every consumer takes the smaller of its o
 configuration and the limit. Nobody writes into another object's fields.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from enum import IntEnum
 
 from stagehand.errors import ConfigError
 
-__all__ = ["Limits", "effective"]
+__all__ = ["NO_LIMITS", "Bounds", "Limits", "Priority", "effective", "tightest"]
+
+
+class Priority(IntEnum):
+    """How urgent work is. The first two are never denied a copy."""
+
+    CRITICAL = 0
+    """Compute waits for it now."""
+    REQUIRED = 1
+    """It must happen: write-backs."""
+    SPECULATIVE = 2
+    """A prefetch: useful if there is room."""
+    BACKGROUND = 3
+    """Whenever the lane is idle."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,3 +66,68 @@ def effective(config_value: int, limit: int | None) -> int:
         limit: A field of `Limits`; `None` is no limit.
     """
     return config_value if limit is None else min(config_value, limit)
+
+
+NO_LIMITS = Limits()
+"""What limits nothing."""
+
+
+def tightest(one: Limits, other: Limits) -> Limits:
+    """Return the limits that allow only what both allow."""
+    if one is NO_LIMITS or one is other:
+        return other
+    if other is NO_LIMITS:
+        return one
+    return Limits(
+        lookahead_blocks=_smaller(one.lookahead_blocks, other.lookahead_blocks),
+        inflight_h2d=_smaller(one.inflight_h2d, other.inflight_h2d),
+        inflight_d2h=_smaller(one.inflight_d2h, other.inflight_d2h),
+        suppress_speculative=one.suppress_speculative or other.suppress_speculative,
+    )
+
+
+def _smaller(one: int | None, other: int | None) -> int | None:
+    if one is None or other is None:
+        return other if one is None else one
+    return min(one, other)
+
+
+class Bounds:
+    """The limits that hold for one consumer: the tightest of all that are posted.
+
+    The consumer owns it and reads `current`; whoever arbitrates posts and withdraws.
+
+    Args:
+        changed: Called with `current` whenever it has changed.
+
+    Attributes:
+        current: What holds now; limits nothing while nothing is posted.
+    """
+
+    def __init__(self, changed: Callable[[Limits], None] | None = None) -> None:
+        self.current = NO_LIMITS
+        self._changed = changed
+        self._posted: dict[object, Limits] = {}
+
+    def __repr__(self) -> str:
+        """Show what holds."""
+        return f"Bounds({self.current} by {len(self._posted)})"
+
+    def post(self, who: object, limits: Limits) -> None:
+        """Set or replace what one party asks for."""
+        self._posted[who] = limits
+        self._renew()
+
+    def withdraw(self, who: object) -> None:
+        """Lift what one party asked for; without any, nothing happens."""
+        if self._posted.pop(who, None) is not None:
+            self._renew()
+
+    def _renew(self) -> None:
+        limits = NO_LIMITS
+        for each in tuple(self._posted.values()):
+            limits = tightest(limits, each)
+        if limits != self.current:
+            self.current = limits
+            if self._changed is not None:
+                self._changed(limits)

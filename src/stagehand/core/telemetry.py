@@ -15,7 +15,7 @@ from typing import Any
 from stagehand.errors import ClosedError, ConfigError, StagehandWarning
 from stagehand.units import MIB, format_bytes
 
-__all__ = ["Counters", "StepRecord", "Telemetry", "Trace"]
+__all__ = ["Counters", "LineFile", "StepRecord", "Telemetry", "Trace"]
 
 _LOG = logging.getLogger("stagehand")
 _TREND_BYTES = 50 * MIB
@@ -184,7 +184,7 @@ class Telemetry:
             if value < 1:
                 raise ConfigError(f"{name} is {value}: expected at least one step")
         self.counters = Counters()
-        self._file = None if path is None else _LineFile(Path(path))
+        self._file = None if path is None else LineFile(Path(path))
         self._interval_steps = interval_steps
         self._unmeasured: frozenset[str] = frozenset()
         if not checks_nonfinite:
@@ -317,7 +317,7 @@ def _text(nbytes: int | None) -> str:
     return "an unknown size" if nbytes is None else format_bytes(nbytes)
 
 
-class _LineFile:
+class LineFile:
     """A text file that lines are added to; a failed write ends it, not the run."""
 
     def __init__(self, path: Path) -> None:

@@ -14,43 +14,27 @@ life.
 
 from __future__ import annotations
 
-import enum
-from collections import deque
-from enum import IntEnum
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from stagehand.core.limits import Priority
+from stagehand.core.traffic import Denied, Done, Parcel, Slots, Traffic, event_of
+from stagehand.core.wire_ring import WireRing
+from stagehand.errors import StagehandInternalError, StagehandOOMError
+
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     import torch
 
-    from stagehand.core.arena import Lease
+    from stagehand.core.arena import Arena, Lease
     from stagehand.core.device import Device, Event, Stream
     from stagehand.core.stopwatch import Stopwatch
     from stagehand.core.telemetry import Counters
 
 __all__ = ["Denied", "Lane", "Priority", "Slot", "Ticket", "TransferEngine"]
 
-
-class Priority(IntEnum):
-    """How urgent a copy is. The first two are never denied."""
-
-    CRITICAL = 0
-    """Compute waits for it now."""
-    REQUIRED = 1
-    """It must happen: write-backs."""
-    SPECULATIVE = 2
-    """A prefetch: useful if there is room."""
-    BACKGROUND = 3
-    """Whenever the lane is idle."""
-
-
 _SPECULATIVE = Priority.SPECULATIVE  # an attribute of an enumeration is slow
-
-
-class Denied(enum.Enum):
-    """Why a copy was not taken. A value, not an exception: the caller tries later."""
-
-    H2D_SLOTS_EXHAUSTED = "as many host-to-device copies as allowed are in flight"
-    D2H_SLOTS_EXHAUSTED = "as many device-to-host copies as allowed are in flight"
 
 
 class Slot:
@@ -113,45 +97,27 @@ class Ticket(NamedTuple):
         self.done.synchronize()
 
 
-class Lane:
+class Lane(Slots):
     """One direction of the link: an ordered stream with a capacity.
 
     Args:
         device: Whose link it is.
-        capacity: Copies in flight at most before speculation is denied, or None. A copy
-            that a use was queued behind is not counted: a host that is ahead of the
-            device would else find the lane full for ever.
+        capacity: Copies in flight at most before speculation is denied, or None.
         priority: The stream's priority; lower runs first.
+        stream: Of another lane, to share its order; a new one by default.
     """
 
-    def __init__(self, device: Device, capacity: int | None, priority: int) -> None:
-        self.stream = device.new_stream(priority)
+    def __init__(
+        self,
+        device: Device,
+        capacity: int | None,
+        priority: int,
+        stream: Stream | None = None,
+    ) -> None:
+        super().__init__(capacity)
+        self.stream = stream or device.new_stream(priority)
         self.context = device.on(self.stream)
         """Inside it, this thread's operators run on the lane."""
-        self.capacity = capacity
-        # The lane is ordered: it is full as long as the first of these is not done.
-        self._in_flight: deque[Event] = deque(maxlen=capacity)
-
-    @property
-    def in_flight(self) -> int:
-        """Copies that are submitted and not known to be done, counted to `capacity`."""
-        while self._in_flight and self._in_flight[0].query():
-            self._in_flight.popleft()
-        return len(self._in_flight)
-
-    def is_full(self) -> bool:
-        """Return whether a speculative copy would have to be denied."""
-        return self.capacity is not None and self.in_flight >= self.capacity
-
-    def note(self, done: Event) -> None:
-        """Count a submitted copy. Without a capacity nobody asks: nothing is kept."""
-        if self.capacity is not None:
-            self._in_flight.append(done)
-
-    def settle(self, done: Event) -> None:
-        """Count a copy no more, because a use was queued behind it."""
-        if done in self._in_flight:
-            self._in_flight.remove(done)
 
 
 class TransferEngine:
@@ -163,6 +129,7 @@ class TransferEngine:
         h2d_capacity: See `Lane`.
         d2h_capacity: See `Lane`.
         priority: Of both lanes' streams.
+        streams: Theirs, to the device and from it, if they are shared.
     """
 
     def __init__(
@@ -173,14 +140,72 @@ class TransferEngine:
         h2d_capacity: int | None = None,
         d2h_capacity: int | None = None,
         priority: int = -1,
+        streams: tuple[Stream | None, Stream | None] = (None, None),
     ) -> None:
         self.stopwatch: Stopwatch | None = None
         """Set while copies are to be timed."""
+        self.wires: WireRing | None = None
+        """Memory for what is decoded on the device, while there is such."""
+        self._new_wires: Callable[[], WireRing] | None = None
+        self._priority = priority
         self._device = device
         self._counters = counters
-        self.h2d = Lane(device, h2d_capacity, priority)
-        self.d2h = Lane(device, d2h_capacity, priority)
+        self.h2d = Lane(device, h2d_capacity, priority, streams[0])
+        self.d2h = Lane(device, d2h_capacity, priority, streams[1])
         self._ready = device.new_event()
+        self._traffic: Traffic | None = None
+        self._limited = h2d_capacity is not None
+
+    @property
+    def traffic(self) -> Traffic | None:
+        """What this engine has joined."""
+        return self._traffic
+
+    def join(self, traffic: Traffic) -> None:
+        """Take part in what a device's engines share, until `leave()`."""
+        self._traffic = traffic
+        self._limited = True
+
+    def leave(self) -> None:
+        """Take part no more; what was put aside goes home. Idempotent."""
+        self.flush_home()
+        self._traffic = None
+        self._limited = self.h2d.capacity is not None
+
+    def _deny_load(self, priority: Priority) -> Denied | None:
+        if self._traffic is not None:
+            denied = self._traffic.deny_load(priority)
+            if denied is not None:
+                return denied
+        return Denied.H2D_SLOTS_EXHAUSTED if self.h2d.is_full() else None
+
+    def _note_load(self, filled: Event, nbytes: int) -> None:
+        self.h2d.note(filled)
+        if self._traffic is not None:
+            self._traffic.note_load(filled, nbytes)
+
+    def _settle_load(self, filled: Event) -> None:
+        self.h2d.settle(filled)
+        if self._traffic is not None:
+            self._traffic.settle_load(filled)
+
+    def deny_home(self, priority: Priority) -> Denied | None:
+        """Return why a copy home of that urgency should not start now, or None.
+
+        Copies home are never denied themselves: who makes one early asks first.
+        """
+        if priority <= Priority.REQUIRED:
+            return None
+        if self._traffic is not None:
+            denied = self._traffic.deny_home(priority)
+            if denied is not None:
+                return denied
+        return Denied.D2H_SLOTS_EXHAUSTED if self.d2h.is_full() else None
+
+    def flush_home(self) -> None:
+        """Queue the copies home that yield to loads: somebody waits for the lane."""
+        if self._traffic is not None:
+            self._traffic.flush()
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         """Return device memory that belongs to the H2D lane's stream.
@@ -210,16 +235,18 @@ class TransferEngine:
             priority: Speculation can be denied.
         """
         lane, filled = self.h2d, slot._filled
-        limited = lane.capacity is not None
-        if limited and priority >= _SPECULATIVE and lane.is_full():
-            return Denied.H2D_SLOTS_EXHAUSTED
+        limited = self._limited
+        if limited and priority >= _SPECULATIVE:
+            denied = self._deny_load(priority)
+            if denied is not None:
+                return denied
         stream = lane.stream
         if slot._used:
             stream.wait_event(slot._drained)
         if self.stopwatch is None:
             self._device.copy(target, source, stream)
         else:
-            self._copy(_block_in(slot), "H2D", lane, target, source)
+            self._copy(_block_in(slot), "H2D", lane.stream, target, source)
         filled.record(stream)  # type: ignore[union-attr]
         slot._seen_by = slot._reader = None
         slot._used = False
@@ -228,21 +255,111 @@ class TransferEngine:
         counters.h2d_bytes += nbytes
         counters.h2d_copies += 1
         if limited:
-            lane.note(filled)  # type: ignore[arg-type]
+            self._note_load(filled, nbytes)  # type: ignore[arg-type]
         ticket = slot._ticket
         if ticket is None or ticket.nbytes != nbytes:  # the slot's event stays the same
             ticket = slot._ticket = Ticket(filled, nbytes)  # type: ignore[arg-type]
         return ticket
 
+    def open_wires(
+        self, arena: Arena, *, count: int, nbytes: int, scratch_nbytes: int
+    ) -> None:
+        """Have memory for bytes that are decoded on the device; `count` pieces.
+
+        Raises:
+            StagehandOOMError: If the arena has no room.
+        """
+        self.close_wires()
+        self._new_wires = partial(
+            WireRing,
+            self._device,
+            self.h2d.stream,
+            arena,
+            count=count,
+            nbytes=nbytes,
+            scratch_nbytes=scratch_nbytes,
+            priority=self._priority,
+        )
+        self.wires = self._new_wires()
+
+    def rest_wires(self) -> None:
+        """Give that memory back until the next load that needs it."""
+        wires, self.wires = self.wires, None
+        if wires is not None:
+            wires.close()
+
+    def close_wires(self) -> None:
+        """Give that memory back for good. Idempotent."""
+        self._new_wires = None
+        self.rest_wires()
+
+    def load_wire(
+        self,
+        slot: Slot,
+        target: torch.Tensor,
+        source: torch.Tensor,
+        decode: Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], None],
+        priority: Priority,
+    ) -> Ticket | Denied:
+        """Queue the copy of a wire, and behind it the decoder that fills a slot.
+
+        Args:
+            slot: As for `load`.
+            target: As for `load`.
+            source: The wire, in pinned host memory, unchanged until the ticket is done.
+            decode: Fills `target` from the wire, in the current stream's order.
+            priority: As for `load`.
+
+        Raises:
+            StagehandOOMError: If memory to decode it in was given back, and is gone.
+        """
+        lane, filled, wires = self.h2d, slot._filled, self.wires
+        if wires is None and self._new_wires is not None:
+            try:
+                wires = self.wires = self._new_wires()
+            except StagehandOOMError:
+                if priority >= _SPECULATIVE:
+                    return Denied.H2D_SLOTS_EXHAUSTED
+                raise
+        if wires is None or filled is None:
+            raise StagehandInternalError("a wire was sent without memory to decode it")
+        if self._limited and priority >= _SPECULATIVE:
+            denied = self._deny_load(priority)
+            if denied is not None:
+                return denied
+        nbytes = source.numel()
+        piece = wires.take(nbytes)
+        wire = piece.buffer[:nbytes]
+        self._copy(_block_in(slot), "H2D", wires.stream, wire, source)
+        piece.arrived.record(wires.stream)
+        lane.stream.wait_event(piece.arrived)
+        if slot._used:
+            lane.stream.wait_event(slot._drained)
+        try:
+            with lane.context:
+                decode(wire, target, wires.scratch)
+        finally:
+            piece.decoded.record(lane.stream)
+            piece.used = True
+        filled.record(lane.stream)
+        slot._seen_by = slot._reader = None
+        slot._used = False
+        self._counters.h2d_bytes += nbytes
+        self._counters.h2d_copies += 1
+        if self._limited:
+            self._note_load(filled, nbytes)
+        slot._ticket = Ticket(filled, nbytes)
+        return slot._ticket
+
     def _copy(
         self,
         block: int,
         way: str,
-        lane: Lane,
+        stream: Stream,
         target: torch.Tensor,
         source: torch.Tensor,
     ) -> None:
-        watch, stream = self.stopwatch, lane.stream
+        watch = self.stopwatch
         start = None if watch is None else watch.mark_copy(stream)
         self._device.copy(target, source, stream)
         if watch is not None and start is not None:
@@ -255,8 +372,8 @@ class TransferEngine:
             stream.wait_event(slot._filled)
             if seen_by is not None:
                 self._mark(slot, seen_by)
-            elif self.h2d.capacity is not None:
-                self.h2d.settle(slot._filled)  # type: ignore[arg-type]
+            elif self._limited:
+                self._settle_load(slot._filled)  # type: ignore[arg-type]
             slot._seen_by = stream
 
     def release(self, slot: Slot, stream: Stream) -> None:
@@ -288,16 +405,21 @@ class TransferEngine:
         stream.wait_event(slot._filled)
         if slot._used:
             stream.wait_event(slot._drained)
-        self._copy(_block_in(slot), "D2H", self.d2h, target, source)
+        self._copy(_block_in(slot), "D2H", self.d2h.stream, target, source)
         done = self._mark_of(self.d2h)
+        self._note_home(done)
         slot._drained.record(stream)  # type: ignore[union-attr]
         slot._reader = stream
         slot._used = True
         nbytes = source.numel()
         self._counters.d2h_bytes += nbytes
         self._counters.d2h_copies += 1
-        self.d2h.note(done)
         return Ticket(done, nbytes)
+
+    def _note_home(self, done: Done) -> None:
+        self.d2h.note(done)
+        if self._traffic is not None:
+            self._traffic.note_home(done)
 
     def carry_home(
         self,
@@ -321,53 +443,113 @@ class TransferEngine:
             shared: Whether the maker may write to the tensor's memory again: then it
                 waits for the copy.
         """
-        self._send_home(source, target, block, maker)
+        self._send_home(source, target, block, maker, yields=not shared)
         stream = self.d2h.stream
         source.record_stream(stream)  # type: ignore[arg-type]
         if shared:
             self._ready.record(stream)
             maker.wait_event(self._ready)
 
-    def copy_home(
-        self, source: torch.Tensor, target: torch.Tensor, *, maker: Stream
-    ) -> Event:
-        """Queue the copy of a tensor that its owner keeps until the event is done.
+    def send_group(
+        self,
+        pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        *,
+        makers: Sequence[Stream],
+    ) -> Done:
+        """Queue the copies of tensors that their owner keeps until the event is done.
 
         Args:
-            source: On the device.
-            target: Of the same shape and element type, in pinned memory.
-            maker: The stream that made the tensor; the lane waits for it.
+            pairs: On the device, and of the same shape and element type in host memory.
+            makers: The streams that made the tensors; the lane waits for them.
         """
-        self._send_home(source, target, -1, maker)
-        return self._mark_of(self.d2h)
+        for source, _ in pairs:
+            self._counters.d2h_bytes += source.numel()
+            self._counters.d2h_copies += 1
+        if (traffic := self._yielding()) is not None:
+            return self._put_aside(traffic, pairs, -1, makers)
+        stream = self.d2h.stream
+        for maker in makers:
+            self._ready.record(maker)
+            stream.wait_event(self._ready)
+        for source, target in pairs:
+            self._copy(-1, "D2H", stream, target, source)
+        done = self._mark_of(self.d2h)
+        self._note_home(done)
+        return done
 
     def _send_home(
-        self, source: torch.Tensor, target: torch.Tensor, block: int, maker: Stream
-    ) -> None:
-        self._ready.record(maker)
-        self.d2h.stream.wait_event(self._ready)
-        self._copy(block, "D2H", self.d2h, target, source)
+        self,
+        source: torch.Tensor,
+        target: torch.Tensor,
+        block: int,
+        maker: Stream,
+        *,
+        yields: bool,
+    ) -> Parcel | None:
+        """Queue a copy home, or put it aside, where it is to yield to loads."""
         self._counters.d2h_bytes += source.numel() * source.element_size()
         self._counters.d2h_copies += 1
+        if yields and (traffic := self._yielding()) is not None:
+            return self._put_aside(traffic, [(source, target)], block, [maker])
+        self._ready.record(maker)
+        self.d2h.stream.wait_event(self._ready)
+        self._copy(block, "D2H", self.d2h.stream, target, source)
+        return None
 
-    def bring_back(
-        self, source: torch.Tensor, *, after: Event
-    ) -> tuple[torch.Tensor, Event]:
-        """Queue the copy of pinned bytes to new device memory.
+    def _yielding(self) -> Traffic | None:
+        """Return with whom copies home are put aside, if they are."""
+        traffic = self._traffic
+        return traffic if traffic is not None and traffic.yields else None
 
-        The memory is the lane's: who reads it waits for the event, and tells the
-        allocator which stream does.
+    def _put_aside(
+        self,
+        traffic: Traffic,
+        pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        block: int,
+        makers: Sequence[Stream],
+    ) -> Parcel:
+        # Any engine's thread may send it, but no two may enter one object.
+        stream = self._device.same_stream(self.d2h.stream)
+        done = self._device.new_event()
+        ready = []
+        for maker in makers:
+            made = self._device.new_event()
+            made.record(maker)
+            ready.append(made)
+        copy = partial(self._copy, block, "D2H", stream)
+        parcel = Parcel(traffic, stream, ready, pairs, copy, done)
+        traffic.put_aside(parcel)
+        return parcel
+
+    def bring_group(
+        self,
+        source: torch.Tensor,
+        target: torch.Tensor,
+        *,
+        after: Done,
+        maker: Stream,
+    ) -> Event:
+        """Queue the copy of host bytes to new device memory.
+
+        The copy starts when `maker` gets to this point, so that it takes no memory
+        before it is there. Who reads the target waits for the event; so must who frees
+        it.
 
         Args:
-            source: In pinned memory.
-            after: The event behind the copy that wrote it.
+            source: In host memory.
+            target: On the device, of the same size.
+            after: The event behind the copy that wrote the source.
+            maker: The stream that the target's memory belongs to.
         """
-        self.h2d.stream.wait_event(after)
-        target = self.allocate(source.numel())
-        self._copy(-1, "H2D", self.h2d, target, source)
+        stream = self.h2d.stream
+        after = event_of(after)
+        stream.wait_event(after)
+        self._ready.record(maker)
+        stream.wait_event(self._ready)
+        self._copy(-1, "H2D", stream, target, source)
         self._counters.h2d_bytes += source.numel()
         self._counters.h2d_copies += 1
-        return target, self._mark_of(self.h2d)
+        return self._mark_of(self.h2d)
 
     def _mark_of(self, lane: Lane) -> Event:
         """Return a new event that stands for all that a lane was given."""
@@ -384,6 +566,7 @@ class TransferEngine:
 
     def drain(self) -> None:
         """Block the host until both lanes are idle: no host memory is in use then."""
+        self.flush_home()
         self.h2d.stream.synchronize()
         self.d2h.stream.synchronize()
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from stagehand.core.layout import BlockLayout
     from stagehand.core.transfer import Slot
-    from stagehand.stores.base import Store
+    from stagehand.stores.base import Store, Wire
 
 
 __all__ = [
@@ -29,6 +29,7 @@ __all__ = [
     "find_blocks",
     "find_layers",
     "point_to",
+    "staged_bytes",
     "tensor_bytes",
 ]
 
@@ -52,6 +53,7 @@ class Block(Residency):
         "bound",
         "brought_in",
         "clean_versions",
+        "exposed",
         "filled_in",
         "form",
         "home",
@@ -59,7 +61,9 @@ class Block(Residency):
         "hosted",
         "image",
         "layout",
+        "link_nbytes",
         "nbytes",
+        "needs_staging",
         "repeats",
         "seal",
         "slot",
@@ -73,6 +77,7 @@ class Block(Residency):
         "view_addresses",
         "views",
         "views_in",
+        "wire",
     )
 
     def __init__(
@@ -94,7 +99,13 @@ class Block(Residency):
         """What blocks have in common that can share views."""
         self.store: Store | None = None
         self.image: torch.Tensor | None = None
-        """The store's bytes, if they lie in pinned memory; else a load stages them."""
+        """The store's bytes, if they lie in pinned memory."""
+        self.wire: Wire | None = None
+        """How the bytes cross the link, if not as the image."""
+        self.link_nbytes = self.nbytes
+        """How many do."""
+        self.needs_staging = True
+        """Whether a load stages them: they do not lie in pinned memory."""
         self.trains = False
         """Whether gradients are taken for some of its tensors."""
         self.unseen = False
@@ -129,6 +140,8 @@ class Block(Residency):
         """The tensors' versions when a slot's bytes were equal to the store's last."""
         self.seal: torch.Tensor | None = None
         """A sample of the host bytes that the slot was filled from."""
+        self.exposed = False
+        """Whether its tensors have pointed to the device between passes."""
 
     def __repr__(self) -> str:
         return f"Block({self.name!r}, {format_bytes(self.nbytes)}, {self.state.name})"
@@ -138,10 +151,20 @@ class Block(Residency):
         self.store = store
         pinned = None if store is None else store.pinned
         self.image = None if pinned is None else pinned[: self.nbytes]
+        self._cross_by(None if store is None else store.wire)
         hosts = () if store is None else store.hosts
         self.host_addresses = [host.data_ptr() for host in hosts]
         self._hosts = self._fitted(hosts)
         self.versions = self.read_versions()
+
+    def _cross_by(self, wire: Wire | None) -> None:
+        self.wire = wire
+        self.link_nbytes = self.nbytes if wire is None else wire.nbytes
+        self.needs_staging = (self.image if wire is None else wire.pinned) is None
+
+    def cross_plain(self) -> None:
+        """Send the image itself from now on, not the store's wire."""
+        self._cross_by(None)
 
     def set_views(self, slot: Slot | None) -> None:
         """Take the views of a slot's memory, made once for each form; or none."""
@@ -271,6 +294,12 @@ class Finding:
     streamed: list[Group]
     rest: Group
     gathered: list[tuple[nn.Module, Group]]
+
+
+def staged_bytes(block: Block) -> int:
+    """Return the bytes of memory in which a disk can write a block without a copy."""
+    skew = None if block.store is None or block.wire else block.store.skew
+    return block.link_nbytes + (skew.of if skew else 0)
 
 
 def tensor_bytes(tensor: torch.Tensor) -> int:

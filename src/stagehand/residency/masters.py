@@ -7,9 +7,12 @@ import torch
 from stagehand.core.arena import Arena, Lease
 from stagehand.core.layout import copy_values, plain_tensors
 from stagehand.errors import StagehandOOMError
-from stagehand.residency.blocks import Block, point_to
+from stagehand.residency.blocks import Block, point_to, staged_bytes
 from stagehand.stores.base import Store
 from stagehand.stores.module import ModuleStore
+from stagehand.stores.packed import WORTH, PackedWire, room_for
+from stagehand.stores.packing import pack_image
+from stagehand.stores.wired import WiredStore
 from stagehand.torch_private import storage_use_count
 from stagehand.units import format_at_least, format_bytes
 
@@ -20,7 +23,7 @@ class Masters:
     """The host side of all blocks of one runtime.
 
     Memory: the pinned images replace the tensors that they are made from; while one is
-    made, both exist.
+    made, both exist. Packed wires lie beside the tensors.
 
     Args:
         arena: Pinned memory for the images.
@@ -29,6 +32,7 @@ class Masters:
     def __init__(self, arena: Arena) -> None:
         self._arena = arena
         self._images: dict[int, Lease] = {}
+        self._wires: dict[int, Lease] = {}
         self._alone = 0  # an image's reference count when only its lease holds it
         self._origin: dict[int, list[torch.device]] = {}
 
@@ -36,6 +40,10 @@ class Masters:
     def image_bytes(self) -> int:
         """Bytes of all images."""
         return sum(lease.nbytes for lease in self._images.values())
+
+    def is_elsewhere(self, block: Block) -> bool:
+        """Whether a block's truth is in files, not in host memory."""
+        return block.store is not None and block.index not in self._origin
 
     def adopt(self, block: Block) -> None:
         """Make the tensors themselves the block's truth, on the host.
@@ -52,7 +60,7 @@ class Masters:
 
     def pin(self, block: Block) -> bool:
         """Move the truth into a pinned image; False if there is no room for one."""
-        if block.store is None or block.store.pinned is not None or not block.nbytes:
+        if block.store is None or not block.needs_staging or not block.nbytes:
             return True
         lease = self._arena.acquire_nowait(block.nbytes, f"image of {block.name}")
         if lease is None:
@@ -63,6 +71,78 @@ class Masters:
         block.set_store(ModuleStore.pack(block.layout, hosts, lease.buffer))
         block.point_to_host()
         return True
+
+    def pack_all(
+        self, blocks: Sequence[Block], device_type: str, lookahead: int
+    ) -> list[Block]:
+        """Let blocks that are in memory cross the link packed, where they shrink.
+
+        As far as the arena allows, with room left to stage the others.
+
+        Args:
+            blocks: Streamed blocks, in order, off the device.
+            device_type: What decodes them.
+            lookahead: Blocks that are loaded ahead at most.
+
+        Returns:
+            The blocks that do not shrink.
+        """
+        wanted = [b for b in blocks if b.index in self._origin and b.image is None]
+        wanted = [b for b in wanted if b.wire is None and b.nbytes]
+        largest = max((b.nbytes for b in wanted), default=0)
+        room = self._arena.account.free_bytes + self._arena.kept_bytes
+        if sum(b.nbytes for b in wanted) > room:
+            room -= min(room // 2, (lookahead + 2) * largest)
+        stubborn = []
+        with plain_tensors():
+            image, memory = torch.empty(2, largest, dtype=torch.uint8)
+        for block in wanted:
+            used = self._pack(block, device_type, image, memory, room)
+            room -= used
+            if not used:
+                stubborn.append(block)
+            elif room <= 0:
+                break
+        return stubborn
+
+    def _pack(
+        self,
+        block: Block,
+        device_type: str,
+        image: torch.Tensor,
+        memory: torch.Tensor,
+        room: int,
+    ) -> int:
+        """Give a block a packed wire; return its pinned bytes, 0 without."""
+        self.unpack(block)
+        hosts = block.store.hosts if block.store is not None else []
+        block.layout.pack(hosts, image)
+        form, packed = pack_image(image, block.layout, wire=memory)
+        nbytes = room_for(form)
+        if not form.packed or nbytes > WORTH * block.nbytes:
+            return 0
+        lease = None
+        if nbytes <= room:
+            lease = self._arena.acquire_nowait(nbytes, f"packed {block.name}")
+        if lease is None:
+            return room
+        lease.buffer[: form.nbytes].copy_(packed)
+        self._wires[block.index] = lease
+        wire = PackedWire(block.layout, hosts, form, lease.buffer[:nbytes], device_type)
+        block.set_store(WiredStore(block.layout, hosts, wire))
+        block.clean_versions = block.all_versions()
+        return nbytes
+
+    def unpack(self, block: Block) -> None:
+        """Let a block that was packed in memory cross as its image again.
+
+        The block must be off the device, and no copy under way.
+        """
+        lease = self._wires.pop(block.index, None)
+        if lease is None or block.store is None:
+            return
+        block.set_store(ModuleStore(block.layout, block.store.hosts))
+        lease.release()
 
     def pin_all(self, blocks: Sequence[Block], lookahead: int) -> tuple[int, int]:
         """Pin what is in memory as far as the arena allows; keep room to stage the
@@ -81,13 +161,15 @@ class Masters:
             StagehandOOMError: If not even one slab fits.
         """
         free = self._arena.account.free_bytes + self._arena.kept_bytes
-        away = [b for b in blocks if b.image is None]
+        away = [b for b in blocks if b.needs_staging]
         wanted = [b for b in away if b.index in self._origin]
         staged = [b for b in away if b.index not in self._origin]
         total = sum(b.nbytes for b in wanted)
-        slab = max((b.nbytes for b in staged), default=0)
+        slab = max((b.link_nbytes for b in staged), default=0)
         if total > free or staged:
-            slab = max((b.nbytes for b in (*wanted, *staged)), default=0)
+            slab = max((b.link_nbytes for b in (*wanted, *staged)), default=0)
+        roomy = max(map(staged_bytes, staged), default=0)
+        slab = roomy if slab < roomy <= free else slab
         if not slab:
             share = 1.0
             count = 0
@@ -100,7 +182,8 @@ class Masters:
                     needed_bytes=slab,
                     limit_bytes=free,
                 )
-            count = max(1, min(lookahead + 2, free // (2 * slab)))
+            # With one the disk would wait for each copy.
+            count = max(min(2, free // slab), min(lookahead + 2, free // (2 * slab)))
             share = min(1.0, (free - count * slab) / total) if total else 0.0
         self._pin_share(wanted, share)
         return count, slab
@@ -119,6 +202,7 @@ class Masters:
         is read when it is touched.
         """
         origin = self._origin.pop(block.index, None)
+        self.unpack(block)
         lease = self._images.pop(block.index, None)
         if block.store is None:
             return
@@ -137,6 +221,7 @@ class Masters:
         The block must be off the device.
         """
         self._origin.pop(block.index, None)
+        self.unpack(block)
         block.set_store(store)
         block.clean_versions = block.all_versions()
         block.point_to_host()

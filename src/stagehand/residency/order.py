@@ -119,6 +119,11 @@ class Order:
                 self._places.setdefault(other, []).append(position)
         return self._places.get(block, ())
 
+    def place(self, block: int) -> int:
+        """Return the last position of a block in the present route; -1 if it has
+        none."""
+        return max(self._find(block), default=-1)
+
     def turn(self) -> bool:
         """Begin a pass; return whether positions after the last one's end stay valid.
 

@@ -11,9 +11,10 @@ Not thread-safe: callers hold the runtime's lock.
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from stagehand.core.layout import copy_values
+from stagehand.core.limits import Limits, effective
 from stagehand.core.states import ARRIVED, DROPPED, BlockState
 from stagehand.core.transfer import Priority, Slot, TransferEngine
 from stagehand.errors import (
@@ -36,12 +37,22 @@ if TYPE_CHECKING:
     from stagehand.residency.order import Order
     from stagehand.residency.plan import Plan
 
-__all__ = ["Scheduler"]
+__all__ = ["Neighbours", "Scheduler"]
 
 # On the hot path an attribute of an enumeration takes as long as a call, and so a block
 # that is at the beginning of a path, whose steps are checked, is put at its end.
 _HOST_STAGED, _PREFETCHING = BlockState.HOST_STAGED, BlockState.PREFETCHING
 _GPU_READY, _SPECULATIVE = BlockState.GPU_READY, Priority.SPECULATIVE
+
+
+class Neighbours(Protocol):
+    """Whoever else holds memory of the device."""
+
+    def make_room(self, nbytes: int) -> bool:
+        """Let others give up so many bytes; return whether they are free."""
+
+    def name_them(self) -> str:
+        """Say who holds what, for an error."""
 
 
 class Scheduler:
@@ -79,6 +90,8 @@ class Scheduler:
         self._counters = counters
         self._slots: list[Slot] = []
         self._lookahead = 0
+        self._planned_lookahead = 0
+        self._limits = Limits()
         self._front = -1  # the last position that the look-ahead has passed
         self._staged_front = -1  # the last position for which staging was requested
         self._ahead: deque[Block] = deque()  # streamed blocks between cursor and front
@@ -93,6 +106,10 @@ class Scheduler:
         self._fixed: Collection[int] = ()
         self.strained = False
         """Whether memory was taken from the plan's slots: follow it again."""
+        self.neighbours: Neighbours | None = None
+        """Others on the device, who may make room for a block that is needed now."""
+        self._gave_way = False  # blocks that stay have left, for others
+        self._hands_over = False  # the next pass on the device is not expected here
         self.slots_by_memory: dict[int, Slot] = {}
         """Slots that have memory, by its address."""
 
@@ -233,8 +250,9 @@ class Scheduler:
 
     def _load(self, block: Block, slot: Slot, priority: Priority) -> bool:
         """Begin to fill an empty slot with a block; False if it cannot be now."""
-        if block.views_in is not slot or slot.lease is None:
-            self._settle_in(block, slot)
+        lacks = block.views_in is not slot or slot.lease is None
+        if lacks and not self._settle_in(block, slot, priority):
+            return False
         staged = block.state is _HOST_STAGED
         if not staged and block.filled_in != self._pass and block.is_replaced():
             self.take_in(block)
@@ -252,37 +270,52 @@ class Scheduler:
             block.filled_in = self._pass
         return True
 
-    def _settle_in(self, block: Block, slot: Slot) -> None:
-        """Give the slot memory and the block its views of it, where it has none yet."""
+    def _settle_in(self, block: Block, slot: Slot, priority: Priority) -> bool:
+        """Give the slot memory and the block its views of it, where it has none yet.
+
+        Returns:
+            False if there is no memory for a speculative load.
+        """
         if slot.lease is None:
-            lease = slot.lease = self._lease(slot.nbytes, block)
+            lease = self._arena.acquire_nowait(slot.nbytes, block.name)
+            if lease is None:
+                if priority >= _SPECULATIVE:
+                    return False
+                lease = self._lease(slot.nbytes, block)
+            slot.lease = lease
             slot.storage = lease.buffer.untyped_storage()
             slot.storage_key = slot.storage._cdata
             slot.alone = storage_use_count(slot.storage)
             self.slots_by_memory[slot.storage.data_ptr()] = slot
             self._engine.adopt(slot)
         if block.views_in is slot:
-            return
+            return True
         # Not counted again later: a reader thread may be filling the slot then.
         before = storage_use_count(slot.storage)
         block.set_views(slot)
         slot.alone += storage_use_count(slot.storage) - before
+        return True
 
     def _lease(self, nbytes: int, block: Block) -> Lease:
-        lease = self._arena.acquire_nowait(nbytes, block.name)
+        """Return memory that is not there without somebody's giving some up."""
+        lease = None
+        if self.neighbours is not None and self.neighbours.make_room(nbytes):
+            lease = self._arena.acquire_nowait(nbytes, block.name)
         if lease is None:
             self._free_idle()
             lease = self._arena.acquire_nowait(nbytes, block.name)
         if lease is not None:
             return lease
-        account = self._arena.account
+        account, others = self._arena.account, ""
+        if self.neighbours is not None:
+            others = self.neighbours.name_them()
         used = [s.occupant.name for s in self._slots if s.occupant and s.occupant.uses]
         raise StagehandOOMError(
             f"block {block.name!r} needs {format_bytes(nbytes)} of device memory while"
             f" {', '.join(map(repr, used[:5])) or 'what stays'} is in use, and of"
             f" {format_bytes(account.limit_bytes)} only"
-            f" {format_bytes(account.free_bytes)} are free; raise the budget to at"
-            f" least {format_at_least(account.held_bytes + nbytes)}",
+            f" {format_bytes(account.free_bytes)} are free{others}; raise the budget to"
+            f" at least {format_at_least(account.held_bytes + nbytes)}",
             needed_bytes=account.held_bytes + nbytes,
             limit_bytes=account.limit_bytes,
         )
@@ -354,8 +387,7 @@ class Scheduler:
             # Whoever read or edited its tensors used the slot.
             self._engine.release(slot, stream or self._device.current_stream())
             if changed or verify:
-                block.to(BlockState.EVICTING)
-                self._loader.save(block, only_if_different=not changed)
+                self._save(block, changed=changed)
         else:
             if block.filled_in != self._pass and block.is_replaced():
                 self.take_in(block)
@@ -364,6 +396,17 @@ class Scheduler:
         self._counters.evictions += 1
         if use_count_of(slot.storage_key) > slot.alone:
             self._abandon(slot)
+
+    def _save(self, block: Block, *, changed: bool) -> None:
+        """Bring a block's bytes home; if that fails, they are still here."""
+        block.to(BlockState.EVICTING)
+        try:
+            self._loader.save(block, only_if_different=not changed)
+        except BaseException:
+            block.state = _GPU_READY
+            if changed:
+                block.versions = [-1]
+            raise
 
     def _vacate(self, block: Block, slot: Slot) -> None:
         """Let a block forget its slot; nothing is copied."""
@@ -449,6 +492,10 @@ class Scheduler:
 
     # Looking ahead
 
+    def look_ahead(self) -> None:
+        """Queue the loads that have become possible since the latest use began."""
+        self._run_ahead(self._device.current_stream())
+
     def _run_ahead(self, stream: Stream) -> None:
         ahead, line = self._ahead, self._line
         room = self._lookahead - len(ahead)
@@ -480,6 +527,25 @@ class Scheduler:
         self._front = position - 1
         if self._loader.stages:
             self._stage_ahead(position, last)
+            self._clear_ahead(position, min(last, position + room), stream)
+
+    def _clear_ahead(self, position: int, last: int, stream: Stream) -> None:
+        """Give up slots for loads that are not staged yet.
+
+        A load waits for all that was computed before its slot was given up. If that is
+        done when its bytes are there, compute has gone on, and both take turns.
+        """
+        passed: list[Block] = []
+        for block in self._line[position:last]:
+            slot = block.home
+            other = None if slot is None else slot.occupant
+            if block.slot is None and other is not None:
+                if other.uses or other.awaited or other in passed:
+                    return
+                if self._changes_follow and block.trains:
+                    return
+                self.evict(other, stream=stream)
+            passed.append(block)
 
     def _stage_ahead(self, position: int, last: int) -> None:
         """Let the disk run further ahead than the link, as far as there are slabs."""
@@ -488,7 +554,7 @@ class Scheduler:
             block = self._line[position]
             if self._changes_follow and block.trains and position >= self._length:
                 return
-            if block.slot is None and block.image is None and not block.hosted:
+            if block.slot is None and block.needs_staging and not block.hosted:
                 self._loader.request(block)
                 if block.state is not BlockState.HOST_STAGED:
                     return
@@ -501,6 +567,8 @@ class Scheduler:
             self._line_version = self.order.version
             self._line = [self.blocks[index] for index in self.order.line]
             self._length = self.order.length
+            if self._hands_over:
+                del self._line[self._length :]
 
     def _forget_ahead(self) -> None:
         """The order was wrong: nothing that was loaded ahead is awaited any more."""
@@ -512,15 +580,20 @@ class Scheduler:
 
     # Passes
 
-    def begin_pass(self, *, changes_follow: bool = False) -> None:
+    def begin_pass(
+        self, *, changes_follow: bool = False, hands_over: bool = False
+    ) -> None:
         """The model is entered from outside, or autograd begins to go back through it.
 
         Args:
             changes_follow: Whether weights may change after the pass, where gradients
                 are taken for them: nothing of these is loaded ahead for the next one.
+            hands_over: Whether another model is expected to run next on the device:
+                nothing at all is loaded ahead for this one's next pass.
         """
         self.release_fetched()
         self._changes_follow = changes_follow
+        self._set_end(hands_over=hands_over)
         self._latest = None  # each pass has the same uses, whatever came before it
         length = self.order.length if self.order.cursor >= 0 else 0
         if self.order.turn() and not self.order.lost:
@@ -570,7 +643,9 @@ class Scheduler:
                 continue
             if block.bound:  # read until now, also where no site tells of it
                 self._engine.release(slot, stream)
-            if block.uses or (block.stays and not block.trains):
+            if block.uses:
+                continue
+            if block.stays and not block.trains and self._stays_bound(block):
                 continue
             if block.bound:
                 if block.is_changed() or block.is_replaced():
@@ -581,10 +656,23 @@ class Scheduler:
                 block.point_to_host()
             if block.seal is None:
                 block.seal = sample(block)
+        self._seal_staged()
+        self._pass += 1  # uses outside of passes must notice edits made since, too
+
+    def _stays_bound(self, block: Block) -> bool:
+        """Whether an edit between passes shall reach what stays where it is.
+
+        Before others may take its memory, it is better found on the host.
+        """
+        if self._hands_over and block.index not in self._fixed:
+            return False
+        block.exposed = True
+        return True
+
+    def _seal_staged(self) -> None:
         for block in self._loader.staged():
             if block.seal is None:
                 block.seal = sample(block)
-        self._pass += 1  # uses outside of passes must notice edits made since, too
 
     def end_backward(self) -> None:
         """Say that what was brought until now, for a backward pass, has had one."""
@@ -609,6 +697,95 @@ class Scheduler:
             if block is not None and block.uses:
                 block.uses = 0
                 self._engine.release(slot, self._device.current_stream())
+
+    # Sharing the device
+
+    def _set_end(self, *, hands_over: bool) -> None:
+        """Say whether the pass that is expected next may be loaded ahead for."""
+        if hands_over != self._hands_over:
+            self._hands_over = hands_over
+            self._line_version = -1
+            self._draw_line()
+
+    def give_up(self, keep_bytes: int, *, all_of_it: bool) -> None:
+        """Free memory until no more than so many bytes are held.
+
+        The ring goes first, then what stays and is used late in a pass, for its load
+        hides best; what has to be there all the time goes last. All of it comes back by
+        itself, in the next pass. What is in use stays.
+
+        Args:
+            keep_bytes: Nothing that fits them has to leave.
+            all_of_it: Whether what has to be there all the time may leave, too: not in
+                the middle of a pass.
+        """
+        account = self._arena.account
+        if account.held_bytes > keep_bytes:
+            self._arena.trim()
+        if account.held_bytes <= keep_bytes:
+            return
+        self._forget_ahead()
+        for slot in sorted(self._slots, key=self._harm):
+            block = slot.occupant
+            if block is not None:
+                if block.uses or not (all_of_it or block.index not in self._fixed):
+                    continue
+                self._gave_way = self._gave_way or block.stays
+                self.evict(block, verify=block.exposed)
+                block.exposed = False
+            self.free_slot(slot)
+            self._arena.trim()
+            if account.held_bytes <= keep_bytes:
+                return
+
+    def _harm(self, slot: Slot) -> tuple[int, int]:
+        """How much is lost when a slot is freed; the least of all slots goes first."""
+        block = slot.occupant
+        if block is None or not block.stays:
+            return 0, 0
+        if block.index in self._fixed:
+            return 2, 0
+        return 1, -self.order.place(block.index)
+
+    def recall(self) -> bool:
+        """Begin to bring back what gave way, in the order of use.
+
+        Where there is a ring, the look-ahead does so among its own loads.
+
+        Returns:
+            Whether anything had given way.
+        """
+        if not self._gave_way:
+            return False
+        self._gave_way = False
+        fixed = (self.blocks[index] for index in self._fixed)
+        self.settle(block for block in fixed if block.store and block.tensors)
+        if self._lookahead or self._allowed() < self._planned_lookahead:
+            return True
+        for block in self._line[: self._length]:
+            if block.slot is None and block.stays and block.home is not None:
+                urgent = block.image is not None and not self._loader.fills
+                priority = Priority.REQUIRED if urgent else _SPECULATIVE
+                if block.home.occupant or not self._load(block, block.home, priority):
+                    break
+        return True
+
+    def warm(self) -> bool:
+        """Between passes: load what the next one begins with, as its end would have.
+
+        Returns:
+            Whether anything had given way.
+        """
+        self._set_end(hands_over=False)
+        came_back = self.recall()
+        if self.order.cursor == self.order.length - 1 and not self.order.lost:
+            self._run_ahead(self._device.current_stream())
+        for slot in self._slots:
+            block = slot.occupant
+            if block is not None and not block.bound and block.seal is None:
+                block.seal = sample(block)
+        self._seal_staged()
+        return came_back
 
     # Plans
 
@@ -649,7 +826,28 @@ class Scheduler:
             index = block.index
             block.home = None if block.hosted else self._slots[plan.home[index]]
             block.stays = index in plan.resident and not block.hosted
-        self._lookahead = plan.lookahead
+        self._planned_lookahead = plan.lookahead
+        self._lookahead = self._allowed()
+
+    def obey(self, limits: Limits) -> None:
+        """Look ahead no further than limits allow, from the next use on.
+
+        May be called by any thread: it sets a number.
+        """
+        self._limits = limits
+        if not self.strained:
+            self._lookahead = self._allowed()
+
+    def _allowed(self) -> int:
+        limits = self._limits
+        if limits.suppress_speculative:
+            return 0
+        return effective(self._planned_lookahead, limits.lookahead_blocks)
+
+    @property
+    def lookahead(self) -> int:
+        """How many streamed blocks are loaded ahead at most now."""
+        return self._lookahead
 
     def _move_out(self, block: Block, slot: Slot) -> None:
         self.evict(block, verify=block.stays)

@@ -204,7 +204,7 @@ def _seam(workload: Workload, starts: Sequence[float], uses: list[int]) -> int:
 
     Best is a turn, where both are one block, else where most compute lies between.
     """
-    order, nbytes = workload.order, workload.nbytes
+    order, nbytes = workload.order, workload.crossing
     best, seam = math.inf, 0
     for index, use in enumerate(uses):
         before = uses[index - 1]

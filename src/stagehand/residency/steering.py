@@ -71,6 +71,27 @@ class Steering:
         return self._link
 
     @property
+    def compute_seconds(self) -> float | None:
+        """What one cycle computes, once it is measured."""
+        return None if self._seconds is None else sum(self._seconds)
+
+    @property
+    def loads(self) -> int:
+        """How many loads one cycle needs. Costs O(uses)."""
+        home, holds = self.plan.home, dict[int, int]()
+        loads = 0
+        for turn in range(2):  # the first shows what the slots hold at its end
+            for block in self._planned:
+                loads += turn if holds.get(home[block]) != block else 0
+                holds[home[block]] = block
+        return loads
+
+    @property
+    def basis(self) -> tuple[object, ...]:
+        """What plans are made from: each is the same object until it changes."""
+        return self._planned, self._seconds, self._must_stay
+
+    @property
     def must_stay(self) -> frozenset[int]:
         """Blocks that have to be on the device all the time."""
         return self._must_stay
@@ -78,12 +99,14 @@ class Steering:
     def workload(self) -> Workload:
         """Return what is planned for."""
         cycle = self._scheduler.order.cycle()
+        crossing = tuple(0 if b.hosted else b.link_nbytes for b in self._blocks)
         return Workload(
             order=cycle,
             nbytes=tuple(0 if b.hosted else b.nbytes for b in self._blocks),
             seconds=self._seconds if cycle == self._planned else None,
             link_bytes_per_second=self._link,
             must_stay=self._must_stay,
+            link_nbytes=crossing if any(b.wire for b in self._blocks) else None,
         )
 
     def smallest_budget(self) -> int:

@@ -36,6 +36,8 @@ class Workload:
         seconds: The compute seconds of each use, or None when they are not known.
         link_bytes_per_second: What one host-to-device copy after another achieves.
         must_stay: The blocks that have to be on the device all the time.
+        link_nbytes: The bytes of every block that cross the link, where they are not
+            `nbytes`; None if they are everywhere.
     """
 
     order: tuple[int, ...]
@@ -43,6 +45,7 @@ class Workload:
     seconds: tuple[float, ...] | None
     link_bytes_per_second: float
     must_stay: frozenset[int] = frozenset()
+    link_nbytes: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         """Refuse what cannot describe a model."""
@@ -53,6 +56,11 @@ class Workload:
                     f"workload {name} names blocks {min(blocks)} to {max(blocks)}, "
                     f"but the blocks are 0 to {count - 1}: number them by `nbytes`"
                 )
+        if self.link_nbytes is not None and len(self.link_nbytes) != count:
+            raise StagehandInternalError(
+                f"workload says what crosses the link for {len(self.link_nbytes)} "
+                f"blocks: expected {count}"
+            )
         if min(self.nbytes, default=0) < 0:
             raise StagehandInternalError(
                 f"workload block has {min(self.nbytes)} bytes: expected 0 or more"
@@ -74,6 +82,11 @@ class Workload:
                 "workload has a compute time that is negative or not finite: "
                 "expected seconds"
             )
+
+    @property
+    def crossing(self) -> tuple[int, ...]:
+        """The bytes of every block that cross the link for one load."""
+        return self.nbytes if self.link_nbytes is None else self.link_nbytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -118,11 +131,12 @@ class Timeline:
     def __init__(self, workload: Workload, seconds: Sequence[float]) -> None:
         self._order = workload.order
         self._nbytes = workload.nbytes
+        self._crossing = workload.crossing
         self._rate = workload.link_bytes_per_second
         # When each use starts in a period without stall, and when the last one ends.
         self.starts = list(accumulate(seconds, initial=0.0))
         # The loads of one period when every use needs one.
-        self.link_seconds = sum(self._nbytes[b] for b in workload.order) / self._rate
+        self.link_seconds = sum(self._crossing[b] for b in workload.order) / self._rate
         self._phases = _phases(workload.order)
 
     @property
@@ -147,8 +161,21 @@ class Timeline:
         return max(phased, whole)
 
     def _crossing_seconds(self, blocks: Iterable[int], kept_bytes: int) -> float:
-        used = sum(self._nbytes[block] for block in blocks)
-        return max(0, used - kept_bytes) / self._rate
+        if self._crossing is self._nbytes:
+            used = sum(self._nbytes[block] for block in blocks)
+            return max(0, used - kept_bytes) / self._rate
+        # Kept first is what costs the link most for a byte of memory.
+        crossing = 0.0
+        for share, nbytes in sorted(map(self._cost, blocks), reverse=True):
+            kept = min(kept_bytes, nbytes)
+            kept_bytes -= kept
+            crossing += share * (nbytes - kept)
+        return crossing / self._rate
+
+    def _cost(self, block: int) -> tuple[float, int]:
+        """Bytes on the link for each byte of a block, and its bytes."""
+        nbytes = self._nbytes[block]
+        return self._crossing[block] / max(1, nbytes), nbytes
 
     def steady(self, home: Sequence[int], streams: Sequence[bool]) -> Steady:
         """Predict the steady period.
@@ -174,7 +201,8 @@ class Timeline:
         return Steady(step_seconds=step, streamed_bytes=loads.nbytes)
 
     def _loads(self, home: Sequence[int], streams: Sequence[bool]) -> _Loads:
-        order, nbytes, rate, starts = self._order, self._nbytes, self._rate, self.starts
+        order, nbytes = self._order, self._crossing
+        rate, starts = self._rate, self.starts
         last = self._last_uses(home, streams)
         loads = _Loads([], [], [], [], 0)
         uses = len(order)

@@ -1,10 +1,72 @@
 """What the rest of the library may ask of the place where a block's truth lives."""
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
-__all__ = ["Store"]
+__all__ = ["Skew", "Store", "Wire"]
+
+
+class Skew(NamedTuple):
+    """Where an image had best begin: `past` bytes after a multiple of `of`."""
+
+    past: int
+    of: int
+
+
+class Wire(Protocol):
+    """The bytes of a block as they cross the link, where they are fewer than its image.
+
+    They lie in pinned memory or are read when they are needed; on the device `decode`
+    makes the image of them. Nothing above asks how. Bits do not depend on the way: the
+    image is what the store's own `read_into` gives.
+    """
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that cross the link."""
+
+    @property
+    def scratch_nbytes(self) -> int:
+        """Device bytes that `decode` works in, where it has no kernels."""
+
+    @property
+    def pinned(self) -> torch.Tensor | None:
+        """The bytes themselves, if they lie in pinned memory; else they are read."""
+
+    def is_current(self) -> bool:
+        """Return whether the bytes are those of the host tensors, as far as is known.
+
+        Asked at each load, by the thread that runs the model.
+        """
+
+    def renew(self) -> bool:
+        """Make them those of the host tensors again, which were changed.
+
+        No copy reads them meanwhile.
+
+        Returns:
+            False if they cannot be: the block crosses as its image from now on.
+        """
+
+    def read_into(self, memory: torch.Tensor) -> int | None:
+        """Fill host memory with the bytes; on a worker thread, as `Store.read_into`.
+
+        Returns:
+            Bytes read from disk, or None if the host tensors were found changed, so
+            that the block has to cross as its image.
+        """
+
+    def decode(
+        self, wire: torch.Tensor, image: torch.Tensor, scratch: torch.Tensor | None
+    ) -> None:
+        """Fill an image on the device, in the order of its current stream.
+
+        Args:
+            wire: 1-D uint8 device memory that begins with the bytes.
+            image: 1-D uint8, of the layout's size.
+            scratch: 1-D uint8, of `scratch_nbytes` or more; None if that is 0.
+        """
 
 
 class Store(Protocol):
@@ -25,6 +87,10 @@ class Store(Protocol):
     def pinned(self) -> torch.Tensor | None:
         """The truth itself, where it already lies in pinned memory in this layout."""
 
+    @property
+    def wire(self) -> Wire | None:
+        """How the block crosses the link if not as its image."""
+
     def read_into(self, image: torch.Tensor) -> int:
         """Fill `image` with the block's bytes.
 
@@ -35,6 +101,17 @@ class Store(Protocol):
 
         Returns:
             Bytes read from disk; 0 when the truth is in memory.
+        """
+
+    @property
+    def skew(self) -> Skew | None:
+        """Where a disk can write an image without a copy, if not everywhere."""
+
+    def holds(self, image: torch.Tensor) -> bool:
+        """Return whether the truth is bit for bit what is in `image`.
+
+        Args:
+            image: 1-D uint8 host tensor, at least as long as the layout.
         """
 
     def write_back(self, image: torch.Tensor) -> None:

@@ -6,7 +6,7 @@ not hold what its header says, or a model that needs what no file has, is refuse
 
 import difflib
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -115,6 +115,11 @@ class Checkpoint(Mapping[str, Extent]):
             {**self._files, **other._files},
         )
 
+    def without(self, names: Collection[str]) -> "Checkpoint":
+        """Return the same without some tensors."""
+        places = {name: at for name, at in self._places.items() if name not in names}
+        return Checkpoint(self._root, places, self._files)
+
     @property
     def files(self) -> Mapping[Path, FileStamp]:
         """The files, and what they were when their headers were read."""
@@ -211,9 +216,13 @@ class Checkpoint(Mapping[str, Extent]):
         self, name: str, key: str, dtype: torch.dtype, shape: Sequence[int]
     ) -> str:
         wanted = f"{name!r}" if key == name else f"{name!r} (as {key!r})"
-        near = difflib.get_close_matches(key, self._candidates(key), n=2)
+        near = self.nearest(key)
         hint = f", nearest {' and '.join(map(repr, near))}" if near else ""
         return f"{wanted} expected {dtype} {list(shape)}, found none{hint}"
+
+    def nearest(self, name: str) -> list[str]:
+        """Return a few names that are much like one that is not there."""
+        return difflib.get_close_matches(name, self._candidates(name), n=2)
 
     def _candidates(self, key: str) -> list[str]:
         """Return the names to look for near ones in: of many, those of equal numbers.

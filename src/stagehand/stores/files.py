@@ -1,27 +1,29 @@
 """The open files of a checkpoint: exact reads, private mappings, change detection."""
 
+import ctypes
 import itertools
 import mmap
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from concurrent.futures import CancelledError
 from pathlib import Path
 
+import psutil
 import torch
 
 from stagehand.core.layout import contiguous_stride, own_storage, plain_tensors
-from stagehand.errors import (
-    ClosedError,
-    ReadError,
-    ShardChangedError,
-    TruncatedShardError,
-)
+from stagehand.core.workers import WorkerGroup
+from stagehand.errors import ClosedError, ReadError, ShardChangedError
 from stagehand.stores.checkpoint import Extent
 from stagehand.stores.headers import FileStamp
+from stagehand.stores.reading import Chunk, OpenFile, Part, Scratch, Sectors, cut
 
 __all__ = ["FileSet"]
 
-_CHUNK_BYTES = 8 << 20
+_READERS = 4  # threads: what a fast disk needs to be busy; a slow one needs fewer
+_SHARED_BYTES = 1 << 20  # less is read before a thread has woken up
+_CACHE_SHARE = 0.6  # of the free memory may be expected to hold a checkpoint
 # Without it Linux refuses to map a file larger than its memory, though a private
 # mapping costs only the pages that are written. Python names the flag since 3.13.
 _MAP_NORESERVE = getattr(
@@ -36,18 +38,33 @@ class FileSet:
     process (which may have closed what it inherited), and compared with what they were
     when their headers were read. A file that is closed while a thread still reads from
     it stays open until that read returns.
+
+    Memory: where reads pass the page cache, at most a buffer of 4 MiB for each of the
+    four threads that read.
     """
 
-    def __init__(self, files: Mapping[Path, FileStamp]) -> None:
+    def __init__(
+        self, files: Mapping[Path, FileStamp], *, past_cache: bool | None = None
+    ) -> None:
         """Open nothing yet.
 
         Args:
             files: The files and their stamps, as `Checkpoint.files` gives them.
+            past_cache: Whether what is not in the page cache shall be read past it. By
+                default, if all files together would not fit there.
         """
         self._stamps = dict(files)
-        self._descriptors: dict[tuple[int, Path], _Descriptor] = {}
+        if past_cache is None:
+            total = sum(stamp.size for stamp in self._stamps.values())
+            past_cache = total > _CACHE_SHARE * psutil.virtual_memory().available
+        self._past_cache = past_cache
+        self._scratch = Scratch()
+        self._readers: dict[int, WorkerGroup] = {}  # by process
+        self._descriptors: dict[tuple[int, Path], OpenFile] = {}
         self._mappings: dict[tuple[Path, int], torch.Tensor] = {}
         self._requests: dict[Extent, itertools.count[int]] = {}
+        self.overlay_bytes = 0
+        """Bytes of tensors whose values are in host memory, and not the file's."""
         self._closed = False
 
     def check(self) -> None:
@@ -83,22 +100,82 @@ class FileSet:
             ShardChangedError: If the file changed before it was first opened.
             ClosedError: If this set is closed.
         """
-        descriptor = self._descriptor(path)
-        done = 0
-        while done < len(target):
-            piece = target[done : done + _CHUNK_BYTES]
-            try:
-                got = os.preadv(descriptor.number, [piece], offset + done)
-            except OSError as error:
-                raise ReadError(
-                    f"{path} cannot be read at byte {offset + done}: {error}"
-                ) from error
-            if got == 0:
-                raise TruncatedShardError(
-                    f"{path} is truncated: expected {len(target)} bytes at {offset}, "
-                    f"found {done}; it was longer when its header was read"
-                )
-            done += got
+        self.fill({path: [Part(offset, 0, len(target))]}, target)
+
+    def fill(
+        self,
+        parts: Mapping[Path, Sequence[Part]],
+        target: memoryview,
+        *,
+        compare: bool = True,
+    ) -> int:
+        """Fill parts of `target` from the files, several at a time; return the bytes.
+
+        On return, whatever it is, no thread writes to `target` any more.
+
+        Args:
+            parts: What goes where, by file.
+            target: Writable bytes.
+            compare: Whether a file that changed since its header was read is refused.
+
+        Raises:
+            ReadError: If the system cannot read them.
+            TruncatedShardError: If a file ends before.
+            ShardChangedError: If a file changed since its header was read.
+            ClosedError: If this set is closed.
+        """
+        if not len(target):
+            return 0
+        address = ctypes.addressof(ctypes.c_ubyte.from_buffer(target))
+        files = {path: self._descriptor(path) for path in parts}
+        jobs = [
+            (file, chunk)
+            for path, file in files.items()
+            for chunk in cut(parts[path], address, file.sectors)
+        ]
+        nbytes = sum(part.nbytes for wanted in parts.values() for part in wanted)
+        if len(jobs) > 1 and nbytes >= _SHARED_BYTES:
+            self._share_out(jobs, target)
+        else:
+            for file, chunk in jobs:
+                file.read(chunk, target, self._scratch)
+        for path, file in files.items() if compare else ():
+            self._compare(path, FileStamp.of(file.number))
+        return nbytes
+
+    def _share_out(
+        self, jobs: Sequence[tuple[OpenFile, Chunk]], target: memoryview
+    ) -> None:
+        """Let the reader threads do all jobs, in order, and wait for them."""
+        readers = self._group()
+        futures = []
+        try:
+            for file, chunk in jobs:
+                futures.append(readers.submit(file.read, chunk, target, self._scratch))
+            for future in futures:
+                future.result()
+        except (CancelledError, ClosedError):
+            raise ClosedError(
+                f"{jobs[0][0].path} cannot be read: its files were closed"
+            ) from None
+        finally:
+            for future in futures:
+                readers.drop(future)
+
+    def _group(self) -> WorkerGroup:
+        pid = os.getpid()
+        if pid not in self._readers:
+            self._readers.setdefault(pid, WorkerGroup("file", _READERS))
+        return self._readers[pid]
+
+    def sectors(self, path: Path) -> Sectors:
+        """Return where in memory reads of a file need no copy.
+
+        Raises:
+            CheckpointError: If the file changed or cannot be opened.
+        """
+        file = self._descriptor(path)
+        return file.sectors if file.is_direct else Sectors(1, 1)
 
     def map_tensor(self, extent: Extent) -> torch.Tensor:
         """Return a tensor that a file holds, as private, writable memory.
@@ -132,6 +209,10 @@ class FileSet:
     def close(self) -> None:
         """Let go of every file. Host tensors that were handed out stay valid."""
         self._closed = True
+        readers = self._readers.get(os.getpid())
+        if readers is not None:
+            readers.close()
+        self._scratch = Scratch()
         self._descriptors.clear()
         self._mappings.clear()
 
@@ -149,7 +230,7 @@ class FileSet:
         with plain_tensors():
             return torch.frombuffer(memory, dtype=torch.uint8)
 
-    def _descriptor(self, path: Path) -> "_Descriptor":
+    def _descriptor(self, path: Path) -> OpenFile:
         key = (os.getpid(), path)
         descriptor = self._descriptors.get(key)
         if descriptor is None and not self._closed:
@@ -160,9 +241,9 @@ class FileSet:
             raise ClosedError(f"{path} cannot be read: its files were closed")
         return descriptor
 
-    def _open(self, path: Path) -> "_Descriptor":
+    def _open(self, path: Path) -> OpenFile:
         try:
-            descriptor = _Descriptor(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
+            descriptor = OpenFile(path, past_cache=self._past_cache)
             found = FileStamp.of(descriptor.number)
         except OSError as error:
             raise ReadError(f"{path} cannot be opened: {error}") from error
@@ -176,24 +257,3 @@ class FileSet:
                 f"{path} changed since its header was read: expected {expected}, found "
                 f"{found}; load the model again"
             )
-
-
-class _Descriptor:
-    """An open file that closes when the last reader lets go of it.
-
-    Closing it under a reader would let the system give its number to another file,
-    whose bytes would then arrive as weights.
-    """
-
-    # Bound early: an exiting interpreter may have taken the module apart.
-    _close = staticmethod(os.close)
-    _getpid = staticmethod(os.getpid)
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-        self._pid = self._getpid()
-
-    def __del__(self) -> None:
-        # A forked process may have closed everything and use the number for its own.
-        if self._getpid() == self._pid:
-            self._close(self.number)

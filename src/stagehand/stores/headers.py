@@ -22,7 +22,7 @@ from stagehand.errors import (
     TruncatedShardError,
 )
 
-__all__ = ["FileStamp", "Header", "Span", "load_json", "read_header"]
+__all__ = ["FileStamp", "Header", "Span", "code_of", "load_json", "read_header"]
 
 _LENGTH_BYTES = 8
 _MAX_HEADER_BYTES = 100_000_000
@@ -147,6 +147,19 @@ def read_header(path: Path) -> Header:
     _check_spans(path, spans)
     _check_end(path, spans, stamp.size - data_offset)
     return Header(path=path, stamp=stamp, data_offset=data_offset, spans=tuple(spans))
+
+
+def code_of(dtype: torch.dtype) -> str:
+    """Return the format's name of an element type.
+
+    Raises:
+        HeaderError: If it has none.
+    """
+    name = str(dtype).removeprefix("torch.")
+    for code, (_, torch_name) in _DTYPES.items():
+        if torch_name == name:
+            return code
+    raise HeaderError(f"a safetensors file cannot hold {dtype}: convert the tensor")
 
 
 def load_json(text: bytes) -> Any:

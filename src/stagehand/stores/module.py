@@ -64,10 +64,24 @@ class ModuleStore:
         """The image, if there is one."""
         return self._image
 
+    @property
+    def wire(self) -> None:
+        """None: the image itself crosses the link."""
+        return None
+
     def read_into(self, image: torch.Tensor) -> int:
         """Fill `image` from host memory; return 0, for nothing comes from disk."""
         self._layout.pack(self._hosts, image)
         return 0
+
+    @property
+    def skew(self) -> None:
+        """None: an image may begin anywhere."""
+        return None
+
+    def holds(self, image: torch.Tensor) -> bool:
+        """Return whether the host tensors are bit for bit what is in `image`."""
+        return self._layout.matches(image, self._hosts)
 
     def write_back(self, image: torch.Tensor) -> None:
         """Copy the values of `image` into the host tensors, in place."""

@@ -4,7 +4,7 @@ A block's *wire* holds the streams of its packed tensors, then its other tensors
 are, then a directory that lets one kernel launch decode all streams.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,8 +22,11 @@ __all__ = [
     "PackedLayout",
     "PackedPlace",
     "RawRun",
+    "check_ends",
     "packable",
     "packed_layout_of",
+    "raw_runs",
+    "stands_alone",
 ]
 
 
@@ -131,32 +134,48 @@ class PackedLayout:
         Raises:
             StagehandInternalError: Otherwise.
         """
-        for memory, nbytes in ((wire, self.nbytes), (image, self.image_nbytes)):
-            if (
-                memory.dtype != torch.uint8
-                or memory.dim() != 1
-                or memory.numel() < nbytes
-                or not memory.is_contiguous()
-                or memory.storage_offset() % 16
-                or memory.device != image.device
-            ):
-                raise StagehandInternalError(
-                    f"{memory.dtype} {list(memory.shape)} on {memory.device} at byte "
-                    f"{memory.storage_offset()} of its storage: expected one dimension "
-                    f"of at least {nbytes} contiguous uint8 at a multiple of 16 on "
-                    f"{image.device}"
-                )
+        check_ends((wire, self.nbytes), (image, self.image_nbytes))
+
+
+def check_ends(*ends: tuple[torch.Tensor, int]) -> None:
+    """Do nothing if wire and image are memory of one device, of so many bytes or more.
+
+    Raises:
+        StagehandInternalError: Otherwise.
+    """
+    device = ends[-1][0].device
+    for memory, nbytes in ends:
+        if (
+            memory.dtype != torch.uint8
+            or memory.dim() != 1
+            or memory.numel() < nbytes
+            or not memory.is_contiguous()
+            or memory.storage_offset() % 16
+            or memory.device != device
+        ):
+            raise StagehandInternalError(
+                f"{memory.dtype} {list(memory.shape)} on {memory.device} at byte "
+                f"{memory.storage_offset()} of its storage: expected one dimension of "
+                f"at least {nbytes} contiguous uint8 at a multiple of 16 on {device}"
+            )
 
 
 def packable(layout: BlockLayout) -> tuple[bool, ...]:
-    """Return for each entry whether it may be packed: a bfloat16 tensor by itself.
+    """Return for each entry whether it may be packed: a bfloat16 tensor by itself."""
+    return tuple(
+        alone and entry.dtype == torch.bfloat16
+        for entry, alone in zip(layout.entries, stands_alone(layout), strict=True)
+    )
+
+
+def stands_alone(layout: BlockLayout) -> tuple[bool, ...]:
+    """Return for each entry whether it may cross the link by itself.
 
     Of tied tensors, which have one place, the first. Not what overlaps another tensor
-    in part.
+    in part, nor what is empty.
     """
     return tuple(
-        entry.dtype == torch.bfloat16
-        and entry.nbytes > 0
+        entry.nbytes > 0
         and not any(_hinders(other, entry) for other in layout.entries[:index])
         and not any(
             _hinders(other, entry) and _bytes_of(other) != _bytes_of(entry)
@@ -198,7 +217,7 @@ def packed_layout_of(
             )
         )
         source += header.nbytes
-    raw = _raw_runs(layout, packed, source)
+    raw = raw_runs(layout, {entry.offset for entry in packed}, source)
     directory_offset = source + sum(aligned(run.nbytes) for run in raw)
     return PackedLayout(
         image_nbytes=layout.nbytes,
@@ -209,11 +228,16 @@ def packed_layout_of(
     )
 
 
-def _raw_runs(
-    layout: BlockLayout, packed: Sequence[PackedPlace], source: int
+def raw_runs(
+    layout: BlockLayout, streams: Collection[int], source: int
 ) -> tuple[RawRun, ...]:
-    """Return where the other tensors lie, neighbours together."""
-    streams = {entry.offset for entry in packed}
+    """Return where the tensors lie that cross as they are, neighbours together.
+
+    Args:
+        layout: The block's layout.
+        streams: The offsets of those that do not.
+        source: The byte of the wire where they begin.
+    """
     rest = [e for e in layout.entries if e.nbytes and e.offset not in streams]
     ranges: list[tuple[int, int]] = []
     for start, end in sorted(map(_bytes_of, rest)):

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import mmap
 import os
+from typing import TYPE_CHECKING
 
 import torch
 
-__all__ = ["was_written"]
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["some_elements", "was_written"]
 
 _PAGEMAP = "/proc/self/pagemap"  # Linux: 64 bits for each page of this process
 _BITS = 8  # bytes of an entry
+_ELEMENTS = 8  # a tensor, of which a sample is taken
 
 
 def was_written(tensor: torch.Tensor) -> bool:
@@ -31,9 +36,49 @@ def was_written(tensor: torch.Tensor) -> bool:
             raw = os.pread(file.fileno(), (last - first + 1) * _BITS, first * _BITS)
     except OSError:
         return False
-    if not raw:
-        return False
+    return bool(_are_own(raw).any()) if raw else False
+
+
+def some_elements(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the bytes of a few elements of each host tensor, spread over it.
+
+    Elements that a file mapping still has from its file come as zeros: reading them
+    would bring their pages, and their neighbours, in from the disk.
+    """
+    pieces = []
+    try:
+        with open(_PAGEMAP, "rb", buffering=0) as file:
+            for tensor in tensors:
+                pieces += _some(tensor, file.fileno())
+    except OSError:
+        pieces = [piece for tensor in tensors for piece in _some(tensor, None)]
+    return torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.uint8)
+
+
+def _some(tensor: torch.Tensor, pagemap: int | None) -> list[torch.Tensor]:
+    if not tensor.numel():
+        return []
+    flat = tensor.reshape(-1)
+    step = max(1, flat.numel() // _ELEMENTS)
+    some = flat[::step]
+    if pagemap is None:
+        return [some.contiguous().view(torch.uint8)]
+    apart = step * flat.element_size()
+    start = flat.data_ptr()
+    pages = [(start + i * apart) // mmap.PAGESIZE for i in range(some.numel())]
+    entries = {page: os.pread(pagemap, _BITS, page * _BITS) for page in set(pages)}
+    own = {page: bool(raw) and bool(_are_own(raw)) for page, raw in entries.items()}
+    if all(own.values()):
+        return [some.contiguous().view(torch.uint8)]
+    nothing = torch.zeros(some.element_size(), dtype=torch.uint8)
+    return [
+        flat[i * step : i * step + 1].view(torch.uint8) if own[page] else nothing
+        for i, page in enumerate(pages)
+    ]
+
+
+def _are_own(raw: bytes) -> torch.Tensor:
+    """For each page's entry, whether it is this process's own."""
     flags = torch.frombuffer(bytearray(raw), dtype=torch.int64)
     is_there = (flags >> 62) & 3 != 0  # in memory, or swapped out
-    is_own = (flags >> 61) & 1 == 0  # not the file's
-    return bool((is_there & is_own).any())
+    return is_there & ((flags >> 61) & 1 == 0)  # and not the file's

@@ -9,8 +9,8 @@ is marked as edited its truth is the host tensor, and the file is not read for i
 
 import ctypes
 import warnings
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -27,29 +27,15 @@ from stagehand.errors import (
     StagehandWarning,
     TensorMismatchError,
 )
+from stagehand.stores.base import Skew
 from stagehand.stores.checkpoint import Extent
 from stagehand.stores.files import FileSet
 from stagehand.stores.pages import was_written
+from stagehand.stores.reading import Part
 
 __all__ = ["SafetensorsStore", "host_tensor"]
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Run:
-    """Bytes that follow each other both in a file and in the image: one read."""
-
-    path: Path
-    source: int
-    target: int
-    nbytes: int
-
-    def reaches(self, other: "_Run") -> bool:
-        """Whether `other` goes on where this one ends, in the file and the image."""
-        return (self.path, self.source + self.nbytes, self.target + self.nbytes) == (
-            other.path,
-            other.source,
-            other.target,
-        )
+_COMPARED_BYTES = 4 << 20
 
 
 class SafetensorsStore:
@@ -80,7 +66,13 @@ class SafetensorsStore:
         self._files = files
         self._edited: set[int] = set()
         self._hosts = _host_tensors(layout, self._extents, files)
-        self._runs = self._find_runs()
+        self._parts = self._find_parts()
+        self._skew = self._find_skew()
+
+    @property
+    def skew(self) -> Skew | None:
+        """Where an image begins if the most bytes are to be read in place."""
+        return self._skew
 
     @property
     def hosts(self) -> list[torch.Tensor]:
@@ -90,6 +82,11 @@ class SafetensorsStore:
     @property
     def pinned(self) -> None:
         """None: the truth is in files."""
+        return None
+
+    @property
+    def wire(self) -> None:
+        """None: the image itself crosses the link."""
         return None
 
     def read_into(self, image: torch.Tensor) -> int:
@@ -103,12 +100,7 @@ class SafetensorsStore:
         """
         self._find_edits()
         views = self._layout.views(image)
-        memory = _writable(image)
-        read = 0
-        for run in self._runs:
-            target = memory[run.target : run.target + run.nbytes]
-            self._files.read(run.path, run.source, target)
-            read += run.nbytes
+        read = self._files.fill(self._parts, _writable(image))
         for index, entry in enumerate(self._layout.entries):
             if index not in self._edited and not entry.is_contiguous:
                 tensor = _read_tensor(self._files, self._extents[index])
@@ -134,10 +126,32 @@ class SafetensorsStore:
             self._files.check_file(path)
         views = self._layout.views(image)
         for index, (host, view) in enumerate(zip(self._hosts, views, strict=True)):
-            if not same_bits(view, host):
+            if not self._is_in(index, view):
                 copy_values(host, view)
-                self._edited.add(index)
-        self._runs = self._find_runs()
+                self._mark(index)
+        self._parts = self._find_parts()
+
+    def holds(self, image: torch.Tensor) -> bool:
+        """Return whether files and overlay are bit for bit what is in `image`."""
+        views = self._layout.views(image)
+        return all(self._is_in(index, view) for index, view in enumerate(views))
+
+    def _is_in(self, index: int, view: torch.Tensor) -> bool:
+        """Whether an entry's values are these; its mapping is not paged in for that."""
+        host, extent = self._hosts[index], self._extents[index]
+        if index in self._edited or was_written(host) or not view.is_contiguous():
+            return same_bits(view, host)
+        mine = view.detach().reshape(-1).view(torch.uint8)
+        with plain_tensors():
+            buffer = torch.empty(min(_COMPARED_BYTES, extent.nbytes), dtype=torch.uint8)
+        for start in range(0, extent.nbytes, _COMPARED_BYTES):
+            piece = mine[start : start + _COMPARED_BYTES]
+            theirs = buffer[: len(piece)]
+            part = Part(extent.offset + start, 0, len(piece))
+            self._files.fill({extent.path: [part]}, _writable(theirs), compare=False)
+            if not torch.equal(piece, theirs):
+                return False
+        return True
 
     def _find_edits(self) -> None:
         """Mark what was written through `.data`, which moves no version counter."""
@@ -147,34 +161,48 @@ class SafetensorsStore:
 
     def edited(self, index: int) -> None:
         """Say that a host tensor was changed, so that the file no longer counts."""
-        self._edited.add(index)
-        self._runs = self._find_runs()
+        self._mark(index)
+        self._parts = self._find_parts()
+
+    def _mark(self, index: int) -> None:
+        if index not in self._edited:
+            self._edited.add(index)
+            self._files.overlay_bytes += self._extents[index].nbytes
 
     def can_drop(self) -> bool:
         """Return True: the files and the overlay hold every byte."""
         return True
 
-    def _find_runs(self) -> tuple[_Run, ...]:
-        """Return the reads that fill all contiguous entries that are not edited."""
-        runs: list[_Run] = []
-        seen: set[_Run] = set()
+    def _find_skew(self) -> Skew | None:
+        """Return what the most bytes have in common."""
+        votes: Counter[Skew] = Counter()
+        for path, parts in self._parts.items():
+            of = self._files.sectors(path).memory
+            for part in parts:
+                votes[Skew((part.source - part.target) % of, of)] += part.nbytes
+        if not votes:
+            return None
+        ((skew, _),) = votes.most_common(1)
+        widest = max(entry.dtype.itemsize for entry in self._layout.entries)
+        return None if skew.past % widest or skew.of % widest else skew
+
+    def _find_parts(self) -> dict[Path, list[Part]]:
+        """Return what fills all contiguous entries that are not edited."""
+        found: dict[Path, list[Part]] = {}
+        seen: set[tuple[Path, Part]] = set()
         for index, (entry, extent) in enumerate(
             zip(self._layout.entries, self._extents, strict=True)
         ):
             if index in self._edited or entry.nbytes == 0 or not entry.is_contiguous:
                 continue
-            run = _Run(
-                path=extent.path,
-                source=extent.offset,
-                target=entry.offset,
-                nbytes=extent.nbytes,
-            )
-            if runs and runs[-1].reaches(run):
-                runs[-1] = replace(runs[-1], nbytes=runs[-1].nbytes + run.nbytes)
-            elif run not in seen:
-                runs.append(run)
-            seen.add(run)
-        return tuple(runs)
+            parts = found.setdefault(extent.path, [])
+            part = Part(extent.offset, entry.offset, extent.nbytes)
+            if parts and parts[-1].reaches(part):
+                parts[-1] = parts[-1].joined(part)
+            elif (extent.path, part) not in seen:
+                parts.append(part)
+            seen.add((extent.path, part))
+        return found
 
 
 def _check_fit(layout: BlockLayout, extents: Sequence[Extent]) -> None:

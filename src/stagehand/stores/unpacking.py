@@ -15,7 +15,14 @@ from stagehand.errors import StagehandInternalError
 from stagehand.stores.packed_layout import PackedLayout
 from stagehand.stores.packed_stream import HEAD_NBYTES, PAIRS_OFFSET, PackedHeader
 
-__all__ = ["SCRATCH_BYTES_PER_PAIR", "decoder_of", "unpack_image", "unpack_into"]
+__all__ = [
+    "SCRATCH_BYTES_PER_PAIR",
+    "decoder_of",
+    "most_scratch_nbytes",
+    "scratch_nbytes",
+    "unpack_image",
+    "unpack_into",
+]
 
 SCRATCH_BYTES_PER_PAIR = 8
 """Bytes of scratch memory for two weights that the torch operators decode at once."""
@@ -43,6 +50,25 @@ def decoder_of(device_type: str) -> Callable[..., None] | None:
     if packing_triton.runs_on(torch.device(device_type)):
         return packing_triton.decode
     return None
+
+
+def scratch_nbytes(packed: PackedLayout, device_type: str) -> int:
+    """Return the scratch memory with which a kind of device decodes a block well.
+
+    None where it has kernels, else a quarter of the largest tensor, up to 16 MiB.
+    """
+    if decoder_of(device_type) is not None:
+        return 0
+    half = max((entry.header.half for entry in packed.packed), default=0)
+    return most_scratch_nbytes(4 * half, device_type)
+
+
+def most_scratch_nbytes(nbytes: int, device_type: str) -> int:
+    """Return the same for any block of so many bytes, at most."""
+    if decoder_of(device_type) is not None:
+        return 0
+    pairs = nbytes // 4 // 8
+    return SCRATCH_BYTES_PER_PAIR * min(_DEVICE_PAIRS, max(pairs, 512))
 
 
 def unpack_into(

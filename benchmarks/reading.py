@@ -1,0 +1,202 @@
+"""Reading blocks from files, beside the disk's best rate, a copy, and other readers.
+
+A block is read from a checkpoint into memory that is used over and over, as a load
+does. Cold, the page cache holds nothing of the files; warm, it holds all.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import statistics
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from benchmarks.results import Result
+from benchmarks.streamer import _drop_cache, _read
+from benchmarks.timing import Times
+from stagehand.core.device import host_memory
+from stagehand.core.layout import layout_of
+from stagehand.core.workers import WorkerGroup
+from stagehand.stores.checkpoint import Checkpoint
+from stagehand.stores.files import FileSet
+from stagehand.stores.safetensors import SafetensorsStore
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+    from concurrent.futures import Future
+
+__all__ = ["measure"]
+
+_SLABS = 3
+_PAGE = 4096
+_COLD_TARGET = 1 / 0.95
+_WARM_TARGET = 1 / 0.8
+_ROWS = 1024
+
+
+def measure(
+    rounds: int = 7, blocks: int = 12, block_bytes: int = 64 << 20
+) -> Iterator[Result]:
+    """Yield each reader's time over the best raw read, cold, or over a copy, warm."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "model.safetensors"
+        save_file(_weights(blocks, block_bytes), path)
+        os.sync()
+        reader = _Blocks(path, blocks, block_bytes)
+        ways: dict[str, Callable[[], object]] = {
+            "blocks": reader.read,
+            "safe_open and a copy": reader.by_safe_open,
+            "torch's mapping and a copy": reader.by_mapping,
+        }
+        raw = {
+            "raw read": lambda: _read(path, direct=False),
+            "raw read past the cache": lambda: _read(path, direct=True),
+        }
+        copy = {
+            "copy by one thread": lambda: reader.copy(1),
+            "copy by two threads": lambda: reader.copy(2),
+        }
+        nbytes = path.stat().st_size
+        cold = _take_turns({**ways, **raw}, rounds, lambda: _drop_cache(path))
+        yield from _compare("cold", cold, raw, nbytes, _COLD_TARGET)
+        warm = _take_turns({**ways, **copy}, rounds, lambda: None)
+        yield from _compare("warm", warm, copy, nbytes, _WARM_TARGET)
+        reader.close()
+
+
+def _compare(
+    when: str,
+    times: dict[str, Times],
+    best_of: Mapping[str, object],
+    nbytes: int,
+    target: float,
+) -> Iterator[Result]:
+    best = min(best_of, key=lambda name: times[name].smallest)
+    yield Result.of(f"{best} of a GB, {when}", times[best], "ms", scale=1e12 / nbytes)
+    for name, found in times.items():
+        if name not in best_of:
+            yield Result.of(
+                f"{name} over the {best}, {when}",
+                found.part_of(times[best]),
+                "x",
+                target=target if name == "blocks" else None,
+            )
+
+
+class _Blocks:
+    """A checkpoint's blocks, read one after the other into a few slabs."""
+
+    def __init__(self, path: Path, blocks: int, block_bytes: int) -> None:
+        checkpoint = Checkpoint.open(path)
+        self._path = path
+        self._files = FileSet(checkpoint.files, past_cache=True)
+        self._names = [
+            [name for name in checkpoint if name.startswith(f"layers.{number}.")]
+            for number in range(blocks)
+        ]
+        self._stores = []
+        for names in self._names:
+            extents = [checkpoint[name] for name in names]
+            empty = [
+                torch.empty(e.shape, dtype=e.dtype, device="meta") for e in extents
+            ]
+            self._layout = layout_of(list(zip(names, empty, strict=True)))
+            self._stores.append(SafetensorsStore(self._layout, extents, self._files))
+        nbytes = self._layout.nbytes + _PAGE
+        self._slabs = [host_memory(nbytes).zero_() for _ in range(_SLABS)]
+        self._workers = WorkerGroup("reader", 2)
+        self._source = host_memory(self._layout.nbytes).fill_(1)
+
+    def read(self) -> None:
+        """Read as loads do: two blocks at a time, into slabs that are free again."""
+        jobs: list[Future[int]] = []
+        for number in range(len(self._stores)):
+            if number >= _SLABS:
+                jobs[number - _SLABS].result()
+            jobs.append(self._workers.submit(self._fill, number))
+        for job in jobs:
+            job.result()
+
+    def _fill(self, number: int) -> int:
+        store, slab = self._stores[number], self._slabs[number % _SLABS]
+        start = 0
+        if store.skew is not None:
+            start = (store.skew.past - slab.data_ptr()) % store.skew.of
+        return store.read_into(slab[start : start + self._layout.nbytes])
+
+    def by_safe_open(self) -> None:
+        """Get each tensor, and copy it to where it is wanted."""
+        with safe_open(self._path, "pt") as file:
+            for number, names in enumerate(self._names):
+                views = self._layout.views(self._slabs[number % _SLABS])
+                for view, name in zip(views, names, strict=True):
+                    view.copy_(file.get_tensor(name))
+
+    def by_mapping(self) -> None:
+        """Let torch map the file, and copy from there."""
+        size = self._path.stat().st_size
+        whole = torch.from_file(str(self._path), size=size, dtype=torch.uint8)
+        start = size - len(self._names) * self._layout.nbytes
+        for number in range(len(self._names)):
+            at = start + number * self._layout.nbytes
+            piece = whole[at : at + self._layout.nbytes]
+            self._slabs[number % _SLABS][: len(piece)].copy_(piece)
+
+    def copy(self, count: int) -> None:
+        """Copy as many bytes from memory, with some threads."""
+        share = self._layout.nbytes // count
+
+        def run(part: int) -> None:
+            for number in range(len(self._stores)):
+                target = self._slabs[number % _SLABS].data_ptr() + part * share
+                ctypes.memmove(target, self._source.data_ptr() + part * share, share)
+
+        threads = [threading.Thread(target=run, args=(i,)) for i in range(count)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    def close(self) -> None:
+        """Close the files, and end the threads."""
+        self._workers.close()
+        self._files.close()
+
+
+def _weights(blocks: int, block_bytes: int) -> dict[str, torch.Tensor]:
+    """Blocks of four matrices and two small tensors, of odd bytes in a file."""
+    rows = block_bytes // 2 // 4 // _ROWS
+    weights = {}
+    for number in range(blocks):
+        for key in "abcd":
+            weight = torch.full((rows, _ROWS), float(number), dtype=torch.bfloat16)
+            weights[f"layers.{number}.{key}"] = weight
+        for key in ("n1", "n2"):
+            weights[f"layers.{number}.{key}"] = torch.ones(1020, dtype=torch.bfloat16)
+    return weights
+
+
+def _take_turns(
+    ways: Mapping[str, Callable[[], object]], rounds: int, prepare: Callable[[], None]
+) -> dict[str, Times]:
+    """Time the ways in turn, by the wall clock: they wait for the disk."""
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    for number in range(rounds + 1):
+        for name, run in ways.items():
+            prepare()
+            start = time.perf_counter()
+            run()
+            if number:  # memory is touched for the first time in the first
+                seconds[name].append(time.perf_counter() - start)
+    return {
+        name: Times(min(values), statistics.median(values))
+        for name, values in seconds.items()
+    }

@@ -1,0 +1,224 @@
+"""What a streamed pass costs over reading the same bytes as fast as the disk can.
+
+End to end: layers from a file to where they are used, on the host. Beside it stand the
+two ways that are common: `safe_open`, tensor by tensor, and three threads with queues
+between them, that read, copy to what would be pinned, and copy to what would be the
+device.
+"""
+
+import json
+import mmap
+import os
+import queue
+import statistics
+import struct
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from benchmarks.results import Result
+from benchmarks.timing import Times
+from stagehand import LayerStreamer
+
+__all__ = ["measure"]
+
+_CHUNK = 8 << 20
+_AHEAD = 3
+_PASSES = 4  # of the streamer in one run: the last one begins a fifth
+_TARGET = 1.1  # times as long as the best raw read
+
+
+def measure(
+    rounds: int = 5, layers: int = 12, layer_bytes: int = 64 << 20
+) -> Iterator[Result]:
+    """Yield each way's time over that of the best raw read, cold and warm.
+
+    Cold: the page cache holds none of the file, and the streamer reads past it, as it
+    does with a model that would not fit there. Warm: it holds all of the file.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "model.safetensors"
+        save_file(_weights(layers, layer_bytes), path)
+        os.sync()
+        for name in ("cold", "warm"):
+            yield from _compare(path, name, rounds)
+
+
+def _compare(path: Path, name: str, rounds: int) -> Iterator[Result]:
+    is_cold = name == "cold"
+    with LayerStreamer.from_pretrained(
+        path, device="cpu", track_progress=False, past_cache=is_cold
+    ) as streamer:
+        ways = {
+            "raw": lambda: _read(path, direct=False),
+            "raw, past the cache": lambda: _read(path, direct=True),
+            "streamed": lambda: _stream(streamer),
+            "three threads": _three_threads(path),
+            "safe_open": _safe_open(path),
+        }
+        times = _take_turns(ways, path, rounds, is_cold=is_cold)
+    raw = min((times.pop(way) for way in list(times)[:2]), key=lambda t: t.smallest)
+    nbytes = path.stat().st_size
+    yield Result.of(f"raw read of a GB, {name}", raw, "ms", scale=1e12 / nbytes)
+    for way, found in times.items():
+        yield Result.of(
+            f"layers by {way} over the raw read, {name}",
+            found.part_of(raw),
+            "x",
+            target=_TARGET if way == "streamed" and is_cold else None,
+        )
+
+
+def _stream(streamer: LayerStreamer) -> None:
+    """Run passes that begin with nothing loaded, so that all is in the time."""
+    streamer._pipeline.reset(orderly=True)
+    for _ in range(_PASSES):
+        streamer.run_pass(0, lambda x, weights, layer: x)
+
+
+def _weights(layers: int, layer_bytes: int) -> dict[str, torch.Tensor]:
+    """Layers of four matrices."""
+    rows = layer_bytes // 4 // 2 // 1024
+    return {
+        f"layers.{number}.{key}": torch.full(
+            (rows, 1024), float(number), dtype=torch.bfloat16
+        )
+        for number in range(layers)
+        for key in ("q", "k", "v", "o")
+    }
+
+
+def _take_turns(
+    ways: Mapping[str, Callable[[], object]], path: Path, rounds: int, *, is_cold: bool
+) -> dict[str, Times]:
+    """Time the ways in turn, by the wall clock: they wait for the disk."""
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    for number in range(rounds + 1):
+        for name, run in ways.items():
+            if is_cold:
+                _drop_cache(path)
+            start = time.perf_counter()
+            run()
+            if number:  # memory is touched for the first time in the first
+                count = _PASSES if name == "streamed" else 1
+                seconds[name].append((time.perf_counter() - start) / count)
+    return {
+        name: Times(min(values), statistics.median(values))
+        for name, values in seconds.items()
+    }
+
+
+def _drop_cache(path: Path) -> None:
+    file = os.open(path, os.O_RDONLY)
+    os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.close(file)
+
+
+_memory: list[mmap.mmap] = []
+
+
+def _read(path: Path, *, direct: bool) -> None:
+    """Read a file with two threads into memory that is used over and over."""
+    if not _memory:
+        for _ in range(2):
+            anonymous = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+            _memory.append(mmap.mmap(-1, 2 * _CHUNK, flags=anonymous))
+            _memory[-1].madvise(mmap.MADV_HUGEPAGE)
+            _memory[-1].write(bytes(2 * _CHUNK))
+    size = path.stat().st_size
+    try:
+        file = os.open(path, os.O_RDONLY | (os.O_DIRECT if direct else 0))
+    except OSError:  # a file system without
+        file = os.open(path, os.O_RDONLY)
+
+    def read(turn: int) -> None:
+        view = memoryview(_memory[turn])[:_CHUNK]
+        for start in range(turn * _CHUNK, size, 2 * _CHUNK):
+            os.preadv(file, [view], start)
+
+    threads = [threading.Thread(target=read, args=(turn,)) for turn in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    os.close(file)
+
+
+def _layers(path: Path) -> list[dict[str, tuple[int, int]]]:
+    """Return each layer's tensors: first byte in the file, and bytes."""
+    with path.open("rb") as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+        header = json.loads(file.read(length))
+    layers: dict[int, dict[str, tuple[int, int]]] = {}
+    for name, entry in header.items():
+        start, end = entry["data_offsets"]
+        number = int(name.split(".")[1])
+        layers.setdefault(number, {})[name] = (8 + length + start, end - start)
+    return [layers[number] for number in sorted(layers)]
+
+
+def _safe_open(path: Path) -> Callable[[], None]:
+    layers = _layers(path)
+    target: dict[str, torch.Tensor] = {}
+
+    def run() -> None:
+        with safe_open(path, "pt") as file:
+            for layer in layers:
+                for name in layer:
+                    found = file.get_tensor(name)
+                    key = name.split(".")[2]
+                    if key not in target:
+                        target[key] = torch.zeros_like(found)
+                    target[key].copy_(found)
+
+    return run
+
+
+def _three_threads(path: Path) -> Callable[[], None]:
+    layers = _layers(path)
+    sizes = [nbytes for _, nbytes in layers[0].values()]
+
+    def pool() -> "queue.Queue[list[torch.Tensor]]":
+        slots: queue.Queue[list[torch.Tensor]] = queue.Queue()
+        for _ in range(_AHEAD):
+            slots.put([torch.zeros(size, dtype=torch.uint8) for size in sizes])
+        return slots
+
+    free = [pool() for _ in range(3)]
+
+    def run() -> None:
+        full: list[queue.Queue[list[torch.Tensor]]] = [queue.Queue() for _ in free]
+
+        def read() -> None:
+            for layer in layers:
+                slot = free[0].get()
+                for (start, _), tensor in zip(layer.values(), slot, strict=True):
+                    with path.open("rb") as file:
+                        file.seek(start)
+                        file.readinto(tensor.numpy())
+                full[0].put(slot)
+
+        def carry(stage: int) -> None:
+            for _ in layers:
+                source, slot = full[stage - 1].get(), free[stage].get()
+                for target, tensor in zip(slot, source, strict=True):
+                    target.copy_(tensor)
+                free[stage - 1].put(source)
+                full[stage].put(slot)
+
+        threads = [threading.Thread(target=read)]
+        threads += [threading.Thread(target=carry, args=(n,)) for n in (1, 2)]
+        for thread in threads:
+            thread.start()
+        for _ in layers:
+            free[2].put(full[2].get())
+        for thread in threads:
+            thread.join()
+
+    return run

@@ -1,0 +1,243 @@
+"""Carries bundles of saved tensors to host memory and back.
+
+Copies to the host wait for the streams that made the tensors, copies to the device for
+the moment at which compute has made room. The host never waits, unless checksums are
+asked for or there is no page-locked memory.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import zlib
+from collections import deque
+from typing import TYPE_CHECKING, NamedTuple
+
+from stagehand.activations.pieces import Gone
+from stagehand.core.limits import Priority
+from stagehand.core.traffic import event_of
+from stagehand.errors import StagehandInternalError, TransferError
+
+if TYPE_CHECKING:
+    import weakref
+    from collections.abc import Sequence
+
+    import torch
+
+    from stagehand.activations.pieces import Bundle, Piece
+    from stagehand.activations.pool import Slab, SlabPool
+    from stagehand.activations.timing import Marks, StallClock
+    from stagehand.core.device import Device, Stream
+    from stagehand.core.traffic import Done
+    from stagehand.core.transfer import TransferEngine
+
+__all__ = ["Carrier", "Leaving"]
+
+
+class Leaving(NamedTuple):
+    """A bundle on its way to the host. The sources outlive the copy, it may not."""
+
+    bundle: weakref.ref[Bundle]
+    pieces: list[weakref.ref[Piece]]
+    sources: list[torch.Tensor]
+    nbytes: int
+    """What the copy lets go of if nobody else keeps it."""
+    done: Done
+
+
+class Remains(deque[Gone]):
+    """Where bundles that die leave what they held, for the carrier to take back.
+
+    They may outlive it: then each gives its own back.
+    """
+
+    abandoned = False
+
+    def append(self, dead: Gone) -> None:
+        """Take what a bundle held; this may run wherever the garbage collector does."""
+        if not self.abandoned:
+            super().append(dead)
+            return
+        for done in dead.busy:
+            done.synchronize()
+        if dead.slab is not None:
+            dead.slab.forget()
+
+
+class Carrier:
+    """Moves bundles over the lanes of a device.
+
+    Not thread-safe: callers hold a lock.
+
+    Args:
+        device: Where the tensors are.
+        engine: Its lanes.
+        pool: Host memory for what leaves.
+        checks: Whether to compare CRC32 sums of what leaves and of what returns. The
+            host waits for both copies then.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        engine: TransferEngine,
+        pool: SlabPool,
+        *,
+        checks: bool = False,
+    ) -> None:
+        self.engine = engine
+        self.pool = pool
+        self.gone = Remains()
+        self.stalls: StallClock | None = None
+        """Set while waits are to be timed."""
+        self.marks: Marks | None = None
+        """Set while a forward is observed: its times are those without waits."""
+        self._device = device
+        self._checks = checks
+        self._dying: deque[Gone] = deque()  # their copies are under way
+
+    def send(
+        self,
+        bundle: Bundle,
+        pieces: Sequence[Piece],
+        sources: list[torch.Tensor],
+        makers: Sequence[Stream],
+    ) -> Done:
+        """Queue the copies of a bundle's pieces to the host."""
+        slab = bundle.slab = self._slab(bundle.nbytes)
+        pairs = []
+        for piece, source in zip(pieces, sources, strict=True):
+            if self._checks:
+                bundle.sums[piece.start] = _sum(source.cpu())
+            end = piece.start + piece.nbytes
+            pairs.append((source, slab.buffer[piece.start : end]))
+        if len(makers) > 1:  # not all are behind what waits for the copy
+            for source in sources:
+                source.record_stream(self.engine.d2h.stream)  # type: ignore[arg-type]
+        left = bundle.left = self.engine.send_group(pairs, makers=makers)
+        return left
+
+    def _slab(self, nbytes: int) -> Slab:
+        """Return host memory that copies of the D2H lane may write.
+
+        What dead bundles held can be had before their copies are known to be done, if
+        the lane waits for them: a host that is ahead of the device needs no more.
+        """
+        slab = self.pool.take(nbytes)
+        if slab is not None:
+            return slab
+        sizes = self.pool.sizes(nbytes)
+        for number, dead in enumerate(self._dying):
+            slab = dead.slab
+            if slab is not None and slab.lease is not None and slab.size in sizes:
+                for done in dead.busy:
+                    self.engine.d2h.stream.wait_event(event_of(done))
+                self._dying[number] = dead._replace(slab=None)
+                self.pool.hits += 1
+                return slab
+        return self.pool.make(nbytes)
+
+    def fetch(self, bundle: Bundle) -> None:
+        """Queue the copy of a bundle to new device memory of the current stream."""
+        slab, left = bundle.slab, bundle.left
+        if slab is None or left is None:
+            raise StagehandInternalError("a saved tensor is nowhere")
+        if self._checks:
+            self._compare(bundle, left)
+        maker = self._device.current_stream()
+        back = self._device.empty(bundle.nbytes)
+        source = slab.buffer[: bundle.nbytes]
+        arrived = self.engine.bring_group(source, back, after=left, maker=maker)
+        bundle.back, bundle.arrived = back, arrived
+        bundle.maker, bundle.seen = maker, None
+
+    def receive(self, bundle: Bundle) -> torch.Tensor:
+        """Return a bundle's device memory, for use on the current stream."""
+        back, arrived = bundle.back, bundle.arrived
+        if back is None or arrived is None:
+            raise StagehandInternalError("a saved tensor was not fetched")
+        stream = self._device.current_stream()
+        if bundle.seen is None or bundle.seen != stream:
+            self.wait(arrived, stream)
+            if bundle.maker is not None and stream != bundle.maker:
+                back.record_stream(stream)  # type: ignore[arg-type]
+                bundle.maker.wait_event(arrived)  # to which it is given back
+            bundle.seen = stream
+        return back
+
+    def wait(self, done: Done, stream: Stream) -> None:
+        """Let a stream that computes wait."""
+        clocks = [clock for clock in (self.stalls, self.marks) if clock is not None]
+        starts = [clock.mark(stream) for clock in clocks]
+        stream.wait_event(event_of(done))
+        for clock, start in zip(clocks, starts, strict=True):
+            clock.waited(start, stream)
+
+    def drop(self, bundle: Bundle) -> None:
+        """Let go of a bundle's device memory: it is used, or was fetched too early."""
+        back, arrived, left = bundle.back, bundle.arrived, bundle.left
+        if arrived is None or left is None:
+            return
+        if bundle.seen is None and bundle.maker is not None:
+            bundle.maker.wait_event(arrived)
+        bundle.left = arrived  # the slab is read until then
+        del back
+        bundle.back = bundle.arrived = bundle.seen = None
+
+    @property
+    def may_send(self) -> bool:
+        """Whether a copy to the host that nobody waits for may start now."""
+        return self.engine.deny_home(Priority.SPECULATIVE) is None
+
+    @property
+    def may_fetch(self) -> bool:
+        """Whether a copy to the device that nobody waits for may start now.
+
+        Slots that are shared with weights do not count: what comes back ahead is needed
+        for sure, and soon; denied, it would be asked for again too late.
+        """
+        return not self.engine.h2d.is_full()
+
+    def reap(self) -> int:
+        """Take back what dead bundles held; return how many device bytes that were."""
+        freed = 0
+        while self.gone:
+            dead = self.gone.popleft()
+            freed += dead.held
+            if dead.slab is not None or dead.back is not None:
+                self._dying.append(dead)
+        while self._dying and all(event.query() for event in self._dying[0].busy):
+            slab = self._dying.popleft().slab
+            if slab is not None:
+                self.pool.give(slab)
+        return freed
+
+    def abandon(self) -> None:
+        """Give back all host memory; what graphs still need, when they go."""
+        self.gone.abandoned = True
+        for dead in (*self.gone, *self._dying):
+            self.gone.append(dead)
+        self.gone.clear()
+        self._dying.clear()
+        self.pool.close()
+
+    def _compare(self, bundle: Bundle, left: Done) -> None:
+        left.synchronize()
+        slab = bundle.slab
+        for piece in bundle.living():
+            if slab is None or piece.start not in bundle.sums:
+                continue
+            expected = bundle.sums[piece.start]
+            found = _sum(slab.buffer[piece.start : piece.start + piece.nbytes])
+            if found != expected:
+                what = " and ".join(str(handle) for handle in piece.handles())
+                raise TransferError(
+                    f"{what}: the CRC32 of its {piece.nbytes} bytes was"
+                    f" {expected:#010x} when they left the device and is {found:#010x}"
+                    " in host memory; something else has written there"
+                )
+
+
+def _sum(flat: torch.Tensor) -> int:
+    """The CRC32 of bytes on the host."""
+    memory = (ctypes.c_char * flat.numel()).from_address(flat.data_ptr())
+    return zlib.crc32(memory)

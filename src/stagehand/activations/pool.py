@@ -1,0 +1,213 @@
+"""Host memory for what leaves the device: page-locked slabs in size classes.
+
+With classes of the user's, there are so many slabs of each; what finds none goes to
+pageable memory, and before the next step the pool grows by what it lacked. Without,
+slabs are made when they are first needed. Either way a step that needs what the one
+before it needed makes no memory.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING
+
+from stagehand.core.device import host_memory
+from stagehand.errors import ConfigError, StagehandWarning
+from stagehand.units import format_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
+    from stagehand.core.arena import Arena, Lease
+
+__all__ = ["Slab", "SlabPool", "slab_counts"]
+
+_STEP = 1 << 16  # sizes without a class: few different ones, little lost
+
+
+def slab_counts(classes: Sequence[float], counts: int | Sequence[int]) -> list[int]:
+    """Return how many slabs of each class there are.
+
+    Args:
+        classes: The classes' sizes.
+        counts: One number for all, or one for each.
+
+    Raises:
+        ConfigError: If there are more or fewer numbers than classes, or one is
+            negative.
+    """
+    each = [counts] * len(classes) if isinstance(counts, int) else list(counts)
+    if len(each) != len(classes):
+        raise ConfigError(
+            f"slabs_per_class has {len(each)} numbers for {len(classes)} classes:"
+            " expected one for each, or one int for all"
+        )
+    if any(count < 0 for count in each):
+        raise ConfigError(f"slabs_per_class is {counts}: expected zero or more of each")
+    return each
+
+
+class Slab:
+    """A piece of host memory, until it is given back to its pool.
+
+    Attributes:
+        buffer: The bytes.
+        size: The class it belongs to; None for memory larger than any.
+        lease: The page-locked memory; None for pageable memory.
+    """
+
+    __slots__ = ("buffer", "lease", "size")
+
+    def __init__(
+        self, buffer: torch.Tensor, size: int | None, lease: Lease | None
+    ) -> None:
+        self.buffer = buffer
+        self.size = size
+        self.lease = lease
+
+    def end(self) -> None:
+        """Give page-locked memory back to where it came from."""
+        if self.lease is not None:
+            self.lease.release()
+
+    def forget(self) -> None:
+        """Let page-locked memory go: nobody is there to use it again."""
+        if self.lease is not None:
+            self.lease.abandon()
+
+
+class SlabPool:
+    """Slabs of page-locked memory by size class, and pageable memory beside them.
+
+    Not thread-safe: callers hold a lock.
+
+    Args:
+        arena: Page-locked memory, under the account that limits it.
+        classes: Sizes in bytes, ascending; without any, sizes are rounded up a little.
+        counts: Slabs of each class that are made now.
+    """
+
+    def __init__(
+        self, arena: Arena, classes: Sequence[int] = (), counts: Sequence[int] = ()
+    ) -> None:
+        self.hits = 0
+        """Slabs that were there."""
+        self.misses = 0
+        """Slabs that had to be made, and pageable memory."""
+        self.pageable = 0
+        """Of these, how often it was pageable memory."""
+        self._arena = arena
+        self._classes = tuple(classes)
+        self._free: dict[int, list[Slab]] = {size: [] for size in classes}
+        self._lacking: dict[int, int] = dict.fromkeys(classes, 0)
+        self._out = 0
+        self._out_pageable: dict[int, int] = dict.fromkeys(classes, 0)
+        self._warned = False
+        for size, count in zip(classes, counts, strict=True):
+            self._make(size, count)
+
+    def __repr__(self) -> str:
+        free = sum(map(len, self._free.values()))
+        return f"SlabPool({self._out} slabs out, {free} free)"
+
+    @property
+    def out(self) -> int:
+        """Slabs that are in use."""
+        return self._out
+
+    def sizes(self, nbytes: int) -> list[int]:
+        """Return the sizes of slabs that may serve so many bytes, the best first."""
+        fitting = [size for size in self._classes if size >= nbytes]
+        return fitting or [-(-nbytes // _STEP) * _STEP]
+
+    def take(self, nbytes: int) -> Slab | None:
+        """Return a slab of at least so many bytes; None if none is free."""
+        for size in self.sizes(nbytes):
+            if free := self._free.get(size):
+                self.hits += 1
+                self._out += 1
+                return free.pop()
+        return None
+
+    def make(self, nbytes: int) -> Slab:
+        """Return new memory: page-locked if there are no classes, and it is allowed."""
+        self._out += 1
+        fitting = next((size for size in self._classes if size >= nbytes), None)
+        if fitting is None:
+            slab = self._exact(self.sizes(nbytes)[0])
+            if slab is not None:
+                return slab
+        else:
+            self._out_pageable[fitting] += 1
+            lacking = max(self._lacking[fitting], self._out_pageable[fitting])
+            self._lacking[fitting] = lacking
+        self.misses += 1
+        self.pageable += 1
+        self._warn(nbytes)
+        return Slab(host_memory(nbytes), fitting, None)
+
+    def _exact(self, size: int) -> Slab | None:
+        """Return a new slab without a class; None if that is not allowed."""
+        self._free.setdefault(size, [])
+        lease = self._arena.acquire_nowait(size, "saved tensors")
+        while lease is None and self._drop_one(size):
+            lease = self._arena.acquire_nowait(size, "saved tensors")
+        if lease is None:
+            return None
+        self.misses += 1
+        return Slab(lease.buffer, size, lease)
+
+    def _drop_one(self, size: int) -> bool:
+        """End a free slab of another size; False if there is none."""
+        for other, free in self._free.items():
+            if free and other != size and other not in self._classes:
+                free.pop().end()
+                return True
+        return False
+
+    def give(self, slab: Slab) -> None:
+        """Take a slab back. No copy may read or write it any more."""
+        self._out -= 1
+        if slab.size is None:
+            return
+        if slab.lease is None:
+            self._out_pageable[slab.size] -= 1
+        else:
+            self._free[slab.size].append(slab)
+
+    def grow(self) -> None:
+        """Make what the last step lacked, as far as page-locked memory is allowed."""
+        for size, count in self._lacking.items():
+            self._lacking[size] = 0
+            self._make(size, count)
+
+    def _make(self, size: int, count: int) -> None:
+        for _ in range(count):
+            lease = self._arena.acquire_nowait(size, "saved tensors")
+            if lease is None:
+                return
+            self._free[size].append(Slab(lease.buffer, size, lease))
+
+    def close(self) -> None:
+        """Give the page-locked memory back. Idempotent."""
+        for free in self._free.values():
+            while free:
+                free.pop().end()
+        self._arena.trim()
+
+    def _warn(self, nbytes: int) -> None:
+        if self._warned:
+            return
+        self._warned = True
+        account = self._arena.account
+        warnings.warn(
+            f"a saved tensor of {format_bytes(nbytes)} went to pageable memory:"
+            f" {format_bytes(account.held_bytes)} of the"
+            f" {format_bytes(account.limit_bytes)} of page-locked memory for saved"
+            " tensors are taken, and the pool had no free slab; such copies let the"
+            " host wait. Raise ram_budget, or slabs_per_class",
+            StagehandWarning,
+            stacklevel=4,
+        )

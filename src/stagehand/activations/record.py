@@ -1,0 +1,64 @@
+"""What a step did with saved tensors, as a record and as a line of JSON."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+
+from stagehand.units import MIB
+
+__all__ = ["ActivationStep"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ActivationStep:
+    """One step in numbers. Tensors count by their storage."""
+
+    step: int
+    """The step's number."""
+    activations_saved: int
+    """Storages that autograd saved and that could have left."""
+    activations_kept: int
+    """Of these, those that stayed on the device."""
+    activations_spilled: int
+    """Of these, those that left it."""
+    activations_restored: int
+    """Those that came back."""
+    spill_bytes: int
+    """Bytes copied to the host."""
+    freed_bytes: int
+    """Of these, those whose device memory was let go."""
+    restore_bytes: int
+    """Bytes copied back."""
+    stall_time_ms: float | None
+    """Time that compute waited for copies, as far as the device has come by now; the
+    rest counts in the next record. None where nothing is timed."""
+    stall_count: int | None
+    """How often it waited."""
+    demand_count: int
+    """Copies back that had not begun when they were needed."""
+    pool_hits: int
+    """Pieces of host memory that were there."""
+    pool_misses: int
+    """Pieces that had to be made, and pageable memory."""
+    pageable_count: int
+    """How often it was pageable memory."""
+    saved_peak_bytes: int
+    """The most bytes of saved tensors on the device."""
+    budget_bytes: int
+    """What was allowed; the watermarks may have moved it."""
+    vram_peak_bytes: int | None
+    """The most device memory of the process so far; None where nobody counts it."""
+
+    @property
+    def pool_hit_rate(self) -> float | None:
+        """Hits over all; None if nothing was asked for."""
+        asked = self.pool_hits + self.pool_misses
+        return self.pool_hits / asked if asked else None
+
+    def to_json(self) -> str:
+        """Return one line: every field under its name, and `vram_peak_mb` in MiB."""
+        line = asdict(self)
+        peak = self.vram_peak_bytes
+        line["vram_peak_mb"] = None if peak is None else peak / MIB
+        return json.dumps(line)

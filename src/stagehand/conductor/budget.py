@@ -1,0 +1,121 @@
+"""Who may have how much of a device's memory: a front over the ledger's accounts."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from stagehand.core.ledger import Grant, Ledger, Mode
+from stagehand.core.limits import Priority
+from stagehand.errors import StagehandOOMError
+from stagehand.units import format_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from stagehand.core.clock import Phase
+    from stagehand.core.device import Device
+    from stagehand.core.ledger import Account
+
+__all__ = ["Budget"]
+
+Kind = Literal["device", "pinned"]
+
+
+class Budget:
+    """Reservations of device and of pinned memory.
+
+    It allocates nothing: a grant says that the bytes may be taken, until it ends.
+
+    Args:
+        device: Whose memory pressure is read.
+        ledger: The accounts.
+        trace: Is told of requests.
+    """
+
+    def __init__(
+        self, device: Device, ledger: Ledger, trace: Callable[..., None]
+    ) -> None:
+        self._device = device
+        self._trace = trace
+        self.ledger = ledger
+
+    def __repr__(self) -> str:
+        return f"Budget({self.ledger!r})"
+
+    def reserve(
+        self,
+        nbytes: int,
+        holder: str,
+        *,
+        kind: Kind = "device",
+        mode: Mode = Mode.HARD,
+        priority: Priority = Priority.REQUIRED,
+        until: Phase | None = None,
+        recall: Callable[[Grant], None] | None = None,
+    ) -> Grant | None:
+        """Return a grant, or None; see `stagehand.core.ledger.Account.grant`.
+
+        Args:
+            nbytes: How many bytes.
+            holder: Who will hold them.
+            kind: "device" or "pinned" memory.
+            mode: How the request is answered.
+            priority: How urgent it is.
+            until: The phase with whose end the grant ends.
+            recall: Called when somebody more urgent needs the bytes.
+        """
+        grant = self._account(kind).grant(
+            nbytes, holder, mode=mode, priority=priority, until=until, recall=recall
+        )
+        self._trace(
+            "reservation",
+            holder=holder,
+            kind=kind,
+            mode=mode.name,
+            asked_bytes=nbytes,
+            granted_bytes=None if grant is None else grant.nbytes,
+        )
+        return grant
+
+    def reserve_or_raise(self, nbytes: int, holder: str, *, kind: Kind) -> Grant:
+        """Return a grant up to the hard cap.
+
+        Raises:
+            StagehandOOMError: If it does not fit; it names who holds what.
+        """
+        account = self._account(kind)
+        grant = self.reserve(nbytes, holder, kind=kind, mode=Mode.BURST)
+        if grant is not None:
+            return grant
+        held = [f"{who!r} {format_bytes(n)}" for who, n in account.holders().items()]
+        raise StagehandOOMError(
+            f"{holder!r} needs {format_bytes(nbytes)} of {kind} memory, but of"
+            f" {format_bytes(account.limit_bytes)} only"
+            f" {format_bytes(account.room_for(holder, Mode.BURST))} are free; held by"
+            f" {', '.join(held) or 'nobody'}; raise the conductor's cap or lower a"
+            " budget",
+            needed_bytes=account.promised_bytes + nbytes,
+            limit_bytes=account.limit_bytes,
+        )
+
+    def _account(self, kind: Kind) -> Account:
+        return self.ledger.device if kind == "device" else self.ledger.pinned
+
+    def allocated_bytes(self) -> int | None:
+        """Return the device bytes that the process has allocated, if it is known."""
+        return self._device.allocated_bytes()
+
+    def pressure(self) -> float | None:
+        """Return the allocated part of the hard cap, or None if it is not known."""
+        allocated, cap = self._device.allocated_bytes(), self.ledger.device.limit_bytes
+        return None if allocated is None or not cap else allocated / cap
+
+    @property
+    def counts(self) -> tuple[int, int, int]:
+        """Requests that got all, a part, and nothing, in both accounts."""
+        device, pinned = self.ledger.device, self.ledger.pinned
+        return (
+            device.grant_count + pinned.grant_count,
+            device.partial_count + pinned.partial_count,
+            device.deny_count + pinned.deny_count,
+        )

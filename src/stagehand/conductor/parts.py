@@ -1,0 +1,400 @@
+"""What an enabled conductor consists of, and what it does at each phase."""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from stagehand.conductor.adapters import RuntimeAdapter
+from stagehand.conductor.budget import Budget
+from stagehand.conductor.link import LinkRates, measure_link
+from stagehand.conductor.record import ConductorRecord, Recorder
+from stagehand.conductor.rules import Readings
+from stagehand.conductor.slots import LinkSlots
+from stagehand.core.clock import Phase, PhaseClock
+from stagehand.core.ledger import Ledger
+from stagehand.core.limits import Limits, tightest
+from stagehand.core.traffic import Traffic
+from stagehand.errors import ClosedError, ConfigError
+from stagehand.units import MIB
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from stagehand.conductor.adapters import Adapter, Conducted
+    from stagehand.conductor.config import ConductorConfig
+    from stagehand.conductor.rules import Policy
+    from stagehand.core.device import Device
+    from stagehand.core.ledger import Account, Grant
+
+__all__ = ["Parts"]
+
+_NO_CAP = 1 << 62
+_LINK_GUESS = 25e9  # bytes a second, where the link is not measured
+_PIECE_SECONDS = 40e-6  # several times what it takes to start a copy
+_TIMED = {
+    Phase.FORWARD: "forward",
+    Phase.BACKWARD: "backward",
+    Phase.OPTIMIZER: "optimizer",
+}
+
+
+class Parts:
+    """What an enabled conductor consists of.
+
+    Thread-safe: phases are told by the training thread and by autograd's.
+
+    Args:
+        config: See `ConductorConfig`.
+        device: Whose memory and link.
+        policy: Says at each phase what limits hold.
+    """
+
+    def __init__(self, config: ConductorConfig, device: Device, policy: Policy) -> None:
+        hard = config.bytes_of("vram_hard_cap_mb")
+        if hard is None:
+            hard = device.free_bytes() + (device.allocated_bytes() or 0)
+        pinned = config.bytes_of("pinned_cap_mb")
+        self.ledger = Ledger(
+            hard,
+            _NO_CAP if pinned is None else pinned,
+            device_soft_bytes=config.bytes_of("vram_soft_cap_mb"),
+        )
+        self.budget = Budget(device, self.ledger, self._trace)
+        self.clock = PhaseClock()
+        self.limits = Limits()
+        self.recorder = Recorder(config.telemetry_file, traces=config.debug_event_trace)
+        self.traffic = Traffic(h2d_slots=config.h2d_slots, d2h_slots=config.d2h_slots)
+        self.slots = LinkSlots(self.traffic, self._trace)
+        self.rates: LinkRates | None = None
+        self._config = config
+        self._policy = policy
+        self._adapters: list[Adapter] = []
+        self._booked: dict[Account | None, Grant] = {}
+        self._lock = threading.RLock()
+        self._told = False
+        self._closed = False
+        self._full_checks = self._missed = 0
+        self._entered = time.perf_counter()
+        self._left = Phase.STEP_END
+        self._durations: dict[str, float] = {}
+        self._steps = 0
+        self._counted = (0, 0, 0, 0)
+        self._seconds_per_load = 0.0
+        self._leader: tuple[Conducted, Callable[[], None]] | None = None
+        self._set_yielding(device)
+        self.clock.subscribe(self._moved)
+        self._optimizers = _hear_optimizers(self) if config.detect_phases else None
+
+    def __repr__(self) -> str:
+        names = ", ".join(adapter.name for adapter in self._adapters)
+        return f"{self.clock!r}, attached: {names or 'nothing'}, {self.traffic!r}"
+
+    def _set_yielding(self, device: Device) -> None:
+        choice = self._config.link_arbitration
+        if device.is_host or choice == "never":
+            return
+        if choice == "measure":
+            self.rates = measure_link(device)
+        if self.rates is None or not self.rates.is_duplex:
+            rate = _LINK_GUESS if self.rates is None else self.rates.d2h
+            self.traffic.yield_home(
+                self._config.bytes_of("yield_backlog_mb") or 0,
+                piece_bytes=int(rate * _PIECE_SECONDS),
+            )
+
+    # Attaching
+
+    def attach(self, runtime: Conducted, name: str | None) -> None:
+        with self._lock:
+            self._check_open()
+            self._forget_closed()
+            if self._adapter_of(runtime) is not None:
+                raise ConfigError(
+                    f"{runtime!r} is attached already; detach() it before it is"
+                    " attached anew"
+                )
+            if not runtime.is_open:
+                raise ClosedError(f"{runtime!r} was shut down: it cannot be attached")
+            if runtime.engine.traffic is not None:
+                raise ConfigError(
+                    f"{runtime!r} is attached to another conductor; detach() it there"
+                    " first"
+                )
+            name = name or self._free_name(runtime.kind)
+            self._check_name(name)
+            self._book(runtime, name)
+            self.add(RuntimeAdapter(runtime, name))
+            if self._config.detect_phases:
+                self._follow(runtime)
+
+    def _book(self, runtime: Conducted, name: str) -> None:
+        """Take the runtime's budget out of the device account, a shared one once."""
+        account = runtime.device_account
+        if account is not None and not self._users_of(account):
+            self._booked[account] = self.budget.reserve_or_raise(
+                account.limit_bytes, name, kind="device"
+            )
+
+    def _users_of(self, account: Account | None) -> int:
+        return sum(r.device_account is account for r in self._runtimes())
+
+    def add(self, adapter: Adapter) -> None:
+        with self._lock:
+            self._check_open()
+            self._check_name(adapter.name)
+            adapter.attach(self.traffic)
+            self._adapters.append(adapter)
+            adapter.post(self.limits)
+            self._trace("attached", name=adapter.name)
+
+    def _check_name(self, name: str) -> None:
+        if any(adapter.name == name for adapter in self._adapters):
+            raise ConfigError(f"the name {name!r} is taken: attach with another one")
+
+    def _free_name(self, kind: str) -> str:
+        taken = {adapter.name for adapter in self._adapters}
+        number, name = 1, kind
+        while name in taken:
+            number += 1
+            name = f"{kind} {number}"
+        return name
+
+    def _adapter_of(self, runtime: Conducted | None) -> RuntimeAdapter | None:
+        for adapter in self._adapters:
+            if isinstance(adapter, RuntimeAdapter) and adapter.runtime is runtime:
+                return adapter
+        return None
+
+    def detach(self, runtime: Conducted | None, name: str | None) -> None:
+        with self._lock:
+            for adapter in tuple(self._adapters):
+                if adapter.name == name or adapter is self._adapter_of(runtime):
+                    self._take_off(adapter)
+
+    def _take_off(self, adapter: Adapter) -> None:
+        self._adapters.remove(adapter)
+        adapter.detach()
+        self._trace("detached", name=adapter.name)
+        if isinstance(adapter, RuntimeAdapter):
+            self._release(adapter.runtime)
+
+    def _release(self, runtime: Conducted) -> None:
+        """Give back what was booked for a runtime, and follow another one."""
+        account, leader = runtime.device_account, self._leader
+        if account in self._booked and not self._users_of(account):
+            self._booked.pop(account).release()
+        if leader is not None and runtime is leader[0]:
+            leader[1]()
+            self._leader = None
+            for other in self._runtimes():
+                self._follow(other)
+
+    def _forget_closed(self) -> None:
+        """Take off what was shut down: its budget is free."""
+        for adapter in tuple(self._adapters):
+            if isinstance(adapter, RuntimeAdapter) and not adapter.runtime.is_open:
+                self._take_off(adapter)
+
+    def _runtimes(self) -> list[Conducted]:
+        return [a.runtime for a in self._adapters if isinstance(a, RuntimeAdapter)]
+
+    # Phases
+
+    def tell(self, move: Callable[[PhaseClock], None]) -> None:
+        with self._lock:
+            if not self._closed:
+                self._told = True
+                move(self.clock)
+
+    def _follow(self, runtime: Conducted) -> None:
+        """Follow a runtime's phases, if no better one is followed: one with weights."""
+        clock, leader = runtime.clock, self._leader
+        if clock is None:
+            return
+        if leader is not None:
+            if leader[0].window or not runtime.window:
+                return
+            leader[1]()
+        self._leader = (runtime, clock.subscribe(self._detected))
+
+    def _detected(self, step: int, phase: Phase) -> None:
+        """The leading runtime has moved on."""
+        with self._lock:
+            if self._told or self._closed:
+                return
+            if phase is Phase.STEP_END:
+                self.clock.end_step()
+            elif phase is Phase.STEP_BEGIN:
+                self.clock.begin_step(step)
+            elif self.clock.phase in (Phase.OPTIMIZER, Phase.STEP_END):
+                self.clock.begin_step(step)
+                self.clock.enter(phase)
+            else:
+                self.clock.enter(phase)
+
+    def optimizer_begins(self) -> None:
+        """Some optimizer of torch's is about to step."""
+        with self._lock:
+            if self._told or self._closed or self.clock.phase is Phase.STEP_END:
+                return
+            self.clock.enter(Phase.OPTIMIZER)
+
+    def _moved(self, step: int, phase: Phase) -> None:
+        now = time.perf_counter()
+        timed = _TIMED.get(self._left)
+        if timed is not None:
+            spent = self._durations.get(timed, 0.0) + now - self._entered
+            self._durations[timed] = spent
+        if phase is not self._left:
+            self.ledger.end_phase(self._left)
+        self._entered, self._left = now, phase
+        if self.recorder.traces:
+            self._trace("phase", phase=phase.name)
+        self.traffic.flush()
+        if phase is Phase.STEP_END:
+            self.ledger.end_phase(phase)
+            self._end_step()
+            return
+        if phase is Phase.STEP_BEGIN:
+            self._forget_closed()
+            self._share_link()
+        self._publish(phase)
+
+    # Limits
+
+    def _publish(self, phase: Phase) -> None:
+        self._full_checks = self._full_checks + 1 if self._is_contended() else 0
+        limits = self._policy(
+            Readings(
+                phase=phase,
+                pressure=self.budget.pressure() if phase is Phase.BACKWARD else None,
+                full_checks=self._full_checks,
+                window=max((r.window for r in self._runtimes()), default=0),
+            )
+        )
+        if phase is not Phase.STEP_BEGIN:
+            limits = tightest(self.limits, limits)
+        if limits != self.limits:
+            self.limits = limits
+            self._post(limits)
+            if self.recorder.traces:
+                self._trace("limits", limits=repr(limits))
+
+    def _is_contended(self) -> bool:
+        """Whether slots are full, and somebody has missed one since the last check.
+
+        A host that is ahead of the device finds all slots full without anybody waiting.
+        """
+        slots = self.traffic.h2d
+        missed, self._missed = slots.denied_count - self._missed, slots.denied_count
+        return missed > 0 and slots.is_full()
+
+    def _post(self, limits: Limits) -> None:
+        self.traffic.bounds.post(self, limits)
+        for adapter in self._adapters:
+            adapter.post(limits)
+
+    def _share_link(self) -> None:
+        """Say how much may go home behind each load without delaying the next."""
+        if not self.traffic.yields or self.rates is None:
+            return
+        needs = [need for r in self._runtimes() if (need := r.link_need())]
+        loads = sum(need.loads for need in needs)
+        if not loads:
+            self.traffic.share_home(None)
+            return
+        seconds = sum(need.compute_seconds for need in needs) / loads
+        if seconds != self._seconds_per_load:
+            self._seconds_per_load = seconds
+            self.traffic.share_home(partial(_time_left, self.rates, seconds))
+
+    # Records
+
+    def _end_step(self) -> None:
+        self._steps += 1
+        if self._steps % self._config.telemetry_interval_steps == 0:
+            self.recorder.add(self._record())
+        self._durations = {}
+
+    def _record(self) -> ConductorRecord:
+        counts = (*self.budget.counts, self.slots.denied_count)
+        granted, partial, denied, refused = (
+            now - then for now, then in zip(counts, self._counted, strict=True)
+        )
+        self._counted = counts
+        allocated = self.budget.allocated_bytes()
+        cap = self.ledger.device.limit_bytes
+        pinned = self.ledger.pinned.held_bytes
+        pinned += sum(adapter.pinned_bytes() for adapter in self._adapters)
+        return ConductorRecord(
+            step_id=self.clock.step,
+            vram_allocated_mb=None if allocated is None else allocated / MIB,
+            vram_headroom_mb=None if allocated is None else (cap - allocated) / MIB,
+            pinned_granted_mb=pinned / MIB,
+            h2d_inflight=self.slots.in_flight("h2d"),
+            d2h_inflight=self.slots.in_flight("d2h"),
+            grant_count=granted,
+            deny_count=denied + refused,
+            partial_count=partial,
+            phase_durations={
+                name: self._durations.get(name, 0.0) for name in _TIMED.values()
+            },
+            runtime_snapshots={a.name: a.snapshot() for a in self._adapters},
+        )
+
+    def _trace(self, event: str, **what: Any) -> None:
+        self.recorder.trace(event, self.clock.step, **what)
+
+    # The end
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError("the conductor was shut down; make a new one")
+
+    def close(self) -> None:
+        with self._lock:
+            if self._closed:
+                return
+            self._told = True
+            self.clock.end_step()
+            self._closed = True
+            if self._optimizers is not None:
+                self._optimizers()
+            for adapter in tuple(self._adapters):
+                self._take_off(adapter)
+            self.traffic.bounds.withdraw(self)
+            self.ledger.close()
+            self.recorder.close()
+
+
+def _time_left(rates: LinkRates, seconds: float, nbytes: int) -> float:
+    """Return the bytes that fit between the end of a load and the next one's start.
+
+    Args:
+        rates: Of the link.
+        seconds: From one load's start to the next one's, if compute never waits.
+        nbytes: Of the load.
+    """
+    return max(0.0, seconds - nbytes / rates.h2d) * rates.d2h
+
+
+def _hear_optimizers(parts: Parts) -> Callable[[], object]:
+    """Be told of every step of torch's optimizers, until the result is called.
+
+    The hook is torch's own and does not keep the parts alive.
+    """
+    known = weakref.ref(parts)
+
+    def begins(*_: Any) -> None:
+        parts = known()
+        if parts is not None:
+            parts.optimizer_begins()
+
+    handle = register_optimizer_step_pre_hook(begins)
+    return weakref.finalize(parts, handle.remove)

@@ -1,0 +1,404 @@
+"""Writes checkpoints in a smaller form: packed losslessly, or quantized to INT8.
+
+One tensor is in memory at a time. A file is written under another name and gets its own
+when it is complete; a manifest follows its file.
+"""
+
+import json
+import pickle
+import re
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from stagehand.core.layout import plain_tensors
+from stagehand.errors import CheckpointError, ConfigError, ReadError
+from stagehand.stores.checkpoint import Checkpoint
+from stagehand.stores.files import FileSet
+from stagehand.stores.packed_files import is_packed, packed_name
+from stagehand.stores.packing import pack
+from stagehand.stores.safetensors import host_tensor
+from stagehand.stores.squareq import MANIFEST_SUFFIX, find_manifest, manifest_of
+from stagehand.stores.squareq_layout import Rows
+from stagehand.stores.squareq_manifest import PAD, LayerSpec, Manifest
+from stagehand.stores.writing import check_room, replaced, safetensors_file
+
+__all__ = ["EXCLUDED", "Written", "convert_to_packed", "convert_to_squareq", "quantize"]
+
+EXCLUDED = r"embed|norm|(^|\.)wte\.|(^|\.)wpe\.|(^|\.)shared\."
+"""What is not quantized by default: by names, embeddings and norms."""
+
+_PICKLED = (".pt", ".pth", ".bin", ".ckpt")
+_WEIGHT = ".weight"
+_LEAST_SHARE = 0.75  # no packed checkpoint is smaller
+_AT_ONCE = 1 << 17  # weights for each thread: they stay in a core's own cache
+_LARGEST_CODE = 127
+_SMALLEST_SCALE = 1e-8
+_BESIDE = ("*.json", "*.txt", "*.model", "*.jinja", "*.py")
+
+Progress = Callable[[int, int], None]
+"""Is called with bytes done and bytes in all."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Written:
+    """What a conversion wrote."""
+
+    path: Path
+    """The file."""
+    smaller: int
+    """Tensors in the smaller form."""
+    plain: int
+    """Tensors that are as they were."""
+    source_bytes: int
+    """Bytes of all tensors before."""
+    nbytes: int
+    """Bytes of the file."""
+
+
+def convert_to_packed(
+    source: str | Path, target: str | Path, *, progress: Progress | None = None
+) -> Written:
+    """Write a checkpoint whose bfloat16 weights are packed, where they shrink.
+
+    `stagehand.load()` and file-backed streaming read it; every bit is kept.
+
+    Args:
+        source: A safetensors file or folder, or a file of `torch.save`.
+        target: A folder, made if it is not there.
+        progress: Told after each tensor.
+
+    Raises:
+        CheckpointError: If the source is not sound, or the target cannot be written:
+            nothing is left of it then.
+        ConfigError: If the source is in a smaller form already.
+    """
+    with _opened(source) as tensors, _folder(target) as folder:
+        path = _free_path(folder, tensors)
+        names = list(tensors.sizes)
+        check_room(folder, int(_LEAST_SHARE * tensors.nbytes))
+        # The names of packed tensors are longer: there must be room for either.
+        longest = [packed_name(name, tensors.sizes[name].shape) for name in names]
+        packed = 0
+        with safetensors_file(path, longest, format="pt") as body:
+            # Streams are multiples of 256 bytes; what is left follows by element size.
+            left = []
+            for name in names:
+                tensor = tensors.read(name)
+                stream = None
+                if tensor.dtype == torch.bfloat16 and tensor.numel():
+                    stream = pack(tensor.contiguous())
+                if stream is None:
+                    left.append(name)
+                    continue
+                body.add(packed_name(name, tensor.shape), stream.stream)
+                packed += 1
+                tensors.tell(name, progress)
+            for name in tensors.by_width(left):
+                body.add(name, tensors.read(name))
+                tensors.tell(name, progress)
+        tensors.copy_beside(folder)
+        return tensors.written(path, packed)
+
+
+def convert_to_squareq(
+    source: str | Path,
+    target: str | Path,
+    *,
+    only: str | None = None,
+    exclude: str = EXCLUDED,
+    progress: Progress | None = None,
+) -> Written:
+    """Write SquareQ v2: weights of linear layers as INT8, all else as it is.
+
+    Quantized is each matrix named `*.weight` of a floating-point type, but for the
+    excluded ones. That changes values: a row keeps 8 bits for its largest weight.
+
+    Args:
+        source: A safetensors file or folder, or a file of `torch.save`.
+        target: A folder, made if it is not there.
+        only: A regular expression: quantize what it is found in, nothing else.
+        exclude: A regular expression: do not quantize what it is found in.
+        progress: Told after each tensor.
+
+    Raises:
+        CheckpointError: If the source is not sound, holds nothing to quantize, or the
+            target cannot be written: nothing is left of it then.
+        ConfigError: If the source is in a smaller form already, or an expression is
+            none.
+    """
+    wanted, unwanted = _expression("--only", only), _expression("--exclude", exclude)
+    with _opened(source) as tensors, _folder(target) as folder:
+        chosen = [
+            name
+            for name, like in tensors.sizes.items()
+            if name.endswith(_WEIGHT) and like.dim() == 2 and like.is_floating_point()
+            if like.numel() and (wanted is None or wanted.search(name))
+            if unwanted is None or not unwanted.search(name)
+        ]
+        if not chosen:
+            raise CheckpointError(
+                f"{tensors.path} has nothing to quantize: expected matrices of a"
+                f" floating-point type named '*{_WEIGHT}', found none among"
+                f" {len(tensors.sizes)} tensors that --only and --exclude let through"
+            )
+        path = _free_path(folder, tensors)
+        layers = [tensors.layer(name) for name in chosen]
+        saved = sum(tensors.bytes_of(name) for name in chosen)
+        codes = sum(la.rows.count * (la.rows.padded + 8) for la in layers)
+        check_room(folder, tensors.nbytes - saved + codes)
+        _write_squareq(path, tensors, layers, progress)
+        manifest = Manifest.of(manifest_of(path), tensors.path.name, layers)
+        try:
+            with replaced(manifest.path) as file:
+                file.write(json.dumps(manifest.document(), indent=1).encode())
+        except BaseException:
+            path.unlink()
+            raise
+        tensors.copy_beside(folder)
+        return tensors.written(path, len(layers))
+
+
+def _write_squareq(
+    path: Path,
+    tensors: "_Tensors",
+    layers: list[LayerSpec],
+    progress: Progress | None,
+) -> None:
+    keys = [k for la in layers for k in (la.codes, la.scales, la.zeros, la.bias) if k]
+    taken = {layer.name + _WEIGHT for layer in layers}
+    taken |= {layer.bias for layer in layers if layer.bias is not None}
+    left = [name for name in tensors.sizes if name not in taken]
+    scales: dict[str, torch.Tensor] = {}
+    with safetensors_file(path, [*keys, *left], format="pt") as body:
+        # Codes are multiples of 64 bytes; what is left follows by element size.
+        for layer in layers:
+            name = layer.name + _WEIGHT
+            codes, scales[layer.name] = quantize(tensors.read(name), name, tensors.path)
+            body.add(layer.codes, codes)
+            tensors.tell(name, progress)
+        wide = [name for name in left if tensors.sizes[name].element_size() >= 8]
+        for name in tensors.by_width(wide):
+            body.add(name, tensors.read(name))
+        for layer in layers:
+            body.add(layer.scales, scales[layer.name])
+            body.add(layer.zeros, torch.zeros_like(scales[layer.name]))
+            if layer.bias is not None:
+                body.add(layer.bias, tensors.read(layer.bias).float())
+        for name in tensors.by_width(set(left) - set(wide)):
+            body.add(name, tensors.read(name))
+            tensors.tell(name, progress)
+
+
+def quantize(
+    weight: torch.Tensor, name: str, path: Path
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a matrix's INT8 codes, padded, and the scale of each row.
+
+    A row's scale is that of its largest weight over 127; no zero point is needed.
+
+    Raises:
+        CheckpointError: If a weight is not finite.
+    """
+    count, columns = weight.shape
+    with plain_tensors():
+        codes = torch.zeros(count, columns + -columns % PAD, dtype=torch.int8)
+        scales = torch.empty(count)
+        step = max(1, _AT_ONCE * torch.get_num_threads() // columns)
+        for at in range(0, count, step):
+            exact = weight[at : at + step].to(torch.float32, copy=True)
+            least, most = exact.aminmax(dim=1)
+            largest = torch.maximum(least.neg_(), most)
+            if not bool(largest.isfinite().all()):
+                row = int((~largest.isfinite()).nonzero()[0])
+                raise CheckpointError(
+                    f"tensor {name!r} in {path} cannot be quantized: expected finite"
+                    f" weights, found {largest[row].item()} in row {at + row}; exclude"
+                    " it"
+                )
+            mine = (largest / _LARGEST_CODE).clamp_(min=_SMALLEST_SCALE)
+            exact.div_(mine[:, None]).round_().clamp_(-_LARGEST_CODE, _LARGEST_CODE)
+            codes[at : at + step, :columns].copy_(exact)
+            scales[at : at + step] = mine
+        return codes, scales
+
+
+def _expression(option: str, text: str | None) -> re.Pattern[str] | None:
+    try:
+        return re.compile(text) if text else None
+    except re.error as error:
+        raise ConfigError(
+            f"{option} {text!r} is not a regular expression: {error}"
+        ) from None
+
+
+def _free_path(folder: Path, tensors: "_Tensors") -> Path:
+    """Return the file to write, if it would be the only one there.
+
+    Raises:
+        ConfigError: Otherwise: who reads the folder would find two models in it.
+    """
+    path = folder / tensors.file_name
+    others = sorted(p.name for p in folder.glob("*.safetensors") if p != path)
+    if tensors.path in (folder, path) or others:
+        raise ConfigError(
+            f"{folder} cannot be converted to: expected an empty folder, or one that"
+            f" holds {path.name} only, found {', '.join(others[:3]) or 'the source'};"
+            " choose another one"
+        )
+    return path
+
+
+# Sources and targets
+
+
+class _Tensors:
+    """The tensors of a source, read one by one."""
+
+    def __init__(
+        self,
+        path: Path,
+        sizes: Mapping[str, torch.Tensor],
+        read: Callable[[str], torch.Tensor],
+    ) -> None:
+        self.path = path
+        self.sizes = sizes
+        """Tensors on `meta`."""
+        self.read = read
+        self.nbytes = sum(t.numel() * t.element_size() for t in sizes.values())
+        self._done = 0
+
+    @property
+    def file_name(self) -> str:
+        """What to call the file."""
+        if self.path.is_dir():
+            index = next(self.path.glob("*.safetensors.index.json"), None)
+            if index is not None:
+                return index.name.removesuffix(".index.json")
+            files = sorted(self.path.glob("*.safetensors"))
+            return files[0].name if len(files) == 1 else "model.safetensors"
+        if self.path.name.endswith(".index.json"):
+            return self.path.name.removesuffix(".index.json")
+        return self.path.with_suffix(".safetensors").name
+
+    def layer(self, name: str) -> LayerSpec:
+        """Return the linear layer that a weight belongs to."""
+        layer, like = name.removesuffix(_WEIGHT), self.sizes[name]
+        count, columns = like.shape
+        bias = self.sizes.get(f"{layer}.bias")
+        fits = bias is not None and bias.shape == (count,)
+        has_bias = fits and bias is not None and bias.element_size() <= 4
+        return LayerSpec(
+            name=layer,
+            rows=Rows(count=count, columns=columns, padded=-(-columns // PAD) * PAD),
+            codes=f"{layer}.qweight",
+            scales=f"{layer}.scale",
+            zeros=f"{layer}.zero_point",
+            bias=f"{layer}.bias" if has_bias else None,
+            dtype=like.dtype,
+        )
+
+    def by_width(self, names: "set[str] | list[str]") -> list[str]:
+        """Return names by element size, widest first: so every address is aligned."""
+        return sorted(names, key=lambda name: (-self.sizes[name].element_size(), name))
+
+    def bytes_of(self, name: str) -> int:
+        return self.sizes[name].numel() * self.sizes[name].element_size()
+
+    def tell(self, name: str, progress: Progress | None) -> None:
+        self._done += self.bytes_of(name)
+        if progress is not None:
+            progress(self._done, self.nbytes)
+
+    def copy_beside(self, folder: Path) -> None:
+        """Copy configuration and tokenizer, so that the folder is a whole model."""
+        if not self.path.is_dir() or folder == self.path:
+            return
+        for pattern in _BESIDE:
+            for file in self.path.glob(pattern):
+                if not file.name.endswith((".index.json", MANIFEST_SUFFIX)):
+                    shutil.copy2(file, folder / file.name)
+
+    def written(self, path: Path, smaller: int) -> Written:
+        return Written(
+            path=path,
+            smaller=smaller,
+            plain=len(self.sizes) - smaller,
+            source_bytes=self.nbytes,
+            nbytes=path.stat().st_size,
+        )
+
+
+@contextmanager
+def _opened(source: str | Path) -> Iterator[_Tensors]:
+    path = Path(source).expanduser().absolute()
+    if path.suffix in _PICKLED and path.is_file():
+        tensors = _unpickled(path)
+        sizes = {name: tensor.to("meta") for name, tensor in tensors.items()}
+        yield _Tensors(path, sizes, tensors.__getitem__)
+        return
+    checkpoint = Checkpoint.open(path)
+    if any(map(is_packed, checkpoint)) or _is_quantized(path):
+        raise ConfigError(
+            f"{path} is packed or quantized already: expected a plain checkpoint;"
+            " convert the one that it was made from"
+        )
+    sizes = {
+        name: torch.empty(extent.shape, dtype=extent.dtype, device="meta")
+        for name, extent in checkpoint.items()
+    }
+    files = FileSet(checkpoint.files)
+    try:
+        yield _Tensors(path, sizes, lambda name: host_tensor(files, checkpoint[name]))
+    finally:
+        files.close()
+
+
+def _is_quantized(path: Path) -> bool:
+    if path.is_dir():
+        return find_manifest(path) is not None
+    return manifest_of(path).exists()
+
+
+def _unpickled(path: Path) -> dict[str, torch.Tensor]:
+    try:
+        found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except OSError as error:
+        raise ReadError(f"{path} cannot be read: {error}") from error
+    except (RuntimeError, pickle.UnpicklingError, EOFError, ValueError) as error:
+        raise CheckpointError(
+            f"{path} cannot be converted: expected tensors by name as torch.save writes"
+            f" them, and no other objects; found {error}"
+        ) from error
+    if not isinstance(found, dict) or not all(
+        isinstance(name, str) and isinstance(value, torch.Tensor)
+        for name, value in found.items()
+    ):
+        raise CheckpointError(
+            f"{path} cannot be converted: expected a dictionary of tensors by name,"
+            f" found {type(found).__name__}; save the model's state_dict()"
+        )
+    return found
+
+
+@contextmanager
+def _folder(target: str | Path) -> Iterator[Path]:
+    """Make the folder, and remove it again if it was not there and nothing came."""
+    folder = Path(target).expanduser().absolute()
+    is_new = not folder.exists()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(
+            f"{folder} cannot be written to: expected a folder ({error})"
+        ) from error
+    try:
+        yield folder
+    except BaseException:
+        if is_new:
+            shutil.rmtree(folder, ignore_errors=True)
+        raise

@@ -1,0 +1,93 @@
+"""Packed bfloat16 in safetensors files: which tensor holds which weights.
+
+A packed weight is a tensor of bytes whose name says what it was: the weight `NAME` of
+shape `[768, 3072]` is stored as `NAME.packed.bfloat16.768x3072`. All else is stored as
+it is, so a file needs nothing beside itself.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+
+from stagehand.errors import TensorMismatchError
+from stagehand.stores.checkpoint import Checkpoint, Extent
+from stagehand.stores.files import FileSet
+from stagehand.stores.packed_stream import HEAD_NBYTES, PackedHeader
+from stagehand.stores.safetensors import host_tensor
+from stagehand.stores.unpacking import unpack_into
+
+__all__ = ["PackedWeight", "is_packed", "packed_name", "packed_weights"]
+
+_NAME = re.compile(r"(.+)\.packed\.bfloat16\.(\d+(?:x\d+)*)", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedWeight:
+    """A packed weight in a file."""
+
+    name: str
+    """The weight's own name."""
+    shape: tuple[int, ...]
+    """The weight's shape."""
+    extent: Extent
+    """Its stream."""
+    header: PackedHeader
+    """The stream's."""
+
+    def decoded(self, files: FileSet) -> torch.Tensor:
+        """Return the weight, in host memory."""
+        weight = torch.empty(self.shape, dtype=torch.bfloat16)
+        unpack_into(host_tensor(files, self.extent), self.header, weight)
+        return weight
+
+
+def packed_name(name: str, shape: Sequence[int]) -> str:
+    """Return the name under which a weight is stored packed."""
+    return f"{name}.packed.bfloat16.{'x'.join(map(str, shape))}"
+
+
+def is_packed(name: str) -> bool:
+    """Return whether a tensor's name says that it is packed."""
+    return _NAME.fullmatch(name) is not None
+
+
+def packed_weights(checkpoint: Checkpoint, files: FileSet) -> dict[str, PackedWeight]:
+    """Return the packed weights of a checkpoint by their own names, all checked.
+
+    Reads their heads and escapes: a few thousandths of their bytes, as a rule.
+
+    Raises:
+        CheckpointError: If one is not sound, or is there as it is, too.
+    """
+    found: dict[str, PackedWeight] = {}
+    for key in checkpoint:
+        match = _NAME.fullmatch(key)
+        if match is None:
+            continue
+        name, sizes = match.group(1), match.group(2)
+        shape = tuple(map(int, sizes.split("x")))
+        extent = checkpoint[key]
+        what = f"tensor {key!r} in {extent.path}"
+        if name in checkpoint or name in found:
+            raise TensorMismatchError(
+                f"{what}: expected one tensor {name!r}, found another one in"
+                " the checkpoint; remove one of the two"
+            )
+        if extent.dtype != torch.uint8 or len(extent.shape) != 1:
+            raise TensorMismatchError(
+                f"{what}: expected a packed stream of uint8 in one dimension, found"
+                f" {extent.dtype} {list(extent.shape)}; pack it again"
+            )
+        stream = host_tensor(files, extent)
+        header = PackedHeader.read(stream[:HEAD_NBYTES], what)
+        if header.numel != prod(shape):
+            raise TensorMismatchError(
+                f"{what}: expected {prod(shape)} weights for {list(shape)}, found"
+                f" {header.numel}; pack it again"
+            )
+        header.check(stream, what)
+        found[name] = PackedWeight(name=name, shape=shape, extent=extent, header=header)
+    return found

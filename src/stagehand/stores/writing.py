@@ -1,0 +1,139 @@
+"""Writes a safetensors file tensor by tensor, whole or not at all.
+
+The header comes first in the file and is known last, so room is left for it: it is
+padded with spaces, as the format allows, and the data begins at a multiple of 4096.
+"""
+
+import contextlib
+import ctypes
+import json
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+import torch
+
+from stagehand.core.layout import plain_tensors
+from stagehand.errors import CheckpointError
+from stagehand.stores.headers import code_of
+from stagehand.units import format_bytes
+
+__all__ = ["SafetensorsBody", "check_room", "replaced", "safetensors_file"]
+
+_PAGE = 4096
+_LENGTH_BYTES = 8
+_FIELDS = 256  # bytes of a tensor's description beside its name, at most
+
+
+def check_room(folder: Path, nbytes: int) -> None:
+    """Do nothing if a file of so many bytes fits a folder's disk.
+
+    Raises:
+        CheckpointError: Otherwise, or if the folder cannot be asked.
+    """
+    try:
+        free = shutil.disk_usage(folder).free
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be written to: {error}") from error
+    if free < nbytes:
+        raise CheckpointError(
+            f"{folder} has {format_bytes(free)} free: expected {format_bytes(nbytes)}"
+            " for what is to be written; choose a larger disk"
+        )
+
+
+@contextlib.contextmanager
+def replaced(path: Path) -> Iterator[BinaryIO]:
+    """Write a file under another name, and give it its own when it is complete.
+
+    What was there before stays until then; of what fails nothing stays.
+
+    Raises:
+        CheckpointError: If the system cannot write it.
+    """
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}.unfinished")
+    try:
+        with unfinished.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        unfinished.replace(path)
+    except OSError as error:
+        raise CheckpointError(
+            f"{path} cannot be written ({error}): nothing is left of it; expected a"
+            " place with enough room that may be written to"
+        ) from error
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def safetensors_file(
+    path: Path, names: Iterable[str], **metadata: str
+) -> Iterator["SafetensorsBody"]:
+    """Write a safetensors file: what is added, in that order; whole or not at all.
+
+    Args:
+        path: The file.
+        names: All names that will be added.
+        **metadata: For the header.
+
+    Raises:
+        CheckpointError: If the system cannot write it.
+    """
+    room = _LENGTH_BYTES + _FIELDS + len(json.dumps(metadata))
+    room += sum(len(json.dumps(name)) + _FIELDS for name in names)
+    start = -(-room // _PAGE) * _PAGE
+    with replaced(path) as file:
+        file.seek(start)
+        body = SafetensorsBody(file)
+        yield body
+        header = {"__metadata__": metadata, **body.header}
+        text = json.dumps(header, separators=(",", ":")).encode()
+        length = start - _LENGTH_BYTES
+        file.seek(0)
+        file.write(length.to_bytes(_LENGTH_BYTES, "little"))
+        file.write(text.ljust(length))
+
+
+class SafetensorsBody:
+    """The data of a file that is being written.
+
+    Args:
+        file: Where to; it stands where the data begins.
+    """
+
+    def __init__(self, file: BinaryIO) -> None:
+        self.header: dict[str, object] = {}
+        self._file = file
+        self._end = 0
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        """Write a tensor's bytes behind those of the one before.
+
+        Raises:
+            OSError: If the system cannot; `safetensors_file` makes it a better one.
+        """
+        with plain_tensors():
+            dense = tensor.detach().contiguous()
+        nbytes = dense.numel() * dense.element_size()
+        if nbytes:
+            memory = (ctypes.c_ubyte * nbytes).from_address(dense.data_ptr())
+            self._file.write(memory)
+        self.header[name] = {
+            "dtype": code_of(dense.dtype),
+            "shape": list(dense.shape),
+            "data_offsets": [self._end, self._end + nbytes],
+        }
+        self._end += nbytes
+
+    def fill_page(self, name: str) -> None:
+        """Let what is added next begin at a multiple of 4096; `name` is the filler's.
+
+        Raises:
+            OSError: If the system cannot write.
+        """
+        if missing := -self._end % _PAGE:
+            self.add(name, torch.zeros(missing, dtype=torch.uint8))

@@ -1,0 +1,190 @@
+"""One runtime's place on the device that it shares with others."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+from stagehand.residency.shares import Claim
+from stagehand.residency.timeline import Timeline
+
+if TYPE_CHECKING:
+    from stagehand.assembly import Parts
+    from stagehand.residency.shared import Holding
+    from stagehand.weights import Edges
+
+__all__ = ["Tenancy"]
+
+# Where all loads hide, the division with the fewest of them is the best.
+_SLIGHT = 1e-3
+_RING = 2  # blocks: one computes while the next one is loaded
+
+
+class Tenancy:
+    """Answers for one runtime when the device's memory is divided.
+
+    Holds no reference to the runtime, so that a dropped model is collected.
+
+    Args:
+        parts: Of the runtime.
+        edges: Its lock, and whether it runs.
+        budget_bytes: The most that it may take.
+
+    Raises:
+        StagehandOOMError: If reservations of others leave too little.
+    """
+
+    def __init__(self, parts: Parts, edges: Edges, budget_bytes: int) -> None:
+        self.account = parts.weights
+        self.name = parts.weights.name
+        self.shared = parts.shared
+        self.limit_bytes = budget_bytes
+        """What the present pass may take."""
+        self._budget = budget_bytes
+        self._parts = parts
+        self._edges = weakref.ref(edges)
+        self._basis: tuple[object, ...] = ()
+        self._claim = self.claim()
+        self.number = self.shared.join(self)
+        """By which the device knows it."""
+        parts.leave = self.leave
+        parts.scheduler.neighbours = self
+
+    def __repr__(self) -> str:
+        return f"Tenancy({self.name!r} of {self.shared!r})"
+
+    def leave(self) -> None:
+        """Give up the place, and what is held for it. Idempotent."""
+        self.shared.leave(self.number)
+
+    def set_budget(self, budget_bytes: int) -> None:
+        """Change the most that it may take."""
+        self._budget = budget_bytes
+        self.shared.renew()
+
+    def begin(self) -> bool:
+        """A pass begins: others make room for it.
+
+        Returns:
+            Whether another runtime's pass is expected after it.
+
+        Raises:
+            StagehandOOMError: If they need not give up what it needs to run.
+        """
+        turn = self.shared.begin(self.number)
+        self.limit_bytes = turn.limit
+        return turn.hands_over
+
+    def end(self, *, failed: bool = False) -> None:
+        """It is over. Idempotent."""
+        self.shared.end(self.number, failed=failed)
+
+    # What the device asks
+
+    def claim(self) -> Claim:
+        """See `Tenant.claim`."""
+        parts = self._parts
+        basis = (self._budget, parts.apart_bytes, parts.trains, *parts.steering.basis)
+        if len(basis) == len(self._basis) and all(
+            one is other or (isinstance(one, int) and one == other)
+            for one, other in zip(basis, self._basis, strict=True)
+        ):
+            return self._claim
+        self._basis, self._claim = basis, self._made_claim()
+        return self._claim
+
+    def _made_claim(self) -> Claim:
+        parts, apart = self._parts, self._parts.apart_bytes
+        workload, stay = parts.steering.workload(), parts.steering.must_stay
+        seconds = workload.seconds or [0.0] * len(workload.order)
+        timeline = Timeline(workload, seconds)
+        fixed = apart + sum(workload.nbytes[index] for index in stay)
+        used = sum(workload.nbytes[index] for index in set(workload.order))
+        rate = workload.link_bytes_per_second
+
+        def pass_seconds(kept: int) -> float:
+            left = max(0, kept - fixed)
+            loads = max(0, used - left) / rate
+            return timeline.bound_seconds(left) + _SLIGHT * loads
+
+        largest = max((block.nbytes for block in parts.streamed), default=0)
+        weights = apart + sum(workload.nbytes)
+        floor = parts.steering.smallest_budget() + apart
+        return Claim(
+            budget=self._budget,
+            weights=weights,
+            floor=floor,
+            ring=min(_RING * largest, weights - fixed),
+            seconds=pass_seconds,
+            fixed=fixed,
+            bound=fixed if self._trains_what_stays() else parts.odd_bytes,
+        )
+
+    def _trains_what_stays(self) -> bool:
+        """Whether an optimizer may have its state beside what is always there."""
+        parts = self._parts
+        return parts.trains and any(
+            tensor.requires_grad
+            for index in parts.steering.must_stay
+            for tensor in parts.blocks[index].tensors
+        )
+
+    def give_up(self, keep_bytes: int) -> bool:
+        """See `Tenant.give_up`."""
+        edges = self._edges()
+        if edges is None or not edges.try_lock():
+            return False
+        try:
+            scheduler = self._parts.scheduler
+            running = edges.is_busy or bool(scheduler.in_use)
+            all_of_it = not running and not self._trains_what_stays()
+            scheduler.give_up(keep_bytes, all_of_it=all_of_it)
+            if not running and self._parts.weights.held_bytes > keep_bytes:
+                self._parts.engine.rest_wires()  # the next load has it again
+                self._parts.device_arena.trim()
+            if all_of_it:
+                self._parts.take_gradients_along()
+        finally:
+            edges.lock.release()
+        return True
+
+    def warm(self) -> None:
+        """See `Tenant.warm`."""
+        edges = self._edges()
+        if edges is None or not edges.try_lock():
+            return
+        try:
+            parts = self._parts
+            if edges.is_busy or parts.scheduler.in_use:
+                return
+            if parts.scheduler.warm():
+                parts.take_gradients_along()
+        finally:
+            edges.lock.release()
+
+    def is_awaited_by(self, thread: Any) -> bool:
+        """See `Tenant.is_awaited_by`."""
+        edges = self._edges()
+        return edges is not None and edges.lock.is_awaited_by(thread)
+
+    # What the scheduler asks
+
+    def make_room(self, nbytes: int) -> bool:
+        """See `Neighbours.make_room`."""
+        return self.shared.make_room(self.number, nbytes)
+
+    def name_them(self) -> str:
+        """See `Neighbours.name_them`."""
+        others = [h for h in self.shared.holdings() if h.name != self.name]
+        return "".join(f"; {holding}" for holding in others)
+
+    # Telling
+
+    def holdings(self) -> tuple[Holding, ...]:
+        """Return what everybody on the device holds, and why."""
+        return tuple(self.shared.holdings())
+
+    @property
+    def why(self) -> str:
+        """Why its blocks stay."""
+        return self.shared.why(self.number)

@@ -1,0 +1,121 @@
+"""`stagehand convert`, and models of `transformers` from what it wrote."""
+
+import pytest
+import torch
+import transformers
+from typer.testing import CliRunner
+
+import stagehand
+from architectures.trees import assert_bitwise_equal
+from scenario.small import runtime_of
+from stagehand.cli.command import app
+from stagehand.stores.squareq import SquareQ
+from stagehand.stores.squareq_layout import dequantized
+
+TOKENS = torch.arange(8)[None]
+
+
+@pytest.fixture
+def invoke(sim, monkeypatch):
+    """Run the command line in this process, on a wide terminal."""
+    monkeypatch.setenv("COLUMNS", "200")
+    runner = CliRunner()
+    return lambda *arguments: runner.invoke(app, ["convert", *map(str, arguments)])
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    """A language model of bfloat16 weights, with its head tied to its embedding."""
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(0)
+        config = transformers.LlamaConfig(
+            vocab_size=64,
+            hidden_size=128,
+            intermediate_size=256,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            max_position_embeddings=32,
+            tie_word_embeddings=True,
+        )
+        model = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
+    path = tmp_path_factory.mktemp("source")
+    model.save_pretrained(path)
+    return path
+
+
+def output(model, place):
+    with torch.no_grad():
+        return model(TOKENS.to(place)).logits.cpu()
+
+
+def resident(source, place, folder=None):
+    """The model as `transformers` loads it, with quantized weights multiplied out."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        source, dtype=torch.bfloat16
+    )
+    slab = None if folder is None else SquareQ.open(folder)
+    for name, layer in {} if slab is None else slab.layers.items():
+        weight = dequantized(
+            layer.codes_of(slab.files),
+            layer.scales,
+            layer.zeros,
+            columns=layer.rows.columns,
+            dtype=torch.bfloat16,
+        )
+        with torch.no_grad():
+            model.get_submodule(name).weight.copy_(weight)
+    if slab is not None:
+        slab.files.close()
+    return model.to(place)
+
+
+@pytest.mark.parametrize("place", ["hpu", "cpu"])
+def test_packed_model_is_loaded_in_one_line_and_bitwise(
+    invoke, source, tmp_path, place
+):
+    result = invoke("--packed", source, tmp_path / "packed")
+    assert result.exit_code == 0, result.output
+    assert "22 tensors packed" in result.output
+    model = stagehand.load(tmp_path / "packed", vram_budget="500KB", device=place)
+    expected = output(resident(source, place), place)
+    for _ in range(3):
+        assert_bitwise_equal(output(model, place), expected, "logits")
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    runtime_of(model).shutdown()
+
+
+@pytest.mark.parametrize("place", ["hpu", "cpu"])
+def test_quantized_model_is_loaded_in_one_line_and_exact(
+    invoke, source, tmp_path, place
+):
+    target = tmp_path / "quantized"
+    result = invoke(source, target)
+    assert result.exit_code == 0, result.output
+    assert "21 tensors quantized" in result.output
+    model = stagehand.load(target, vram_budget="500KB", device=place)
+    expected = output(resident(source, place, target), place)
+    for _ in range(3):
+        assert_bitwise_equal(output(model, place), expected, "logits")
+    runtime_of(model).shutdown()
+
+
+@pytest.mark.parametrize("options", [("--packed",), ()])
+def test_source_that_is_none_is_refused_in_one_line(invoke, tmp_path, options):
+    result = invoke(*options, tmp_path, tmp_path / "target")
+    assert result.exit_code == 2
+    assert result.output.strip().startswith("stagehand: ")
+    assert str(tmp_path) in result.output
+    assert not (tmp_path / "target").exists()
+
+
+def test_options_that_contradict_each_other_are_refused(invoke, source, tmp_path):
+    result = invoke("--packed", "--only", "x", source, tmp_path / "target")
+    assert result.exit_code == 2
+    assert "leave out either" in result.output
+    assert not (tmp_path / "target").exists()
+
+
+def test_only_chooses_what_is_quantized(invoke, source, tmp_path):
+    result = invoke("--only", "mlp", source, tmp_path / "target")
+    assert result.exit_code == 0, result.output
+    assert "9 tensors quantized" in result.output

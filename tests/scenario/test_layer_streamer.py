@@ -1,0 +1,626 @@
+"""`LayerStreamer` gives what resident weights give, in order, within its depths."""
+
+import gc
+import random
+import threading
+from concurrent.futures import Future
+from itertools import pairwise
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import stagehand
+from architectures.trees import assert_bitwise_equal
+from layered import (
+    EMBED,
+    KEYS,
+    LAYER_BYTES,
+    LAYERS,
+    PREFIX,
+    WIDTH,
+    arguments,
+    inputs,
+    layer_fn,
+    make_weights,
+    passes,
+    resident,
+    save,
+)
+from stagehand import LayerStreamer
+from stagehand.compat import layer_streamer as compat
+from stagehand.core.device import AcceleratorDevice
+from stagehand.core.transfer import Ticket
+from stagehand.errors import ClosedError, ConfigError, StagehandWarning
+from stagehand.streamer import pipeline
+
+DEPTHS = {
+    "default": {},
+    "nothing ahead": {"n_gpu": 0, "n_cpu_pinned": 1},
+    "one ahead": {"n_gpu": 1, "n_cpu_pinned": 1},
+    "slots do not divide the layers": {"n_gpu": 3, "n_cpu_pinned": 2},
+    "all stages": {"n_gpu": 2, "n_cpu_pinned": 2, "n_cpu": 2},
+    "ordinary memory only": {"n_cpu_pinned": None, "n_cpu": 3},
+    "no stage": {"n_cpu_pinned": None, "n_cpu": 0, "n_gpu": 1},
+    "batches": {
+        "n_gpu": 3,
+        "n_cpu_pinned": 3,
+        "n_cpu": 2,
+        "batch_gpu": 2,
+        "batch_cpu_pinned": 3,
+        "batch_cpu": 3,
+    },
+    "batches as large as can be": {
+        "n_gpu": 2,
+        "n_cpu_pinned": 1,
+        "n_cpu": 4,
+        "batch_gpu": 3,
+        "batch_cpu_pinned": 2,
+        "batch_cpu": 5,
+    },
+    "batches of ordinary memory": {
+        "n_gpu": 1,
+        "n_cpu_pinned": None,
+        "n_cpu": 3,
+        "batch_gpu": 2,
+        "batch_cpu": 4,
+    },
+    "batch of all": {"n_gpu": 9, "batch_gpu": 10, "n_cpu_pinned": 9, "n_cpu": 9},
+    "room for all": {"n_gpu": 99, "n_cpu_pinned": 99, "n_cpu": 99},
+    "room for all, pinned": {"n_gpu": 1, "n_cpu_pinned": 6, "batch_cpu_pinned": 3},
+    "room for all, in memory": {"n_gpu": 1, "n_cpu_pinned": 1, "n_cpu": 6},
+}
+depths = pytest.mark.parametrize("depths", DEPTHS.values(), ids=DEPTHS.keys())
+places = pytest.mark.parametrize("place", ["hpu", "cpu"], ids=["simulated", "host"])
+
+
+@pytest.fixture(scope="module")
+def weights():
+    return make_weights()
+
+
+@pytest.fixture(scope="module")
+def folder(weights, tmp_path_factory):
+    return save(tmp_path_factory.mktemp("model"), weights)
+
+
+@pytest.fixture
+def stream(folder):
+    """Makes streamers, and closes them."""
+    made = []
+
+    def stream(place, source=folder, **options):
+        streamer = LayerStreamer.from_pretrained(source, device=place, **options)
+        made.append(streamer)
+        return streamer
+
+    yield stream
+    for streamer in made:
+        streamer.close()
+
+
+class AtOnce:
+    """Workers that do each job when it is given, so that tests know when."""
+
+    def __init__(self, name, count):
+        self.closed = False
+
+    def submit(self, job, *args):
+        future = Future()
+        try:
+            future.set_result(job(*args))
+        except Exception as error:  # noqa: BLE001 - as an executor does
+            future.set_exception(error)
+        return future
+
+    def drop(self, future):
+        pass
+
+    def close(self):
+        self.closed = True
+
+
+@pytest.fixture
+def at_once(monkeypatch):
+    monkeypatch.setattr(pipeline, "WorkerGroup", AtOnce)
+
+
+# Values
+
+
+@places
+@depths
+def test_passes_are_bitwise_those_of_resident_weights(
+    sim, stream, weights, place, depths
+):
+    expected = resident(weights, inputs(place)).cpu()
+    streamer = stream(place, **depths)
+    for number, found in enumerate(passes(streamer, place, 4)):
+        assert_bitwise_equal(found, expected, f"pass {number}")
+    assert sim.races() == []
+
+
+@places
+def test_bfloat16_is_exact_in_inference_mode_and_under_autocast(
+    sim, stream, tmp_path, place
+):
+    tensors = make_weights(dtype=torch.bfloat16)
+    streamer = stream(place, save(tmp_path, tensors))
+    x = inputs(place)
+    for mode in (torch.inference_mode(), torch.autocast(place, torch.bfloat16)):
+        with mode, torch.no_grad():
+            x = x.to(torch.bfloat16)
+            expected = resident(tensors, x).cpu()
+            assert torch.equal(streamer.run_pass(x, layer_fn).cpu(), expected)
+
+
+def any_depths(choose: random.Random) -> dict[str, int | None]:
+    """Depths and batches that can work."""
+    depths = {"n_gpu": choose.randint(0, 4)}
+    for stage in ("cpu_pinned", "cpu"):
+        depths[f"n_{stage}"] = choose.choice([None, 0, 1, 2, 3, 5, 9])
+    for stage in ("gpu", "cpu_pinned", "cpu"):
+        most = 1 + (depths[f"n_{stage}"] or 0)
+        depths[f"batch_{stage}"] = choose.choice([None, choose.randint(1, most)])
+    return depths
+
+
+@places
+@pytest.mark.parametrize("seed", range(20))
+def test_any_depths_work_for_any_number_of_layers(sim, stream, tmp_path, place, seed):
+    choose = random.Random(seed)
+    layers = choose.randint(1, 9)
+    tensors = make_weights(layers=layers)
+    streamer = stream(place, save(tmp_path, tensors), **any_depths(choose))
+    expected = resident(tensors, inputs(place), layers=layers).cpu()
+    for number in range(5):
+        if choose.random() < 0.3:
+            fails_at = choose.randrange(layers)
+            with pytest.raises(ZeroDivisionError):
+                streamer.run_pass(
+                    1, lambda x, w, layer, at=fails_at: abs(1 // (at - layer)) + 1
+                )
+        [found] = passes(streamer, place, 1)
+        assert_bitwise_equal(found, expected, f"pass {number}")
+
+
+@places
+@depths
+def test_layers_come_in_order_with_their_own_weights_under_their_names(
+    sim, stream, weights, place, depths
+):
+    streamer = stream(place, **depths)
+    for _ in range(3):
+        seen = []
+
+        def look(x, found, layer, seen=seen):
+            seen.append(layer)
+            assert list(found) == KEYS
+            for key, weight in found.items():
+                assert str(weight.device).startswith(place)
+                assert torch.equal(weight.cpu(), weights[f"{PREFIX}{layer}.{key}"])
+            return x
+
+        streamer.run_pass(0, look)
+        assert seen == list(range(LAYERS))
+
+
+@places
+def test_whatever_layer_fn_returns_goes_to_the_next_layer(sim, stream, place):
+    streamer = stream(place)
+    result = streamer.run_pass((), lambda x, weights, layer: (*x, layer))
+    assert result == tuple(range(LAYERS))
+
+
+def test_layer_fn_that_forgets_to_return_is_told(stream):
+    with pytest.raises(ConfigError, match="layer_fn returned None for layer 0: "):
+        stream("cpu").run_pass(1, lambda x, weights, layer: None)
+
+
+# Memory
+
+
+@depths
+def test_device_and_pinned_bytes_stay_within_the_depths(
+    sim, stream, weights, folder, depths
+):
+    before = sim.pinned_bytes()
+    sim.reset_peak()
+    held = sim.peak_bytes()
+    streamer = stream("hpu", **depths)
+    for _ in range(3):
+        streamer.run_pass(0, lambda x, weights, layer: x)
+    slots = min(depths.get("n_gpu", 2) + 1, LAYERS)
+    pinned = depths.get("n_cpu_pinned", 4)
+    slabs = min(pinned + 1, LAYERS) if pinned else 0
+    assert sim.peak_bytes() - held <= slots * LAYER_BYTES
+    assert sim.peak_pinned_bytes() - before <= slabs * LAYER_BYTES
+    record = streamer.telemetry.records[-1]
+    assert record.device_peak_bytes <= slots * LAYER_BYTES
+    streamer.close()
+    assert sim.allocated_bytes() == held
+    assert sim.pinned_bytes() == before
+
+
+@places
+@pytest.mark.parametrize(
+    "depths", [{"n_gpu": 6}, {"n_gpu": 0, "n_cpu_pinned": 6}, {"n_gpu": 0, "n_cpu": 6}]
+)
+def test_files_are_read_once_if_there_is_memory_for_all_layers(
+    sim, stream, place, depths
+):
+    if place == "cpu" and "n_cpu_pinned" in depths:
+        pytest.skip("nothing is pinned there")
+    streamer = stream(place, **depths)
+    for _ in range(3):
+        streamer.run_pass(0, lambda x, weights, layer: x)
+    read = streamer.telemetry.totals()["disk_bytes"]
+    assert read == streamer.read_bytes
+
+
+@places
+def test_weights_that_are_kept_stay_what_they_are(sim, stream, weights, place):
+    streamer = stream(place, n_gpu=1, n_cpu_pinned=1)
+    kept = {}
+
+    def keep(x, found, layer):
+        kept[layer] = found["attn.weight"]
+        return x
+
+    with pytest.warns(StagehandWarning, match="weights of [0-9]+ layers are kept"):
+        streamer.run_pass(0, keep)
+    for _ in range(2):
+        streamer.run_pass(0, lambda x, weights, layer: x)
+    for layer, weight in kept.items():
+        assert torch.equal(weight.cpu(), weights[f"{PREFIX}{layer}.attn.weight"])
+
+
+@places
+def test_gradients_of_the_input_are_those_of_resident_weights(
+    sim, stream, weights, place
+):
+    def gradient(run):
+        x = inputs(place).requires_grad_()
+        run(x).square().sum().backward()
+        return x.grad.cpu()
+
+    expected = gradient(lambda x: resident(weights, x))
+    streamer = stream(place, n_gpu=1, n_cpu_pinned=2)
+    with pytest.warns(StagehandWarning, match="are kept after layer_fn returned"):
+        found = gradient(lambda x: streamer.run_pass(x, layer_fn))
+    assert_bitwise_equal(found, expected, "gradient")
+
+
+@places
+def test_dropped_streamer_gives_back_threads_and_memory(sim, folder, place):
+    gc.collect()  # what earlier tests left
+    held = sim.allocated_bytes(), sim.pinned_bytes()
+    streamer = LayerStreamer.from_pretrained(folder, device=place, n_cpu=2)
+    streamer.run_pass(0, lambda x, weights, layer: x)
+    del streamer
+    gc.collect()
+    assert (sim.allocated_bytes(), sim.pinned_bytes()) == held
+    assert not [t for t in threading.enumerate() if t.name.startswith("stagehand")]
+
+
+# Overlap
+
+
+@places
+def test_pass_ends_with_the_first_layers_of_the_next_one_loading(
+    sim, at_once, stream, place
+):
+    streamer = stream(place, n_gpu=2, n_cpu_pinned=2)
+    for _ in range(2):
+        streamer.run_pass(0, lambda x, weights, layer: x)
+    records = streamer.telemetry.records
+    # On the host a load is counted when it is needed.
+    ahead = 3 if place == "hpu" else 0
+    assert [r.h2d_copies for r in records] == [LAYERS + ahead, LAYERS]
+
+
+@pytest.mark.parametrize("batch", [None, 2, 3])
+def test_layers_ahead_are_queued_before_a_layer_is_computed(
+    sim, at_once, stream, batch
+):
+    streamer = stream("hpu", n_gpu=2, n_cpu_pinned=2, batch_gpu=batch)
+    streamer.run_pass(0, lambda x, weights, layer: x)
+    copies = []
+
+    def count(x, weights, layer):
+        copies.append(3 + sim.h2d_copies() - start)  # three were under way by then
+        return x
+
+    start = sim.h2d_copies()
+    streamer.run_pass(0, count)
+    assert copies == [3, 4, 5, 6, 7, 8, 9]
+
+
+def test_thread_that_runs_the_pass_never_waits_for_the_device(sim, monkeypatch, stream):
+    waiting = []
+    wait = Ticket.wait_host
+
+    def noted(ticket):
+        waiting.append(threading.current_thread())
+        wait(ticket)
+
+    monkeypatch.setattr(Ticket, "wait_host", noted)
+    streamer = stream("hpu", n_gpu=2, n_cpu_pinned=2)
+    x = inputs("hpu")
+    waited = sim.syncs()
+    with torch.no_grad():
+        for _ in range(4):
+            streamer.run_pass(x, layer_fn)
+    assert waiting
+    assert sim.syncs() - waited <= len(waiting)
+    assert threading.main_thread() not in waiting
+
+
+# Batches
+
+
+def test_compute_takes_a_batch_when_all_of_it_is_under_way(sim, at_once, stream):
+    streamer = stream("hpu", n_gpu=2, n_cpu_pinned=2, batch_gpu=3)
+    stream_of = torch.accelerator.current_stream()
+    waits = []
+
+    def count(x, weights, layer):
+        waits.append(streamer._pipeline._running().blocks[min(layer + 1, 6)].uses)
+        return x
+
+    streamer.run_pass(0, count)
+    assert stream_of == torch.accelerator.current_stream()
+    # While the first two of a batch compute, the one behind them is in use already.
+    assert waits == [1, 1, 0, 1, 1, 0, 1]
+
+
+@pytest.mark.parametrize("batch", [1, 2, 3])
+@pytest.mark.parametrize("stage", ["cpu_pinned", "cpu"])
+def test_layers_go_to_the_device_when_their_whole_batch_is_staged(
+    sim, monkeypatch, stream, stage, batch
+):
+    events = []
+    copy, read = AcceleratorDevice.copy, pipeline.FileSource.take
+
+    def copied(self, target, source, *args):
+        events.append("copy")
+        return copy(self, target, source, *args)
+
+    def was_read(self, layer, image):
+        events.append(layer)
+        return read(self, layer, image)
+
+    monkeypatch.setattr(AcceleratorDevice, "copy", copied)
+    monkeypatch.setattr(pipeline.FileSource, "take", was_read)
+    chosen = {
+        "n_gpu": 0,
+        "n_cpu_pinned": None,
+        f"n_{stage}": 2,
+        f"batch_{stage}": batch,
+    }
+    streamer = stream("hpu", **chosen)
+    streamer.run_pass(0, lambda x, weights, layer: x)
+    first = events.index("copy")
+    assert set(range(batch)) <= set(events[:first])
+    for before, after in pairwise([i for i, e in enumerate(events) if e == "copy"][:6]):
+        sent = events[:after].count("copy")  # the next copy is of this layer
+        assert set(range(sent // batch * batch + batch)) & set(range(LAYERS)) <= set(
+            events[:after]
+        )
+        assert before < after
+
+
+# Constructors
+
+
+def test_seed_constructor_takes_what_a_script_found_out(sim, tmp_path, weights):
+    folder = save(tmp_path, weights, shards=3)
+    said = arguments(folder)
+    streamer = compat.LayerStreamer(
+        *said.values(), 2, 4, 4, 1, 1, 2, True, device="hpu"
+    )
+    assert streamer.layer_prefix == PREFIX
+    with streamer:
+        expected = resident(weights, inputs("hpu")).cpu()
+        for found in passes(streamer, "hpu", 2):
+            assert torch.equal(found, expected)
+    assert compat.LayerStreamer is stagehand.LayerStreamer
+    assert compat.LayerStreamerTuner is stagehand.LayerStreamerTuner
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+@pytest.mark.parametrize("prefix", ["h.", "encoder.block.", "a.b.c.layers.", ""])
+def test_everything_is_found_in_the_files_for_any_prefix(
+    sim, stream, tmp_path, prefix, shards
+):
+    tensors = make_weights(prefix=prefix)
+    streamer = stream("hpu", save(tmp_path, tensors, shards))
+    assert streamer.layer_prefix == prefix
+    assert streamer.num_layers == LAYERS
+    expected = resident(tensors, inputs("hpu"), prefix=prefix).cpu()
+    for found in passes(streamer, "hpu", 2):
+        assert torch.equal(found, expected)
+
+
+@places
+def test_layers_may_differ_in_names_sizes_and_types(sim, stream, tmp_path, place):
+    tensors = {
+        "m.layers.0.dense.weight": torch.randn(40, 8),
+        "m.layers.1.experts.0.weight": torch.randn(3, 8).bfloat16(),
+        "m.layers.1.experts.1.weight": torch.randn(3, 8).bfloat16(),
+        "m.layers.2.scale": torch.randn(1, dtype=torch.float64),
+        "m.layers.2.codes": torch.arange(100, dtype=torch.uint8).view(10, 10),
+        "m.layers.2.empty": torch.empty(0, 4),
+        "m.layers.10.dense.weight": torch.randn(8, 8),
+    }
+    for number in range(3, 10):
+        tensors[f"m.layers.{number}.dense.weight"] = torch.randn(number, 8)
+    streamer = stream(place, save(tmp_path, tensors), n_gpu=1, n_cpu_pinned=1)
+    assert streamer.num_layers == 11
+    for _ in range(2):
+        seen = {}
+
+        def look(x, weights, layer, seen=seen):
+            for key, weight in weights.items():
+                seen[f"m.layers.{layer}.{key}"] = weight.cpu().clone()
+            return x
+
+        streamer.run_pass(0, look)
+        assert seen.keys() == tensors.keys()
+        for name, found in seen.items():
+            assert_bitwise_equal(found, tensors[name], name)
+
+
+def test_two_stacks_ask_which_one_is_meant(stream, tmp_path):
+    tensors = make_weights(prefix="encoder.block.")
+    tensors |= make_weights(prefix="decoder.block.", seed=1)
+    folder = save(tmp_path, tensors)
+    with pytest.raises(
+        ConfigError,
+        match=r"layer_prefix is not given.*2 stacks.*'decoder.block.' \(7 layers, .*"
+        r"'encoder.block.'",
+    ):
+        stream("cpu", folder)
+    with pytest.raises(ConfigError, match="layer_prefix is "):
+        stream("cpu", folder, layer_prefix="coder.block.")
+    streamer = stream("cpu", folder, layer_prefix="decoder.block.")
+    expected = resident(tensors, inputs("cpu"), prefix="decoder.block.")
+    assert torch.equal(next(passes(streamer, "cpu", 1)), expected)
+
+
+def test_small_stack_beside_the_layers_is_not_taken_for_them(stream, tmp_path):
+    tensors = make_weights()
+    tensors["features.conv.0.weight"] = torch.randn(4, 4)
+    tensors["features.conv.1.weight"] = torch.randn(4, 4)
+    assert stream("cpu", save(tmp_path, tensors)).layer_prefix == PREFIX
+
+
+# Types, and tensors that stay
+
+
+@places
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_weights_are_cast_on_the_device_where_files_have_another_type(
+    sim, stream, weights, place, dtype
+):
+    streamer = stream(place, dtype=dtype, n_gpu=1, n_cpu_pinned=1)
+    sim.reset_peak()
+    held = sim.peak_bytes()
+
+    def look(x, found, layer):
+        for key, weight in found.items():
+            assert_bitwise_equal(
+                weight.cpu(), weights[f"{PREFIX}{layer}.{key}"].to(dtype), key
+            )
+        return x
+
+    for _ in range(2):
+        streamer.run_pass(0, look)
+    cast = (2 * WIDTH * WIDTH + WIDTH) * dtype.itemsize
+    assert sim.peak_bytes() - held <= 2 * LAYER_BYTES + cast + 3 * 512
+    if place == "hpu":
+        peak = streamer.telemetry.records[-1].device_peak_bytes
+        assert peak == 2 * LAYER_BYTES + cast
+
+
+def test_integers_stay_integers_and_floats_do_not_become_them(stream, tmp_path):
+    tensors = {"l.0.a": torch.arange(9), "l.0.b": torch.randn(3)}
+    folder = save(tmp_path, tensors)
+
+    def look(x, weights, layer):
+        assert weights["a"].dtype == torch.int64
+        assert weights["b"].dtype == torch.bfloat16
+        return x
+
+    stream("cpu", folder, dtype=torch.bfloat16).run_pass(0, look)
+    with pytest.raises(
+        stagehand.CheckpointError,
+        match=r"'l.0.b' is torch.float32.*dtype is torch.int8",
+    ):
+        stream("cpu", folder, dtype=torch.int8)
+
+
+@places
+def test_static_tensor_is_on_the_device_in_the_streamers_type(
+    sim, stream, weights, place
+):
+    streamer = stream(place, dtype=torch.bfloat16)
+    embed = streamer.load_static(EMBED)
+    assert str(embed.device).startswith(place)
+    assert_bitwise_equal(embed.cpu(), weights[EMBED].bfloat16(), EMBED)
+    streamer.close()
+    assert_bitwise_equal(embed.cpu(), weights[EMBED].bfloat16(), EMBED)
+
+
+def test_static_tensor_that_is_missing_names_what_is_near(stream):
+    with pytest.raises(
+        stagehand.CheckpointError,
+        match=rf"'model.embd.weight' is not in .*nearest '{EMBED}'",
+    ):
+        stream("cpu").load_static("model.embd.weight")
+
+
+# Its end
+
+
+@places
+def test_close_ends_it_for_good_and_may_be_called_again(sim, folder, place):
+    with LayerStreamer.from_pretrained(folder, device=place) as streamer:
+        streamer.run_pass(0, lambda x, weights, layer: x)
+    streamer.close()
+    with pytest.raises(ClosedError, match="the streamer is closed"):
+        streamer.run_pass(0, lambda x, weights, layer: x)
+    with pytest.raises(ClosedError):
+        streamer.load_static(EMBED)
+    streamer.close()
+
+
+def test_pass_within_a_pass_is_refused_and_the_outer_one_goes_on(stream, weights):
+    streamer = stream("cpu")
+
+    def meddle(x, found, layer):
+        with pytest.raises(ConfigError, match=r"run_pass\(\) was called while a pass"):
+            streamer.run_pass(x, layer_fn)
+        with pytest.raises(ConfigError, match=r"close\(\) was called while a pass"):
+            streamer.close()
+        return layer_fn(x, found, layer)
+
+    found = streamer.run_pass(inputs("cpu"), meddle)
+    assert torch.equal(found, resident(weights, inputs("cpu")))
+
+
+@places
+def test_two_streamers_of_one_model_take_turns_within_a_pass(
+    sim, stream, weights, place
+):
+    one, other = stream(place), stream(place, n_gpu=1, n_cpu=1)
+    x = inputs(place)
+    expected = resident(weights, x, function=lambda x, w, i: resident(weights, x))
+
+    def both(x, found, layer):
+        return other.run_pass(x, layer_fn)
+
+    with torch.no_grad():
+        assert torch.equal(one.run_pass(x, both).cpu(), expected.cpu())
+
+
+def test_one_layer_is_enough(sim, stream, tmp_path):
+    tensors = {"blocks.0.w": torch.randn(4, 4)}
+    save_file(tensors, tmp_path / "one.safetensors")
+    streamer = stream("hpu", tmp_path / "one.safetensors")
+    for _ in range(3):
+        found = streamer.run_pass(torch.ones(4), lambda x, w, i: w["w"].clone())
+        assert torch.equal(found.cpu(), tensors["blocks.0.w"])
+
+
+@places
+def test_rates_of_the_machine_are_measured_and_nothing_is_left(sim, stream, place):
+    streamer = stream(place)
+    held = sim.allocated_bytes(), sim.pinned_bytes()
+    rates = streamer.measure_rates()
+    assert (sim.allocated_bytes(), sim.pinned_bytes()) == held
+    assert rates.disk > 0
+    assert rates.memory > 0
+    assert rates.on_host == (place == "cpu")
+    assert rates.host_free_bytes > 0
+    assert rates.device_free_bytes > 0

@@ -1,0 +1,192 @@
+"""`stagehand.pipeline()`: several models in one line, under one budget."""
+
+import runpy
+from copy import deepcopy
+from pathlib import Path
+
+import diffusers
+import pytest
+import torch
+from small import LAYER_BYTES, WIDTH, batch, stack
+from torch import nn
+
+import stagehand
+from architectures.trees import assert_bitwise_equal
+from streamed import Shape, weight_bytes
+
+places = pytest.mark.parametrize("place", ["cpu", "hpu"])
+
+
+def parts():
+    """Three models, one of them small, and what is no model."""
+    torch.manual_seed(4)
+    return {
+        "encoder": stack(4),
+        "transformer": stack(12),
+        "decoder": nn.Linear(WIDTH, 4),
+        "scheduler": object(),
+        "missing": None,
+    }
+
+
+def run(models, x, steps=4):
+    with torch.no_grad():
+        x = models["encoder"](x)
+        for _ in range(steps):
+            x = models["transformer"](x)
+        return models["decoder"](x)
+
+
+@places
+@pytest.mark.parametrize("budget", [2, 5, 9, 40])
+def test_a_dict_of_models_gives_the_same_under_one_budget(sim, place, budget):
+    models = parts()
+    resident = {
+        k: deepcopy(m).to(place) for k, m in models.items() if isinstance(m, nn.Module)
+    }
+    expected = run(resident, batch().to(place))
+    budget = (budget * LAYER_BYTES) + 1024
+    with stagehand.pipeline(models, vram_budget=budget, device=place) as streamed:
+        assert list(streamed.runtimes) == ["encoder", "transformer", "decoder"]
+        for _ in range(4):
+            assert_bitwise_equal(run(models, batch()), expected, "output")
+        assert 0 < streamed.peak_device_bytes <= budget
+        assert set(streamed.reports()) == set(streamed.runtimes)
+    assert "_stagehand_layer_runtime" not in models["encoder"].__dict__
+
+
+def test_small_models_stay_and_say_why(sim):
+    models = parts()
+    budget = 8 * LAYER_BYTES
+    with stagehand.pipeline(models, vram_budget=budget, device="hpu") as streamed:
+        for _ in range(3):
+            run(models, batch())
+        decoder = streamed.runtimes["decoder"]
+        before = decoder.report().streamed_bytes
+        run(models, batch())
+        assert decoder.report().streamed_bytes == before
+        assert "small" in repr(decoder)
+        assert "decoder holds 768 B, keeps 768 B (small)" in str(
+            streamed.reports()["transformer"]
+        )
+        with streamed.runtimes["transformer"].as_guest(models["decoder"]):
+            run(models, batch())  # the user wants otherwise
+        assert decoder._parts.weights.held_bytes == 0
+
+
+def test_the_next_model_is_loaded_while_the_present_one_ends(sim):
+    """It begins with its first blocks on the device, or on their way."""
+    models = parts()
+    with stagehand.pipeline(
+        models, vram_budget=6 * LAYER_BYTES + 1024, device="hpu"
+    ) as streamed:
+        encoder, ahead = streamed.runtimes["encoder"], []
+        for _ in range(6):
+            loaded = encoder.report().streamed_bytes
+            with torch.no_grad():
+                x = models["transformer"](batch())
+                ahead.append(encoder.report().streamed_bytes - loaded)
+                models["encoder"](x)
+        assert ahead[0] == 0
+        assert ahead[-1] >= LAYER_BYTES
+
+
+def test_a_budget_that_is_too_small_for_one_changes_nothing(sim):
+    models = parts()
+    shapes = {k: Shape.of(m) for k, m in models.items() if isinstance(m, nn.Module)}
+    models["decoder"] = nn.Linear(8 * WIDTH, 8 * WIDTH)
+    shapes["decoder"] = Shape.of(models["decoder"])
+    with pytest.raises(stagehand.StagehandOOMError):
+        stagehand.pipeline(models, vram_budget=2 * LAYER_BYTES, device="hpu")
+    for name, shape in shapes.items():
+        assert Shape.of(models[name]) == shape
+
+
+@pytest.mark.parametrize(
+    "pipe", [{}, {"scheduler": object()}, object(), nn.Linear(1, 1)]
+)
+def test_what_is_no_pipeline_is_refused(pipe):
+    with pytest.raises(stagehand.ConfigError, match="expected"):
+        stagehand.pipeline(pipe)
+
+
+def test_a_host_budget_is_for_all_models_together(sim):
+    models = parts()
+    weights = sum(weight_bytes(m) for m in models.values() if isinstance(m, nn.Module))
+    with stagehand.pipeline(
+        models,
+        vram_budget=6 * LAYER_BYTES,
+        ram_budget=weights + 8 * LAYER_BYTES,
+        device="hpu",
+    ):
+        for _ in range(2):
+            run(models, batch())
+        assert sim.peak_pinned_bytes() <= weights + 8 * LAYER_BYTES
+
+
+# A pipeline of diffusers
+
+
+def diffusion_pipeline():
+    torch.manual_seed(5)
+    unet = diffusers.UNet2DModel(
+        sample_size=8,
+        in_channels=3,
+        out_channels=3,
+        layers_per_block=1,
+        block_out_channels=(32, 64),
+        down_block_types=("DownBlock2D", "AttnDownBlock2D"),
+        up_block_types=("AttnUpBlock2D", "UpBlock2D"),
+    )
+    pipe = diffusers.DDPMPipeline(unet=unet, scheduler=diffusers.DDPMScheduler(10))
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def make_image(pipe):
+    generator = torch.Generator().manual_seed(0)
+    return torch.from_numpy(
+        pipe(num_inference_steps=3, generator=generator, output_type="np").images
+    )
+
+
+@places
+def test_a_diffusers_pipeline_makes_the_same_image_in_one_line(sim, place):
+    pipe = diffusion_pipeline()
+    expected = make_image(deepcopy(pipe).to(place))
+    own, shape = type(pipe), Shape.of(pipe.unet)
+    budget = weight_bytes(pipe.unet) // 3
+    streamed = stagehand.pipeline(pipe, vram_budget=budget, device=place)
+    assert isinstance(pipe, diffusers.DDPMPipeline)
+    assert pipe.device.type == pipe._execution_device.type == place
+    for _ in range(2):
+        assert_bitwise_equal(make_image(pipe), expected, "image")
+    assert streamed.peak_device_bytes <= budget
+    streamed.shutdown()
+    streamed.shutdown()
+    assert type(pipe) is own
+    assert Shape.of(pipe.unet) == shape
+
+
+def test_a_streamed_diffusers_pipeline_can_be_saved(sim, tmp_path):
+    pipe = diffusion_pipeline()
+    expected = make_image(pipe)
+    with stagehand.pipeline(pipe, vram_budget="1MB", device="cpu"):
+        pipe.save_pretrained(tmp_path)
+    again = diffusers.DDPMPipeline.from_pretrained(tmp_path)
+    again.set_progress_bar_config(disable=True)
+    assert_bitwise_equal(make_image(again), expected, "image")
+
+
+# The example
+
+
+@places
+@pytest.mark.parametrize("budget", ["1MB", "3MB", "20MB"])
+def test_the_four_pass_example_keeps_its_budget(
+    sim, monkeypatch, capsys, place, budget
+):
+    file = Path(__file__).parents[2] / "examples" / "four_pass_pipeline.py"
+    monkeypatch.setattr("sys.argv", [str(file), "--device", place, "--budget", budget])
+    runpy.run_path(str(file), run_name="__main__")  # it exits if it cannot
+    assert "reserved, PRIMARY" in capsys.readouterr().out

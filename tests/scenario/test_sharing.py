@@ -1,0 +1,653 @@
+"""Several models on one device: one cap for all, exact results, and who may stay."""
+
+import threading
+from contextlib import ExitStack
+from copy import deepcopy
+
+import pytest
+import torch
+from small import (
+    LAYER_BYTES,
+    WIDTH,
+    batch,
+    blocks_of,
+    run_resident,
+    runtime_of,
+    stack,
+)
+from torch import nn
+
+import stagehand
+from architectures.trees import assert_bitwise_equal
+from stagehand.residency.shared import SharedDevice, shared_device
+
+BUDGET = 6 * LAYER_BYTES
+places = pytest.mark.parametrize("place", ["cpu", "hpu"])
+
+
+class Crowd:
+    """Models that share a device, and what each gives when it is alone there."""
+
+    def __init__(self, sim, place, depths, budgets=BUDGET):
+        if isinstance(budgets, int):
+            budgets = [budgets] * len(depths)
+        self.sim, self.place = sim, place
+        self.plain = [varied(depth, seed) for seed, depth in enumerate(depths)]
+        self.expected = [run_resident(m, place, batch()) for m in self.plain]
+        self.models = [deepcopy(model) for model in self.plain]
+        for model, budget in zip(self.models, budgets, strict=True):
+            stagehand.layer(model, vram_budget=budget, device=place)
+        self.device = runtime_of(self.models[0])._tenancy.shared
+        self.cap = max(budgets)
+
+    def run(self, *numbers):
+        for number in numbers:
+            with torch.no_grad():
+                output = self.models[number](batch())
+            assert_bitwise_equal(output, self.expected[number], f"model {number}")
+            self.look()
+
+    def look(self):
+        assert self.device.ledger.device.peak_bytes <= self.cap
+        if threading.current_thread() is threading.main_thread():  # else it changes
+            held = sum(r._parts.weights.held_bytes for r in self.runtimes)
+            assert self.device.ledger.device.held_bytes == held
+        assert self.sim.races() == []
+
+    @property
+    def runtimes(self):
+        return [
+            runtime_of(m)
+            for m in self.models
+            if "_stagehand_layer_runtime" in m.__dict__
+        ]
+
+    def loads(self, number, call):
+        """Bytes that cross to the device for one model while something is done."""
+        runtime = runtime_of(self.models[number])
+        before = runtime.report().streamed_bytes
+        call()
+        return runtime.report().streamed_bytes - before
+
+    def end(self):
+        for runtime in self.runtimes:
+            runtime.shutdown()
+        for model, plain in zip(self.models, self.plain, strict=True):
+            assert_bitwise_equal(model.state_dict(), plain.state_dict(), "weights")
+
+
+def varied(depth, seed):
+    model = stack(depth)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for tensor in model.parameters():
+            tensor.uniform_(-0.3, 0.3, generator=generator)
+    return model
+
+
+@pytest.fixture
+def crowd(sim):
+    crowds = []
+
+    def crowd(place, depths, budgets=BUDGET):
+        crowds.append(Crowd(sim, place, depths, budgets))
+        return crowds[-1]
+
+    yield crowd
+    for each in crowds:
+        each.end()
+    crowds.clear()
+
+
+# One cap
+
+
+@places
+@pytest.mark.parametrize("budget", [1, 2, 3, 6, 11, 17, 40])
+@pytest.mark.parametrize("count", [2, 4])
+def test_models_that_alternate_under_one_cap_are_bitwise_those_that_are_resident(
+    crowd, place, count, budget
+):
+    some = crowd(place, range(6, 6 + count), budget * LAYER_BYTES)
+    for _ in range(4):
+        some.run(*range(count))
+    some.run(*([0] * 3), *([count - 1] * 3), *range(count))
+
+
+@places
+def test_a_second_model_does_not_double_the_budget(crowd, place):
+    some = crowd(place, [8, 8])
+    some.run(0, 1, 0, 1)
+    assert some.device.ledger.device.limit_bytes == BUDGET
+
+
+def test_the_cap_is_the_largest_budget_and_each_model_keeps_to_its_own(crowd):
+    some = crowd("hpu", [8, 8], [3 * LAYER_BYTES, 7 * LAYER_BYTES])
+    some.run(0, 1, 0, 0, 1, 1)
+    small, large = some.runtimes
+    assert some.device.ledger.device.limit_bytes == 7 * LAYER_BYTES
+    assert small.report().peak_device_bytes <= 3 * LAYER_BYTES
+    assert large.report().shared_bytes == 7 * LAYER_BYTES
+
+
+def test_the_cap_falls_when_the_largest_model_leaves(crowd):
+    some = crowd("hpu", [8, 8], [3 * LAYER_BYTES, 7 * LAYER_BYTES])
+    some.run(0, 1)
+    some.runtimes[1].shutdown()
+    assert some.device.ledger.device.limit_bytes == 3 * LAYER_BYTES
+    some.run(0)
+
+
+def test_a_model_that_was_dropped_leaves_its_place(crowd):
+    some = crowd("hpu", [8, 8])
+    some.run(0, 1)
+    runtime_of(some.models[0]).reserve_for_resident(some.models[1])
+    del some.models[1], some.plain[1]
+    assert [h.name for h in some.device.holdings()] == ["Sequential"]
+    some.run(0)
+
+
+def test_a_model_may_have_a_budget_of_its_own(crowd, sim):
+    some = crowd("hpu", [8])
+    some.run(0)
+    apart = varied(8, 9)
+    expected = run_resident(apart, "hpu", batch())
+    held = some.runtimes[0]._parts.weights.held_bytes
+    stagehand.layer(apart, vram_budget=4 * LAYER_BYTES, device="hpu", shared=False)
+    with torch.no_grad():
+        assert_bitwise_equal(apart(batch()), expected, "output")
+    assert some.runtimes[0]._parts.weights.held_bytes == held
+    assert some.device.ledger.device.limit_bytes == BUDGET
+    with pytest.raises(stagehand.ConfigError, match="shared=False"):
+        runtime_of(apart).reserve_for_resident(some.models[0])
+    runtime_of(apart).shutdown()
+
+
+def test_all_runtimes_of_a_device_copy_on_one_pair_of_lanes(crowd):
+    some = crowd("hpu", [8, 8])
+    one, other = (runtime._parts.engine for runtime in some.runtimes)
+    assert one.h2d.stream == other.h2d.stream
+    assert one.d2h.stream == other.d2h.stream
+    assert one.h2d.stream is not other.h2d.stream  # two threads must not enter one
+
+
+def test_a_device_is_forgotten_with_its_last_runtime(crowd):
+    some = crowd("hpu", [8])
+    shared = some.device
+    assert shared_device(shared.device) is shared
+    some.end()
+    assert shared.holdings() == []
+    assert shared.ledger.device.held_bytes == 0
+
+
+def test_models_that_fit_together_are_loaded_once(crowd):
+    some = crowd("hpu", [3, 2], 5 * LAYER_BYTES)
+    some.run(0, 1, 0, 1)
+    for number in (0, 1):
+        assert some.loads(number, lambda: some.run(0, 1, 1, 0, 1)) == 0
+
+
+# Reservations
+
+
+def loads_of(some, number, *numbers):
+    return some.loads(number, lambda: some.run(*numbers))
+
+
+@places
+@pytest.mark.parametrize("budget", [10, 12])
+def test_blocks_with_a_primary_reservation_are_loaded_once(crowd, place, budget):
+    some = crowd(place, [4, 9, 9, 9], budget * LAYER_BYTES)
+    some.run(1, 2)
+    reserved = runtime_of(some.models[0]).reserve_for_resident()
+    assert reserved == 4 * LAYER_BYTES
+    some.run(0, 0)
+    total = loads_of(some, 0, 1, 0, 2, 2, 2, 3, 3, 0, 1, 2, 3, 0)
+    assert total == 0
+    assert all(block.bound or block.slot for block in blocks_of(some.models[0]))
+
+
+def test_what_streams_keeps_its_residents_under_a_primary_reservation(crowd):
+    some = crowd("hpu", [12, 9, 9], 8 * LAYER_BYTES)
+    runtime = runtime_of(some.models[0])
+    some.run(0, 1, 2)
+    reserved = runtime.reserve_for_resident()
+    assert reserved == 7 * LAYER_BYTES  # each of the others needs one layer to run
+    some.run(0, 0, 0, 0)  # until the plan is made with measured times
+    staying = [b for b in blocks_of(some.models[0]) if b.stays]
+    assert len(staying) >= 3
+    alone = loads_of(some, 0, 0)
+    some.run(1, 2, 2, 2, 1, 1)
+    assert all(block.slot is not None for block in staying)
+    assert loads_of(some, 0, 0) == alone == (12 - len(staying)) * LAYER_BYTES
+
+
+def test_a_reservation_survives_new_plans(crowd):
+    some = crowd("hpu", [4, 9], 8 * LAYER_BYTES)
+    runtime, other = some.runtimes
+    runtime.reserve_for_resident()
+    some.run(0, 1, 0)
+    other.set_budget(7 * LAYER_BYTES)
+    runtime.set_budget(6 * LAYER_BYTES)
+    other._parts.steering.set_budget(3 * LAYER_BYTES)
+    some.run(1, 0, 1)
+    assert loads_of(some, 0, 1, 1, 0, 1) == 0
+    assert "PRIMARY" in repr(runtime)
+
+
+def test_a_reservation_ends_with_its_runtime(crowd):
+    some = crowd("hpu", [4, 9], 6 * LAYER_BYTES)
+    runtime, other = some.runtimes
+    runtime.reserve_for_resident()
+    some.run(0, 1)
+    runtime.shutdown()
+    other.release_reservation(some.models[0])  # nothing to release, and no error
+    assert [h.why for h in some.device.holdings()] == ["not held"]
+    some.run(1, 1)
+    assert other._parts.weights.held_bytes > 3 * LAYER_BYTES
+
+
+def test_a_released_reservation_gives_the_room_back(crowd):
+    some = crowd("hpu", [4, 9], 6 * LAYER_BYTES)
+    some.sim.configure(h2d_gbps=0.01, launch_us=0)
+    runtime, other = some.runtimes
+    other.reserve_for_resident(some.models[0])
+    some.run(0, 1, 1, 1, 1)
+    assert other._parts.weights.limit_bytes == 2 * LAYER_BYTES
+    other.release_reservation(runtime)
+    other.release_reservation(runtime)
+    some.run(1, 1, 1, 1)
+    assert other._parts.weights.limit_bytes > 3 * LAYER_BYTES
+
+
+def test_a_reservation_that_does_not_fit_is_refused_with_what_is_missing(crowd):
+    some = crowd("hpu", [3, 4, 9], 6 * LAYER_BYTES)
+    first, second, _ = some.runtimes
+    first.reserve_for_resident()
+    with pytest.raises(stagehand.StagehandOOMError) as caught:
+        second.reserve_for_resident()
+    message = str(caught.value)
+    assert "8.71 KB are missing" in message  # 3 + 4 + 1 of 6 layers
+    assert "13.06 KB reserved for Sequential, PRIMARY" in message
+    assert "4.36 KB that another model needs to run" in message
+    assert caught.value.needed_bytes == 8 * LAYER_BYTES
+    assert second._tenancy.why == "not held"
+    some.run(0, 1, 2, 0, 1, 2)
+
+
+def test_a_secondary_reservation_is_evicted_only_for_a_load_that_could_not_be_met(
+    crowd,
+):
+    some = crowd("hpu", [5, 4, 9], 6 * LAYER_BYTES)
+    held, small, _ = some.runtimes
+    held.reserve_for_resident(priority=stagehand.ResidentPriority.SECONDARY)
+    some.run(0, 0)
+    assert loads_of(some, 0, 1, 2, 1, 1, 2, 0) == 0  # one layer is enough for them
+    held.release_reservation()
+    small.reserve_for_resident()
+    with pytest.raises(stagehand.StagehandOOMError):
+        held.reserve_for_resident(priority=stagehand.ResidentPriority.SECONDARY)
+    small.release_reservation()
+    held.reserve_for_resident(priority=stagehand.ResidentPriority.SECONDARY)
+    some.run(0)
+    wide = wide_model()
+    expected = run_resident(wide, "hpu", batch())
+    stagehand.layer(wide, vram_budget=6 * LAYER_BYTES, device="hpu")
+    with torch.no_grad():
+        assert_bitwise_equal(wide(batch()), expected, "output")
+    left = held._parts.weights.held_bytes
+    assert left == 3 * LAYER_BYTES  # no more than had to be
+    runtime_of(wide).shutdown()
+    some.run(0, 1, 2)
+
+
+def wide_model():
+    """One layer of three times the usual size, which has to be there at once."""
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(3)
+        return nn.Sequential(nn.Linear(WIDTH, 3 * WIDTH), nn.Tanh())
+
+
+# Keeps
+
+
+@places
+def test_what_is_kept_resident_is_not_evicted_for_another_model(crowd, place):
+    some = crowd(place, [3, 9, 9], 6 * LAYER_BYTES)
+    first, second, _ = some.runtimes
+    some.run(0, 1)
+    with second.keep_resident(some.models[0]):
+        some.run(0)
+        assert loads_of(some, 0, 1, 2, 1, 1, 1, 2, 0, 0) == 0
+        assert "kept resident" in repr(first)
+        assert "Sequential holds 13.06 KB, keeps 13.06 KB (kept resident)" in str(
+            second.report()
+        )
+    assert "not held" in repr(first)
+
+
+def test_a_keep_ends_with_an_exception_and_nests(crowd):
+    some = crowd("hpu", [3, 9])
+    runtime = some.runtimes[0]
+
+    class Stop(Exception):
+        pass
+
+    with runtime.keep_resident():
+        with (
+            pytest.raises(Stop),
+            runtime.keep_resident(),
+            runtime.keep_resident(runtime),
+        ):
+            raise Stop
+        assert runtime._tenancy.why == "kept resident"
+        some.run(0)
+        assert loads_of(some, 0, 1, 1, 1, 0) == 0
+    assert runtime._tenancy.why == "not held"
+    with pytest.raises(Stop), runtime.keep_resident():
+        raise Stop
+    assert runtime._tenancy.why == "not held"
+
+
+def test_keeps_of_two_models_that_overlap_end_in_any_order(crowd):
+    some = crowd("hpu", [2, 2, 9])
+    one, other, _ = some.runtimes
+    first, second = ExitStack(), ExitStack()
+    first.enter_context(one.keep_resident())
+    second.enter_context(one.keep_resident(other))
+    second.enter_context(other.keep_resident(one))
+    some.run(0, 1)
+    assert loads_of(some, 0, 2, 2, 2, 0, 1) == 0
+    first.close()
+    assert one._tenancy.why == other._tenancy.why == "kept resident"
+    assert loads_of(some, 1, 2, 2, 2, 0, 1) == 0
+    second.close()
+    assert one._tenancy.why == other._tenancy.why == "not held"
+
+
+def test_a_kept_model_leaves_the_others_what_they_need_to_run(crowd):
+    some = crowd("hpu", [9, 9, 9])
+    first = some.runtimes[0]
+    with first.keep_resident():
+        some.run(0, 0, 1, 2, 0, 1, 2)
+        assert first._parts.weights.limit_bytes == BUDGET - LAYER_BYTES
+
+
+def test_keeping_a_model_without_blocks_warns_and_does_nothing(sim, caplog):
+    model = nn.Sequential(nn.LayerNorm(WIDTH))
+    stagehand.layer(model, vram_budget=BUDGET, device="hpu")
+    with runtime_of(model).keep_resident():
+        pass
+    assert "no blocks" in caplog.text
+    runtime_of(model).shutdown()
+
+
+def test_a_model_may_be_shut_down_while_it_is_kept_or_a_guest(crowd):
+    some = crowd("hpu", [3, 3, 9])
+    one, other, third = some.runtimes
+    with third.keep_resident(one), third.as_guest(other):
+        some.run(0, 1, 2)
+        one.shutdown()
+        other.shutdown()
+    some.run(2)
+    assert [h.why for h in some.device.holdings()] == ["not held"]
+
+
+# Guests
+
+
+@places
+def test_a_guest_uses_what_is_not_reserved_and_is_gone_on_exit(crowd, place):
+    some = crowd(place, [4, 9])
+    host, guest = some.runtimes
+    host.reserve_for_resident()
+    some.run(0)
+    with host.as_guest(some.models[1]):
+        assert loads_of(some, 0, 1, 1, 0, 1, 1, 1) == 0
+        assert guest._parts.weights.peak_bytes <= 2 * LAYER_BYTES
+        assert "a guest" in repr(guest)
+    assert guest._parts.weights.held_bytes == 0
+    assert loads_of(some, 0, 0) == 0
+    some.run(1)
+
+
+@pytest.mark.parametrize("priority", list(stagehand.ResidentPriority))
+def test_a_guest_without_room_is_refused_and_pushes_nobody_out(crowd, priority):
+    some = crowd("hpu", [6, 9], [6 * LAYER_BYTES, 6 * LAYER_BYTES])
+    host, guest = some.runtimes
+    reserve = host.reserve_for_resident
+    if priority is stagehand.ResidentPriority.PRIMARY:
+        guest.shutdown()  # else the reservation would be refused
+        reserve(priority=priority)
+        some.run(0)
+        with pytest.raises(stagehand.StagehandOOMError, match=r"reserved.*PRIMARY"):
+            stagehand.layer(some.models[1], vram_budget=BUDGET, device="hpu")
+        assert "_stagehand_layer_runtime" not in some.models[1].__dict__
+    else:
+        reserve(priority=priority)
+        some.run(0)
+        refused = pytest.raises(stagehand.StagehandOOMError, match="SECONDARY")
+        with refused, host.as_guest(guest):
+            pytest.fail("a guest entered")
+        assert guest._tenancy.why == "not held"
+    assert loads_of(some, 0, 0) == 0
+
+
+def test_a_guest_is_gone_after_an_exception_and_at_the_end_of_the_outermost_with(
+    crowd,
+):
+    some = crowd("hpu", [4, 9, 9])
+    host, guest, other = some.runtimes
+
+    def fail():
+        some.run(1)
+        with other.as_guest(guest):
+            some.run(1)
+        assert guest._parts.weights.held_bytes > 0
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError), host.as_guest(guest):
+        fail()
+    assert guest._parts.weights.held_bytes == 0
+    assert guest._tenancy.why == "not held"
+
+
+def test_requests_that_contradict_each_other_are_refused(crowd):
+    some = crowd("hpu", [4, 9])
+    host, guest = some.runtimes
+    with pytest.raises(stagehand.ConfigError, match="own guest"), host.as_guest(host):
+        pass
+    host.reserve_for_resident()
+    with (
+        pytest.raises(stagehand.ConfigError, match="reservation"),
+        guest.as_guest(host),
+    ):
+        pass
+    with host.as_guest(guest), pytest.raises(stagehand.ConfigError, match="guest"):
+        guest.reserve_for_resident()
+    with pytest.raises(stagehand.ConfigError, match="not streamed"):
+        host.reserve_for_resident(nn.Linear(2, 2))
+    guest.shutdown()
+    with pytest.raises(stagehand.ClosedError):
+        host.reserve_for_resident(guest)
+
+
+# What is at the same time
+
+
+def in_threads(*calls):
+    """Run the calls in threads, and raise what one of them raised."""
+    errors = []
+
+    def guarded(call):
+        try:
+            call()
+        except BaseException as error:  # noqa: BLE001 - told to the test's own thread
+            errors.append(error)
+
+    threads = [threading.Thread(target=guarded, args=(call,)) for call in calls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    assert not any(thread.is_alive() for thread in threads)
+    if errors:
+        raise errors[0]
+
+
+@places
+@pytest.mark.parametrize("budget", [1, 2, 6, 9])
+def test_models_in_threads_of_their_own_share_one_cap(crowd, place, budget):
+    """With room for one block only they take turns, else they run at once."""
+    some = crowd(place, [6, 7, 8], budget * LAYER_BYTES)
+    in_threads(*(lambda n=n: some.run(*([n] * 12)) for n in range(3)))
+    some.run(0, 1, 2)
+
+
+@places
+@pytest.mark.parametrize("budget", [2, 3, 7])
+def test_a_model_may_run_inside_of_another_ones_pass(crowd, place, budget):
+    some = crowd(place, [6, 7], budget * LAYER_BYTES)
+    inner = []
+
+    def call(module, args):
+        with torch.no_grad():
+            inner.append(some.models[1](batch()))
+
+    some.models[0][3].register_forward_pre_hook(call)
+    some.run(0, 1, 0, 0)
+    for output in inner:
+        assert_bitwise_equal(output, some.expected[1], "inner model")
+    inner.clear()
+
+
+def test_a_model_inside_of_another_one_without_room_for_both_is_refused(crowd):
+    some = crowd("hpu", [6, 7], LAYER_BYTES)
+    hook = some.models[0][3][0].register_forward_pre_hook(
+        lambda *_: some.models[1](batch())
+    )
+    with (
+        torch.no_grad(),
+        pytest.raises(stagehand.StagehandOOMError, match="Sequential"),
+    ):
+        some.models[0](batch())
+    hook.remove()
+    some.run(0, 1, 0)
+
+
+def test_a_model_inside_of_another_one_pushes_out_nothing_that_is_reserved(crowd):
+    some = crowd("hpu", [4, 6, 7], 5 * LAYER_BYTES)
+    runtime_of(some.models[0]).reserve_for_resident()
+    some.run(0, 1, 2)
+    hook = some.models[1][3][0].register_forward_pre_hook(
+        lambda *_: some.models[2](batch())
+    )
+
+    def call():
+        with torch.no_grad(), pytest.raises(stagehand.StagehandOOMError, match="PRIM"):
+            some.models[1](batch())
+
+    assert some.loads(0, call) == 0
+    hook.remove()
+    assert loads_of(some, 0, 1, 2, 0) == 0
+
+
+def test_a_wait_for_room_that_nobody_can_end_is_refused(crowd, monkeypatch):
+    """One thread waits for the other's pass, which needs the model it has entered."""
+    some = crowd("hpu", [6, 7], LAYER_BYTES)
+    waiting, refused = threading.Event(), []
+    wait = SharedDevice._wait
+
+    def noted(device, seat):
+        waiting.set()
+        wait(device, seat)
+
+    monkeypatch.setattr(SharedDevice, "_wait", noted)
+
+    def call_the_other(*_):
+        try:
+            with torch.no_grad():
+                some.models[1](batch())
+        except stagehand.StagehandOOMError as error:
+            refused.append(str(error))
+
+    def cross(*_):
+        hook.remove()
+        thread.start()
+        assert waiting.wait(timeout=30)
+        call_the_other()
+
+    thread = threading.Thread(target=call_the_other)
+    hook = some.models[0][3][0].register_forward_pre_hook(cross)
+    in_threads(lambda: some.run(0))
+    thread.join(timeout=30)
+    assert not thread.is_alive()
+    assert len(refused) == 2
+    assert all("Sequential holds 4.35 KB" in message for message in refused)
+    some.run(0, 1)
+
+
+@places
+@pytest.mark.parametrize("budget", [2, 4, 9])
+def test_two_models_train_in_one_graph_under_one_cap(crowd, place, budget):
+    some = crowd(place, [6, 5], budget * LAYER_BYTES)
+    plain = [deepcopy(model).to(place) for model in some.plain]
+    x = batch().to(place)
+    for _ in range(3):
+        plain[1](plain[0](x)).square().mean().backward()
+        some.models[1](some.models[0](batch())).square().mean().backward()
+        some.look()
+    for one, other in zip(plain, some.models, strict=True):
+        for mine, theirs in zip(one.parameters(), other.parameters(), strict=True):
+            assert_bitwise_equal(theirs.grad, mine.grad, "gradient")
+            theirs.grad = None
+    with torch.no_grad():
+        some.run(0, 1)
+
+
+def test_an_edit_of_an_idle_model_is_not_lost_when_its_room_is_taken(crowd):
+    """A resident's tensors point to the device between passes, where `.data` moves no
+    version counter.
+    """
+    some = crowd("hpu", [4, 9], 6 * LAYER_BYTES)
+    some.run(0, 0)
+    weight = some.models[0][1][0].weight
+    weight.data.mul_(2)
+    some.plain[0][1][0].weight.data.mul_(2)
+    some.expected[0] = run_resident(some.plain[0], "hpu", batch())
+    some.run(1, 1, 1, 1, 0, 1, 0)
+    weight.data.mul_(2)
+    some.plain[0][1][0].weight.data.mul_(2)
+    some.expected[0] = run_resident(some.plain[0], "hpu", batch())
+    some.run(1, 0)
+
+
+def normed(depth):
+    """Streamed layers between norms, which stay on the device and are trained there."""
+    return nn.Sequential(
+        *(nn.Sequential(nn.LayerNorm(WIDTH), layer) for layer in stack(depth))
+    )
+
+
+@places
+def test_two_models_are_trained_in_turns_with_their_optimizers_under_one_cap(
+    sim, place
+):
+    """What stays keeps its place while the other one runs: so does its optimizer."""
+    cap = 3 * LAYER_BYTES + 6 * 1024
+    plain = [normed(depth).to(place) for depth in (4, 5)]
+    models = [
+        stagehand.layer(deepcopy(m).cpu(), vram_budget=cap, device=place) for m in plain
+    ]
+    everyone = [*plain, *models]
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01) for m in everyone]
+    for _ in range(4):
+        for model, optimizer in zip(everyone, optimizers, strict=True):
+            model(batch().to(place)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    shared = runtime_of(models[0])._tenancy.shared.ledger.device
+    assert shared.peak_bytes <= shared.limit_bytes == cap
+    for one, other in zip(plain, models, strict=True):
+        runtime_of(other).shutdown()
+        assert_bitwise_equal(other.state_dict(), one.cpu().state_dict(), "weights")

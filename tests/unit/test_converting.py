@@ -1,0 +1,368 @@
+"""What `stagehand convert` writes others can read, and what fails leaves nothing."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from stagehand.core.layout import same_bits
+from stagehand.errors import CheckpointError, ConfigError, ReadError
+from stagehand.stores import converting
+from stagehand.stores.checkpoint import Checkpoint
+from stagehand.stores.converting import convert_to_packed, convert_to_squareq
+from stagehand.stores.files import FileSet
+from stagehand.stores.packed_files import packed_name, packed_weights
+from stagehand.stores.writing import replaced, safetensors_file
+
+CONVERSIONS = [convert_to_packed, convert_to_squareq]
+
+
+def normal(*shape, dtype=torch.bfloat16):
+    generator = torch.Generator().manual_seed(sum(shape))
+    return torch.randn(*shape, generator=generator).to(dtype)
+
+
+def tensors():
+    """Of all element sizes, in odd numbers."""
+    return {
+        "a.weight": normal(257, 130),
+        "a.bias": normal(257),
+        "b.weight": normal(64, 257),
+        "conv.weight": normal(8, 3, 5, 5),
+        "embed.weight": normal(30, 64),
+        "norm.weight": normal(65, dtype=torch.float32),
+        "table": torch.arange(7),
+        "flags": torch.tensor([True, False, True]),
+        "half": normal(33, dtype=torch.float16),
+        "nothing": torch.zeros(0, 4).bfloat16(),
+        "one": torch.tensor(3.0, dtype=torch.float64),
+        "eight": normal(5, 5, dtype=torch.float32).to(torch.float8_e4m3fn),
+    }
+
+
+@pytest.fixture
+def source(tmp_path):
+    folder = tmp_path / "source"
+    folder.mkdir()
+    save_file(tensors(), folder / "model.safetensors")
+    (folder / "config.json").write_text('{"model_type": "it"}')
+    (folder / "tokenizer.json").write_text("{}")
+    return folder
+
+
+def shards(folder):
+    """The same in two files with an index."""
+    made = tensors()
+    names = list(made)
+    parts = {"one.safetensors": names[:5], "two.safetensors": names[5:]}
+    weight_map = {}
+    for file, mine in parts.items():
+        save_file({name: made[name] for name in mine}, folder / file)
+        weight_map.update(dict.fromkeys(mine, file))
+    text = str({"weight_map": weight_map}).replace("'", '"')
+    (folder / "model.safetensors.index.json").write_text(text)
+
+
+# ------------------------------------------------------------------------------ writes
+
+
+def decoded(path):
+    """All tensors of a packed file, under their own names."""
+    checkpoint = Checkpoint.open(path)
+    files = FileSet(checkpoint.files)
+    weights = packed_weights(checkpoint, files)
+    found = {name: weight.decoded(files) for name, weight in weights.items()}
+    stored = {packed_name(w.name, w.shape) for w in weights.values()}
+    files.close()
+    held = load_file(path)
+    found.update({name: held[name] for name in held if name not in stored})
+    return found, len(weights)
+
+
+def test_packed_checkpoint_holds_every_bit(source, tmp_path):
+    written = convert_to_packed(source, tmp_path / "target")
+    found, packed = decoded(written.path)
+    assert found.keys() == tensors().keys()
+    for name, tensor in tensors().items():
+        assert found[name].dtype == tensor.dtype
+        assert found[name].shape == tensor.shape
+        assert same_bits(found[name], tensor)
+    assert written.smaller == packed == 2  # the others are too short to shrink
+    assert written.plain == len(tensors()) - 2
+    assert written.nbytes == written.path.stat().st_size
+    assert written.source_bytes == sum(t.nbytes for t in tensors().values())
+
+
+@pytest.mark.parametrize("convert", CONVERSIONS)
+def test_tensors_lie_where_they_can_be_viewed(source, tmp_path, convert):
+    written = convert(source, tmp_path / "target")
+    for name, extent in Checkpoint.open(written.path).items():
+        assert extent.offset % extent.dtype.itemsize == 0, name
+
+
+@pytest.mark.parametrize("convert", CONVERSIONS)
+def test_another_reader_takes_the_file(source, tmp_path, convert):
+    written = convert(source, tmp_path / "target")
+    with safe_open(written.path, "pt") as file:
+        for name in file.keys():  # noqa: SIM118
+            assert file.get_tensor(name) is not None
+
+
+@pytest.mark.parametrize("convert", CONVERSIONS)
+def test_configuration_and_tokenizer_come_along(source, tmp_path, convert):
+    convert(source, tmp_path / "target")
+    names = {path.name for path in (tmp_path / "target").iterdir()}
+    assert names >= {"config.json", "tokenizer.json", "model.safetensors"}
+    assert not any(name.startswith(".") for name in names)
+
+
+@pytest.mark.parametrize("convert", CONVERSIONS)
+def test_shards_with_an_index_become_one_file(tmp_path, convert):
+    folder = tmp_path / "source"
+    folder.mkdir()
+    shards(folder)
+    written = convert(folder, tmp_path / "target")
+    assert written.path.name == "model.safetensors"
+    names = {path.name for path in written.path.parent.iterdir()}
+    assert not any(name.endswith(".index.json") for name in names)
+    if convert is convert_to_packed:
+        assert decoded(written.path)[0].keys() == tensors().keys()
+
+
+@pytest.mark.parametrize("suffix", [".pt", ".bin", ".pth", ".ckpt"])
+@pytest.mark.parametrize("convert", CONVERSIONS)
+def test_file_of_torch_save_is_converted(tmp_path, convert, suffix):
+    path = tmp_path / f"model{suffix}"
+    torch.save(tensors(), path)
+    written = convert(path, tmp_path / "target")
+    assert written.path.name == "model.safetensors"
+    assert written.smaller == 2
+
+
+class Evil:
+    """What unpickling runs, if it may."""
+
+    def __init__(self, mark):
+        self.mark = mark
+
+    def __reduce__(self):
+        return (Path.touch, (self.mark,))
+
+
+@pytest.mark.parametrize("convert", CONVERSIONS)
+def test_file_of_torch_save_runs_no_code(tmp_path, convert):
+    path = tmp_path / "model.pt"
+    torch.save({"a.weight": Evil(tmp_path / "mark")}, path)
+    with pytest.raises(CheckpointError, match="no other objects"):
+        convert(path, tmp_path / "target")
+    assert not (tmp_path / "mark").exists()
+    assert not (tmp_path / "target").exists()
+
+
+@pytest.mark.parametrize("value", [[1, 2], {"a": 5}, {5: torch.ones(2)}])
+def test_file_of_other_things_is_refused(tmp_path, value):
+    path = tmp_path / "model.pt"
+    torch.save(value, path)
+    with pytest.raises(CheckpointError, match="a dictionary of tensors by name"):
+        convert_to_packed(path, tmp_path / "target")
+
+
+def test_only_and_exclude_choose_what_is_quantized(source, tmp_path):
+    written = convert_to_squareq(source, tmp_path / "1", only=r"^a\.")
+    assert written.smaller == 1
+    written = convert_to_squareq(source, tmp_path / "2", exclude="")
+    assert "embed.qweight" in load_file(written.path)
+    written = convert_to_squareq(source, tmp_path / "3", exclude=r"^a\.|embed")
+    assert "a.weight" in load_file(written.path)
+    with pytest.raises(CheckpointError, match="nothing to quantize"):
+        convert_to_squareq(source, tmp_path / "4", only="x")
+    with pytest.raises(ConfigError, match="--only '\\(' is not a regular"):
+        convert_to_squareq(source, tmp_path / "4", only="(")
+    assert not (tmp_path / "4").exists()
+
+
+@pytest.mark.parametrize("convert", CONVERSIONS)
+def test_progress_ends_with_all_bytes(source, tmp_path, convert):
+    seen = []
+    convert(source, tmp_path / "target", progress=lambda *told: seen.append(told))
+    assert all(0 < done <= total for done, total in seen)
+    assert [done for done, _ in seen] == sorted(done for done, _ in seen)
+    if convert is convert_to_packed:
+        assert seen[-1][0] == seen[-1][1]
+
+
+# ------------------------------------------------------------------------ nothing stays
+
+
+@pytest.mark.parametrize("convert", CONVERSIONS)
+@pytest.mark.parametrize("there", [False, True])
+def test_disk_without_room_is_refused_at_once(
+    source, tmp_path, monkeypatch, convert, there
+):
+    target = tmp_path / "target"
+    if there:
+        target.mkdir()
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
+    with pytest.raises(CheckpointError, match=r"1\.00 KB free: expected") as caught:
+        convert(source, target)
+    assert str(target) in str(caught.value)
+    assert target.exists() == there
+    assert not there or list(target.iterdir()) == []
+
+
+_LIMITED = """
+import resource, signal, sys
+from stagehand.errors import CheckpointError
+from stagehand.stores.converting import *
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+try:
+    globals()[sys.argv[1]](sys.argv[2], sys.argv[3])
+except CheckpointError as error:
+    sys.exit(f"refused: {error}")
+"""
+
+
+@pytest.mark.parametrize("convert", CONVERSIONS)
+@pytest.mark.parametrize("there", [False, True])
+def test_disk_that_fills_up_leaves_nothing(source, tmp_path, convert, there):
+    """The system refuses to make the file longer, in the middle of a tensor."""
+    target = tmp_path / "target"
+    if there:
+        target.mkdir()
+        (target / "model.safetensors").write_bytes(b"old")
+    done = subprocess.run(
+        [sys.executable, "-c", _LIMITED, convert.__name__, source, target],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "refused: " in done.stderr
+    assert "nothing is left of it" in done.stderr
+    assert str(target / "model.safetensors") in done.stderr
+    if there:
+        assert [path.name for path in target.iterdir()] == ["model.safetensors"]
+        assert (target / "model.safetensors").read_bytes() == b"old"
+    else:
+        assert not target.exists()
+
+
+def test_manifest_that_cannot_be_written_takes_its_file_along(
+    source, tmp_path, monkeypatch
+):
+    def full(path):
+        if path.name.endswith(".manifest.json"):
+            raise CheckpointError("no")
+        return replaced(path)
+
+    monkeypatch.setattr(converting, "replaced", full)
+    target = tmp_path / "target"
+    target.mkdir()
+    with pytest.raises(CheckpointError, match="no"):
+        convert_to_squareq(source, target)
+    assert list(target.iterdir()) == []
+
+
+@pytest.mark.parametrize("convert", CONVERSIONS)
+def test_interrupt_leaves_nothing(source, tmp_path, convert):
+    def stop(done, total):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        convert(source, tmp_path / "target", progress=stop)
+    assert not (tmp_path / "target").exists()
+
+
+@pytest.mark.parametrize("convert", CONVERSIONS)
+def test_weights_that_are_not_finite_are_packed_but_not_quantized(tmp_path, convert):
+    made = {"a.weight": normal(200, 128)}
+    made["a.weight"][7, 3] = torch.nan
+    save_file(made, tmp_path / "model.safetensors")
+    if convert is convert_to_squareq:
+        with pytest.raises(CheckpointError, match=r"'a\.weight' .* in row 7"):
+            convert(tmp_path / "model.safetensors", tmp_path / "target")
+        assert not (tmp_path / "target").exists()
+    else:
+        written = convert(tmp_path / "model.safetensors", tmp_path / "target")
+        assert same_bits(decoded(written.path)[0]["a.weight"], made["a.weight"])
+
+
+@pytest.mark.parametrize("convert", CONVERSIONS)
+def test_what_is_converted_already_is_refused(source, tmp_path, convert):
+    for first in CONVERSIONS:
+        target = tmp_path / first.__name__
+        first(source, target)
+        for given in (target, target / "model.safetensors"):
+            with pytest.raises(ConfigError, match="packed or quantized already"):
+                convert(given, tmp_path / "again")
+    assert not (tmp_path / "again").exists()
+
+
+@pytest.mark.parametrize("convert", CONVERSIONS)
+def test_folder_that_holds_another_model_is_refused(source, tmp_path, convert):
+    before = sorted(source.iterdir())
+    with pytest.raises(ConfigError, match="found the source"):
+        convert(source, source)
+    target = tmp_path / "target"
+    target.mkdir()
+    save_file(tensors(), target / "other.safetensors")
+    with pytest.raises(ConfigError, match=r"found other\.safetensors"):
+        convert(source, target)
+    assert sorted(source.iterdir()) == before
+
+
+@pytest.mark.parametrize("convert", CONVERSIONS)
+def test_target_that_is_a_file_is_refused(source, tmp_path, convert):
+    (tmp_path / "target").write_text("")
+    with pytest.raises(CheckpointError, match="expected a folder"):
+        convert(source, tmp_path / "target")
+
+
+@pytest.mark.parametrize("convert", CONVERSIONS)
+def test_source_that_is_not_there_is_an_error(tmp_path, convert):
+    for name in ("none", "none.pt", "none.safetensors"):
+        with pytest.raises((ReadError, CheckpointError)):
+            convert(tmp_path / name, tmp_path / "target")
+    assert not (tmp_path / "target").exists()
+
+
+def test_file_is_seen_only_when_it_is_complete(tmp_path):
+    path = tmp_path / "it.safetensors"
+    with safetensors_file(path, ["a"]) as body:
+        body.add("a", torch.ones(4))
+        assert not path.exists()
+    assert torch.equal(load_file(path)["a"], torch.ones(4))
+
+
+@pytest.mark.parametrize("convert", CONVERSIONS)
+def test_memory_is_that_of_one_tensor(tmp_path, convert):
+    """40 weights of 2 MiB each, in a process that may have little more memory."""
+    made = {f"{i}.weight": normal(1024, 1024) + i for i in range(40)}
+    save_file(made, tmp_path / "model.safetensors")
+    code = (
+        "import resource, sys, torch\n"
+        "from stagehand.stores.converting import *\n"
+        "torch.set_num_threads(1)\n"
+        "globals()[sys.argv[1]](sys.argv[2], sys.argv[3] + '/first')\n"
+        "used = lambda: int(next(line for line in open('/proc/self/status')"
+        " if line.startswith('RssAnon')).split()[1])\n"
+        "before = used()\n"
+        "peak = [0]\n"
+        "globals()[sys.argv[1]](sys.argv[2], sys.argv[3] + '/second',"
+        " progress=lambda *_: peak.append(used()))\n"
+        "print(max(peak) - before)\n"
+    )
+    path = tmp_path / "model.safetensors"
+    done = subprocess.run(
+        [sys.executable, "-c", code, convert.__name__, path, tmp_path],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert int(done.stdout) < 30_000  # KiB; all weights are 80_000

@@ -1,0 +1,123 @@
+"""LayerImage: a layer's tensors in one image, and the reads that fill it."""
+
+import os
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from stagehand.core.layout import same_bits
+from stagehand.errors import (
+    StagehandInternalError,
+    TensorMismatchError,
+    TruncatedShardError,
+)
+from stagehand.stores.checkpoint import Checkpoint
+from stagehand.stores.files import FileSet
+from stagehand.streamer.images import LayerImage, read_tensor, wanted_dtype
+
+TENSORS = {
+    "b": torch.randn(3, 128),
+    "a": torch.randn(64),
+    "codes": torch.arange(17, dtype=torch.uint8),
+    "half": torch.randn(5, 1).half(),
+    "none": torch.empty(4, 0),
+    "scalar": torch.tensor(3.5, dtype=torch.float64),
+}
+
+
+@pytest.fixture
+def opened(tmp_path):
+    """The path of a file with these tensors, its extents, and it, open."""
+    path = tmp_path / "layer.safetensors"
+    save_file(TENSORS, path)
+    checkpoint = Checkpoint.open(path)
+    files = FileSet(checkpoint.files)
+    yield path, {name: checkpoint[name] for name in TENSORS}, files
+    files.close()
+
+
+def filled(image, files):
+    memory = torch.full((image.nbytes,), 255, dtype=torch.uint8)
+    assert image.read(files, memory) == sum(t.nbytes for t in TENSORS.values())
+    return memory
+
+
+def test_tensors_have_the_bits_of_the_file_in_the_order_asked_for(opened):
+    _, extents, files = opened
+    image = LayerImage("layers.0", extents, None)
+    found = image.tensors(filled(image, files))
+    assert list(found) == list(TENSORS)
+    for name, tensor in TENSORS.items():
+        assert found[name].shape == tensor.shape
+        assert same_bits(found[name], tensor)
+        assert found[name].numel() == 0 or found[name].data_ptr() % 64 == 0
+
+
+def test_layer_that_lies_together_is_one_read(opened):
+    path, extents, _ = opened
+    together = {name: extents[name] for name in ("a", "b")}
+    assert [
+        len(parts) for parts in LayerImage("l", together, None)._parts.values()
+    ] == [1]
+    assert list(LayerImage("l", together, None)._parts) == [path]
+
+
+def test_floats_are_cast_and_their_bytes_counted(opened):
+    _, extents, files = opened
+    image = LayerImage("layers.0", extents, torch.float16)
+    found = image.tensors(filled(image, files))
+    assert found["codes"].dtype == torch.uint8
+    for name in ("a", "b", "half", "scalar", "none"):
+        assert same_bits(found[name], TENSORS[name].half())
+    assert image.cast_bytes == 2 * (3 * 128 + 64 + 1)
+    assert LayerImage("layers.0", extents, None).cast_bytes == 0
+
+
+def test_type_that_would_lose_values_is_refused():
+    with pytest.raises(TensorMismatchError, match=r"'w' is torch.float16.*torch.int64"):
+        wanted_dtype("w", torch.float16, torch.int64)
+    assert wanted_dtype("w", torch.int32, torch.float16) == torch.int32
+    assert wanted_dtype("w", torch.int64, torch.int64) == torch.int64
+
+
+def test_short_file_names_the_layer_and_the_tensor_that_is_cut(opened):
+    path, extents, files = opened
+    image = LayerImage("layers.4", extents, None)
+    memory = filled(image, files)
+    last = max(
+        (name for name in TENSORS if extents[name].nbytes),
+        key=lambda name: extents[name].offset,
+    )
+    os.truncate(path, path.stat().st_size - 1)
+    with pytest.raises(
+        TruncatedShardError,
+        match=f"^layer 'layers.4', tensor '{last}': {path} is trunc",
+    ):
+        image.read(files, memory)
+    path.unlink()
+    with pytest.raises(
+        TruncatedShardError, match=f"^layer 'layers.4': {path} is trunc"
+    ):
+        image.read(files, memory)
+
+
+def test_layer_without_bytes_needs_no_file(opened):
+    _, extents, files = opened
+    image = LayerImage("layers.0", {"none": extents["none"]}, None)
+    assert image.read(files, torch.empty(0, dtype=torch.uint8)) == 0
+    assert image.tensors(torch.empty(0, dtype=torch.uint8))["none"].shape == (4, 0)
+
+
+def test_single_tensor_is_read_as_it_is(opened):
+    _, extents, files = opened
+    for name, tensor in TENSORS.items():
+        assert same_bits(read_tensor(files, extents[name]), tensor)
+
+
+def test_files_are_not_read_into_a_device(opened, sim):
+    _, extents, files = opened
+    image = LayerImage("layers.0", extents, None)
+    memory = torch.empty(image.nbytes, dtype=torch.uint8, device="hpu")
+    with pytest.raises(StagehandInternalError, match="cannot be read into hpu"):
+        image.read(files, memory)

@@ -1,0 +1,76 @@
+"""The file of results, from which a search goes on."""
+
+import json
+
+import pytest
+
+from stagehand.errors import ConfigError
+from stagehand.streamer.outcomes import Outcome, OutcomeFile
+
+SEARCH = {"layers": 3, "files": {"a": [1, 2]}, "values": (1, 2)}
+ONE = Outcome(
+    config={"n_gpu": 1}, status="measured", seconds=0.5, passes=2, runs=(0.25, 0.75)
+)
+OTHER = Outcome(config={"n_gpu": 2}, status="failed", reason="it broke")
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "results.jsonl"
+
+
+def filled(path):
+    file = OutcomeFile(path, SEARCH)
+    assert file.read() == []
+    file.add(ONE)
+    file.add(OTHER)
+    return path
+
+
+def test_results_are_read_as_they_were_added(path):
+    filled(path)
+    assert OutcomeFile(path, SEARCH).read() == [ONE, OTHER]
+
+
+@pytest.mark.parametrize("cut", range(1, 60, 7))
+def test_line_that_was_cut_off_is_dropped_and_the_file_made_whole(path, cut):
+    whole = filled(path).read_bytes()
+    path.write_bytes(whole[:-cut])
+    file = OutcomeFile(path, SEARCH)
+    assert file.read() == [ONE]
+    file.add(OTHER)
+    assert path.read_bytes() == whole
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_results_of_another_search_are_refused(path):
+    filled(path)
+    with pytest.raises(ConfigError, match=r"another search: expected .*'layers': 4"):
+        OutcomeFile(path, {**SEARCH, "layers": 4}).read()
+
+
+@pytest.mark.parametrize("text", ["[1]\n", '{"a": 1}\n'])
+def test_another_file_is_refused(path, text):
+    path.write_text(json.dumps({"search": 0}) + "\n" + text)
+    with pytest.raises(ConfigError, match=r"another search|not one of ours"):
+        OutcomeFile(path, SEARCH).read()
+
+
+def test_line_of_another_kind_is_refused(path):
+    filled(path)
+    with path.open("a") as file:
+        file.write('{"a": 1}\n')
+    with pytest.raises(ConfigError, match="is not one of ours"):
+        OutcomeFile(path, SEARCH).read()
+
+
+def test_file_that_cannot_be_written_is_told_before_anything_is_measured(tmp_path):
+    with pytest.raises(ConfigError, match="cannot be written"):
+        OutcomeFile(tmp_path / "nowhere" / "file", SEARCH).read()
+    with pytest.raises(ConfigError, match="cannot be read"):
+        OutcomeFile(tmp_path, SEARCH).read()
+
+
+def test_seconds_of_a_pass():
+    assert ONE.seconds_per_pass == 0.25
+    assert OTHER.seconds_per_pass is None
