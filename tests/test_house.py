@@ -59,11 +59,11 @@ PLAN: dict[int, dict[str, tuple[str, ...]]] = {
                 "autocast",
                 "gradients",
                 "differentiation",
-                "weights",
                 "guards",
             ],
             (),
         ),
+        "weights": ("turn", "edges", "rows", "strays", "sites"),
         "streamer": (
             *("depths", "progress", "layers", "images", "rates", "stages", "handover"),
             *("pipeline", "streamer", "grid", "outcomes", "trial", "tuner"),
@@ -85,8 +85,8 @@ PLAN: dict[int, dict[str, tuple[str, ...]]] = {
     5: {
         "": (
             *("config", "report", "assembly", "additions", "measure", "files", "moves"),
-            *("wires", "compact", "host_memory", "tenancy"),
-            *("runtime", "modes", "loading", "pipelines"),
+            *("wires", "compact", "host_memory", "tenancy", "sharing", "storing"),
+            *("conducted", "runtime", "modes", "loading", "pipelines"),
         )
     },
     6: {

@@ -282,6 +282,8 @@ def wire_blocks(
             QuantizedWeight,
         )
     }
+    for tensor in keyed.values():
+        tensor.requires_grad_(False)
     wires.freeze(keyed)
     if parts.device.is_host:  # nothing crosses a link
         return

@@ -22,7 +22,7 @@ from stagehand.pretrained.sources import (
     naming_of,
     open_checkpoint,
 )
-from stagehand.runtime import HANDLE
+from stagehand.sharing import HANDLE
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -15,9 +15,10 @@ from stagehand.errors import ConfigError
 from stagehand.guards import Checks
 from stagehand.residency.blocks import find_blocks, find_layers, tensor_bytes
 from stagehand.residency.shared import shared_bytes
-from stagehand.runtime import HANDLE, Runtime
+from stagehand.runtime import Runtime
+from stagehand.sharing import HANDLE
 from stagehand.units import MIB, parse_bytes
-from stagehand.weights import is_hooked
+from stagehand.weights.sites import is_hooked
 from stagehand.wires import TRANSPORTS
 
 if TYPE_CHECKING:

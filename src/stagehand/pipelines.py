@@ -12,7 +12,7 @@ from stagehand.errors import ConfigError
 from stagehand.modes import device_budget, host_budget, layer
 from stagehand.residency.blocks import tensor_bytes
 from stagehand.residency.holds import ResidentPriority
-from stagehand.runtime import HANDLE
+from stagehand.sharing import HANDLE
 
 if TYPE_CHECKING:
     import types

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import shutil
 import sys
 import warnings
 import weakref
@@ -16,18 +14,9 @@ from torch import nn
 from stagehand.additions import Additions
 from stagehand.assembly import Settings, assemble
 from stagehand.autocast import Casts
-from stagehand.compact import (
-    Compact,
-    CompactFiles,
-    expand,
-    quantized_model,
-    refuse_quantized,
-    scratch_folder,
-    wire_blocks,
-)
-from stagehand.conductor.adapters import LinkNeed
+from stagehand.compact import CompactFiles
+from stagehand.conducted import Conduct
 from stagehand.core.clock import Phase
-from stagehand.core.ledger import SubAccount
 from stagehand.core.limits import Bounds
 from stagehand.core.telemetry import Telemetry
 from stagehand.errors import (
@@ -36,7 +25,6 @@ from stagehand.errors import (
     StagehandOOMError,
     StagehandWarning,
 )
-from stagehand.files import KeyMap, back_by_files, check_key_map, key_of
 from stagehand.gradients import Gradients
 from stagehand.graph import SavedTensors
 from stagehand.guards import Guards
@@ -49,18 +37,14 @@ from stagehand.residency.blocks import (
     Finding,
     tensor_bytes,
 )
-from stagehand.residency.holds import ResidentPriority
-from stagehand.stores.checkpoint import Checkpoint
-from stagehand.stores.squareq import SquareQ
+from stagehand.sharing import HANDLE, Sharing
+from stagehand.storing import Storing
 from stagehand.tenancy import Tenancy
 from stagehand.units import parse_bytes
-from stagehand.weights import (
-    Edges,
-    PassListener,
-    RowGather,
-    SiteHooks,
-    StrayUses,
-)
+from stagehand.weights.edges import Edges, PassListener
+from stagehand.weights.rows import RowGather
+from stagehand.weights.sites import SiteHooks
+from stagehand.weights.strays import StrayUses
 from stagehand.wires import Wires
 
 if TYPE_CHECKING:
@@ -68,21 +52,12 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from stagehand.core.arena import Arena
-    from stagehand.core.clock import PhaseClock
-    from stagehand.core.ledger import Account
-    from stagehand.core.transfer import TransferEngine
-    from stagehand.residency.plan import Plan
     from stagehand.stores.files import FileSet
 
-__all__ = ["HANDLE", "Runtime"]
-
-_logger = logging.getLogger("stagehand")
-
-HANDLE = "_stagehand_layer_runtime"
-"""The attribute through which a streamed model knows its runtime."""
+__all__ = ["Runtime"]
 
 
-class Runtime(PassListener):
+class Runtime(PassListener, Sharing, Storing, Conduct):
     """Streams one model's weights until `shutdown()`.
 
     Make one with `stagehand.layer()` or `StagehandRuntime`. While it is active the
@@ -121,7 +96,7 @@ class Runtime(PassListener):
         self._guards.check_parameters(
             (*finding.streamed, *(group for _, group in finding.gathered))
         )
-        self._link_need: tuple[Plan, LinkNeed | None] | None = None
+        self._link_need = None
         self._parts, sites = assemble(finding, settings, self._counters)
         self._bounds = Bounds(self._parts.scheduler.obey)
         self._files: FileSet | None = None
@@ -662,121 +637,6 @@ class Runtime(PassListener):
             f" {', '.join(map(repr, self.block_ids[:3]))}"
         )
 
-    # Stores
-
-    def convert_registry_to_file_backed_sharded(
-        self,
-        directory: str | Path | Checkpoint | Compact,
-        *,
-        key_map: KeyMap = None,
-        scratch_dir: str | Path | None = None,
-    ) -> int:
-        """Let streamed weights come from safetensors files instead of host memory.
-
-        The host memory that they took is given up; what is on the `meta` device gets
-        its values here. Names must be the model's own. What `stagehand convert` wrote
-        crosses the link as it is stored.
-
-        Args:
-            directory: A folder of `*.safetensors`, with or without index, or one file;
-                or what such were opened as.
-            key_map: From the model's names to the files', as a mapping or a function.
-            scratch_dir: Where weights that are stored packed or quantized are decoded
-                to once, for who reads parameters; the system's directory for temporary
-                files by default.
-
-        Returns:
-            How many blocks are backed by files now.
-
-        Raises:
-            CheckpointError: If a tensor is missing or has another shape or element
-                type, or a file is not sound; nothing has changed then.
-        """
-        model = self._check_open()
-        self.park()
-        if not isinstance(directory, Checkpoint | Compact):
-            check_key_map(model, key_map)
-            directory = Checkpoint.open(directory)
-        opened = directory
-        if isinstance(opened, Checkpoint):
-            refuse_quantized(opened)
-            opened = expand(opened, lambda n: self._scratch(n, scratch_dir)) or opened
-        compact = opened if isinstance(opened, Compact) else None
-        plain = opened.plain if isinstance(opened, Compact) else opened
-        try:
-            files, count = back_by_files(self._parts, model, plain, key_map)
-        except BaseException:
-            if compact is not None:
-                compact.files.close()
-            raise
-        if compact is not None:
-            self._compact_files.add(compact.files)
-        if self._files is not None:
-            self._files.close()
-        self._files = files
-        if compact is not None:
-            wire_blocks(self._parts, self._wires, compact, model, key_map)
-        self._place_rest()
-        return count
-
-    def convert_registry_to_squareq_backed(
-        self,
-        path: str | Path,
-        *,
-        manifest: str | Path | None = None,
-        key_map: KeyMap = None,
-        scratch_dir: str | Path | None = None,
-    ) -> int:
-        """Let quantized weights be the truth of the linear layers that they are for.
-
-        INT8 crosses the link and is dequantized on the device. The other weights stay
-        what they are. Layers with quantized weights cannot be trained; adapters on them
-        can.
-
-        Args:
-            path: A `.fpk` or `.slab` file of SquareQ v1; or a `.safetensors` file of v2
-                with its manifest, or the folder of both.
-            manifest: The manifest, if it is not beside the file under its name.
-            key_map: From the model's names to the files', as a mapping or a function.
-            scratch_dir: Where weights are dequantized to once, for who reads
-                parameters; the system's directory for temporary files by default.
-
-        Returns:
-            How many blocks have quantized weights now.
-
-        Raises:
-            ManifestError: If the manifest does not fit its file, this library or the
-                model; nothing has changed then.
-            CheckpointError: If a file is not sound or cannot be written.
-            StagehandOOMError: If the budget has no room to decode a block.
-        """
-        model = self._check_open()
-        self.park()
-        slab = SquareQ.open(path, manifest)
-        try:
-            files, count = quantized_model(
-                self._parts,
-                self._wires,
-                model,
-                slab,
-                lambda name: key_of(name, key_map),
-                lambda nbytes: self._scratch(nbytes, scratch_dir),
-            )
-        except BaseException:
-            slab.files.close()
-            raise
-        self._compact_files.add(slab.files, files)
-        self._place_rest()
-        return count
-
-    def _scratch(self, nbytes: int, scratch_dir: str | Path | None) -> Path:
-        """Make a folder that goes at the shutdown, or with the model."""
-        folder = scratch_folder(nbytes, scratch_dir)
-        model = self._check_open()
-        remove = weakref.finalize(model, shutil.rmtree, folder, ignore_errors=True)
-        self.at_shutdown(lambda _: remove())
-        return folder
-
     # Gradients
 
     def when_home(
@@ -858,185 +718,6 @@ class Runtime(PassListener):
                 self._take_additions()
                 self._place_rest()
                 self._resumes = False
-
-    # Sharing the device
-
-    @contextmanager
-    def keep_resident(
-        self, model_or_runtime: nn.Module | Runtime | None = None
-    ) -> Iterator[None]:
-        """Let no other model take device memory of this one inside the `with`.
-
-        What is on the device of it stays, and so does what its passes bring there, as
-        far as every other model can still run. Nests, and ends with an exception, too.
-
-        Args:
-            model_or_runtime: Whose blocks stay; this runtime's own by default.
-
-        Raises:
-            ConfigError: If it does not share this runtime's device memory.
-        """
-        target = self._neighbour(model_or_runtime)
-        if not target.block_ids:
-            _logger.warning("%s has no blocks to keep resident", target._tenancy.name)
-        shared, number = self._tenancy.shared, target._tenancy.number
-        shared.keep(number)
-        try:
-            yield
-        finally:
-            shared.end_keep(number)
-
-    def reserve_for_resident(
-        self,
-        model_or_runtime: nn.Module | Runtime | None = None,
-        priority: ResidentPriority = ResidentPriority.PRIMARY,
-    ) -> int:
-        """Reserve device memory for one model until `release_reservation()`.
-
-        A model that fits its budget gets room for all of it. One that streams gets what
-        the other models do not need to run. The memory is its own from its next pass
-        on, whoever runs, through every new plan, and until the model is shut down. A
-        second call replaces the first.
-
-        Args:
-            model_or_runtime: For which; this runtime's own by default.
-            priority: PRIMARY is never evicted, SECONDARY only if another model's load
-                could not be met otherwise.
-
-        Returns:
-            How many bytes are reserved.
-
-        Raises:
-            StagehandOOMError: If they are not there; it names the missing bytes and who
-                holds them.
-            ConfigError: If it is a guest, or does not share this runtime's device
-                memory.
-        """
-        target = self._neighbour(model_or_runtime)
-        return self._tenancy.shared.reserve(target._tenancy.number, priority)
-
-    def release_reservation(
-        self, model_or_runtime: nn.Module | Runtime | None = None
-    ) -> None:
-        """End what `reserve_for_resident` began; without it nothing happens.
-
-        Args:
-            model_or_runtime: Whose; this runtime's own by default.
-        """
-        target = self._target(model_or_runtime)
-        if target is not None and target._tenancy.shared is self._tenancy.shared:
-            self._tenancy.shared.release(target._tenancy.number)
-
-    @contextmanager
-    def as_guest(self, model_or_runtime: nn.Module | Runtime) -> Iterator[None]:
-        """Let another model use only device memory that nobody has reserved or keeps.
-
-        At the end of the `with` it leaves the device; its next pass brings it back.
-
-        Args:
-            model_or_runtime: The guest.
-
-        Raises:
-            StagehandOOMError: If that is less than it needs to run; it names the
-                missing bytes and who holds them.
-            ConfigError: If it has a reservation, is this runtime itself, or does not
-                share its device memory.
-        """
-        guest = self._neighbour(model_or_runtime)
-        if guest is self:
-            raise ConfigError(
-                f"{self._tenancy.name} cannot be its own guest: name another model"
-            )
-        shared, number = self._tenancy.shared, guest._tenancy.number
-        shared.begin_guest(number)
-        try:
-            yield
-        finally:
-            shared.end_guest(number)
-
-    def _neighbour(self, model_or_runtime: nn.Module | Runtime | None) -> Runtime:
-        """Return a runtime that shares this one's device memory, this one included."""
-        self._check_open()
-        target = self._target(model_or_runtime)
-        if target is None:
-            raise ConfigError(
-                f"{type(model_or_runtime).__name__} is not streamed: expected a"
-                " runtime, or a model after stagehand.layer()"
-            )
-        target._check_open()
-        if target._tenancy.shared is not self._tenancy.shared:
-            raise ConfigError(
-                f"{target._tenancy.name} and {self._tenancy.name} do not share device"
-                " memory: they are on different devices, or one was streamed with"
-                " shared=False"
-            )
-        return target
-
-    def _target(self, model_or_runtime: nn.Module | Runtime | None) -> Runtime | None:
-        if model_or_runtime is None:
-            return self
-        if isinstance(model_or_runtime, Runtime):
-            return model_or_runtime
-        target = model_or_runtime.__dict__.get(HANDLE)
-        return target if isinstance(target, Runtime) else None
-
-    # Being conducted: see `stagehand.conductor.adapters.Conducted`
-
-    @property
-    def bounds(self) -> Bounds:
-        """Where limits are posted that hold beside the runtime's own settings."""
-        return self._bounds
-
-    @property
-    def engine(self) -> TransferEngine:
-        """What copies its weights and gradients."""
-        return self._parts.engine
-
-    @property
-    def clock(self) -> PhaseClock:
-        """Its steps and phases."""
-        return self._measure.clock
-
-    @property
-    def kind(self) -> str:
-        """What it is called in a conductor's records."""
-        return "stagehand"
-
-    @property
-    def is_open(self) -> bool:
-        """Whether it was not shut down, and its model lives."""
-        return not self._closed and self._model_ref() is not None
-
-    @property
-    def window(self) -> int:
-        """Blocks that it is configured to load ahead."""
-        return self._settings.lookahead
-
-    @property
-    def device_account(self) -> Account:
-        """The account of its device memory, or the whole that it shares with others."""
-        weights = self._parts.weights
-        return weights.whole if isinstance(weights, SubAccount) else weights
-
-    def snapshot(self) -> dict[str, int | None]:
-        """Return what a conductor's record says of it."""
-        parts = self._parts
-        return {
-            "max_inflight": parts.engine.h2d.capacity,
-            "prefetch_window": parts.scheduler.lookahead,
-            "device_bytes": parts.weights.held_bytes,
-            "pinned_bytes": parts.pinned_arena.leased_bytes,
-        }
-
-    def link_need(self) -> LinkNeed | None:
-        """Return what one cycle asks of the link, once compute times are measured."""
-        steering = self._parts.steering
-        if self._link_need is None or self._link_need[0] is not steering.plan:
-            seconds, need = steering.compute_seconds, None
-            if seconds is not None:
-                need = LinkNeed(compute_seconds=seconds, loads=steering.loads)
-            self._link_need = steering.plan, need
-        return self._link_need[1]
 
     # Telling
 

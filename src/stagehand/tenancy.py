@@ -11,7 +11,7 @@ from stagehand.residency.timeline import Timeline
 if TYPE_CHECKING:
     from stagehand.assembly import Parts
     from stagehand.residency.shared import Holding
-    from stagehand.weights import Edges
+    from stagehand.weights.edges import Edges
 
 __all__ = ["Tenancy"]
 

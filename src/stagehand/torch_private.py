@@ -17,6 +17,8 @@
   have seen them. Without it, before those that were registered later.
 - `torch._C._{len,pop,push_on}_torch_dispatch_stack`: copies of weights are no part of
   what a dispatch mode watches. Without them, selective checkpointing may refuse.
+- `torch._C._SetExcludeDispatchKeyGuard`: what a dispatch mode keeps of a tensor tells
+  whether the tensor was changed since. It came with selective checkpointing.
 - `torch.utils._python_dispatch.TorchDispatchMode`: see every operator of a thread. It
   is put on this thread's stack directly: entering it also sets flags that are seen by
   all threads. Without them, importing the library fails.
@@ -33,7 +35,7 @@ Tried with torch 2.9 to 2.13.
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -54,6 +56,7 @@ __all__ = [
     "pop_saved_hooks",
     "push_saved_hooks",
     "sequence_number",
+    "sharing_versions",
     "skipped",
     "storage_use_count",
     "top_saved_hooks",
@@ -184,6 +187,15 @@ def dispatching(mode: DispatchMode) -> Iterator[None]:
         yield
     finally:
         torch._C._pop_torch_dispatch_stack(None)
+
+
+def sharing_versions() -> AbstractContextManager[Any]:
+    """Return a context in which what a mode detaches has its tensor's version."""
+    key = torch._C.DispatchKey.ADInplaceOrView
+    guard: AbstractContextManager[Any] = torch._C._SetExcludeDispatchKeyGuard(
+        key, False
+    )
+    return guard
 
 
 @contextmanager

@@ -34,10 +34,12 @@ from torch import nn
 
 import stagehand
 from stagehand.core.device import find_device
-from stagehand.runtime import HANDLE, Runtime
+from stagehand.sharing import HANDLE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
+
+    from stagehand.runtime import Runtime
 
     import torch
     from torch.utils.hooks import RemovableHandle

@@ -1,0 +1,157 @@
+"""What a runtime may ask of the others on its device; a part of `Runtime`."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from stagehand.errors import ConfigError
+from stagehand.residency.holds import ResidentPriority
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import nn
+
+    from stagehand.tenancy import Tenancy
+
+__all__ = ["HANDLE", "Sharing"]
+
+_logger = logging.getLogger("stagehand")
+
+HANDLE = "_stagehand_layer_runtime"
+"""The attribute through which a streamed model knows its runtime."""
+
+
+class Sharing:
+    """Holds, reservations and guests among runtimes that share a device."""
+
+    _tenancy: Tenancy
+
+    def _check_open(self) -> nn.Module:
+        raise NotImplementedError
+
+    @property
+    def block_ids(self) -> tuple[str, ...]:
+        """The names of all streamed blocks."""
+        raise NotImplementedError
+
+    @contextmanager
+    def keep_resident(
+        self, model_or_runtime: nn.Module | Sharing | None = None
+    ) -> Iterator[None]:
+        """Let no other model take device memory of this one inside the `with`.
+
+        What is on the device of it stays, and so does what its passes bring there, as
+        far as every other model can still run. Nests, and ends with an exception, too.
+
+        Args:
+            model_or_runtime: Whose blocks stay; this runtime's own by default.
+
+        Raises:
+            ConfigError: If it does not share this runtime's device memory.
+        """
+        target = self._neighbour(model_or_runtime)
+        if not target.block_ids:
+            _logger.warning("%s has no blocks to keep resident", target._tenancy.name)
+        shared, number = self._tenancy.shared, target._tenancy.number
+        shared.keep(number)
+        try:
+            yield
+        finally:
+            shared.end_keep(number)
+
+    def reserve_for_resident(
+        self,
+        model_or_runtime: nn.Module | Sharing | None = None,
+        priority: ResidentPriority = ResidentPriority.PRIMARY,
+    ) -> int:
+        """Reserve device memory for one model until `release_reservation()`.
+
+        A model that fits its budget gets room for all of it. One that streams gets what
+        the other models do not need to run. The memory is its own from its next pass
+        on, whoever runs, through every new plan, and until the model is shut down. A
+        second call replaces the first.
+
+        Args:
+            model_or_runtime: For which; this runtime's own by default.
+            priority: PRIMARY is never evicted, SECONDARY only if another model's load
+                could not be met otherwise.
+
+        Returns:
+            How many bytes are reserved.
+
+        Raises:
+            StagehandOOMError: If they are not there; it names the missing bytes and who
+                holds them.
+            ConfigError: If it is a guest, or does not share this runtime's device
+                memory.
+        """
+        target = self._neighbour(model_or_runtime)
+        return self._tenancy.shared.reserve(target._tenancy.number, priority)
+
+    def release_reservation(
+        self, model_or_runtime: nn.Module | Sharing | None = None
+    ) -> None:
+        """End what `reserve_for_resident` began; without it nothing happens.
+
+        Args:
+            model_or_runtime: Whose; this runtime's own by default.
+        """
+        target = self._target(model_or_runtime)
+        if target is not None and target._tenancy.shared is self._tenancy.shared:
+            self._tenancy.shared.release(target._tenancy.number)
+
+    @contextmanager
+    def as_guest(self, model_or_runtime: nn.Module | Sharing) -> Iterator[None]:
+        """Let another model use only device memory that nobody has reserved or keeps.
+
+        At the end of the `with` it leaves the device; its next pass brings it back.
+
+        Args:
+            model_or_runtime: The guest.
+
+        Raises:
+            StagehandOOMError: If that is less than it needs to run; it names the
+                missing bytes and who holds them.
+            ConfigError: If it has a reservation, is this runtime itself, or does not
+                share its device memory.
+        """
+        guest = self._neighbour(model_or_runtime)
+        if guest is self:
+            raise ConfigError(
+                f"{self._tenancy.name} cannot be its own guest: name another model"
+            )
+        shared, number = self._tenancy.shared, guest._tenancy.number
+        shared.begin_guest(number)
+        try:
+            yield
+        finally:
+            shared.end_guest(number)
+
+    def _neighbour(self, model_or_runtime: nn.Module | Sharing | None) -> Sharing:
+        """Return a runtime that shares this one's device memory, this one included."""
+        self._check_open()
+        target = self._target(model_or_runtime)
+        if target is None:
+            raise ConfigError(
+                f"{type(model_or_runtime).__name__} is not streamed: expected a"
+                " runtime, or a model after stagehand.layer()"
+            )
+        target._check_open()
+        if target._tenancy.shared is not self._tenancy.shared:
+            raise ConfigError(
+                f"{target._tenancy.name} and {self._tenancy.name} do not share device"
+                " memory: they are on different devices, or one was streamed with"
+                " shared=False"
+            )
+        return target
+
+    def _target(self, model_or_runtime: nn.Module | Sharing | None) -> Sharing | None:
+        if model_or_runtime is None:
+            return self
+        if isinstance(model_or_runtime, Sharing):
+            return model_or_runtime
+        target = model_or_runtime.__dict__.get(HANDLE)
+        return target if isinstance(target, Sharing) else None

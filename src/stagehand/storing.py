@@ -1,0 +1,168 @@
+"""How a runtime's weights come to be in files; a part of `Runtime`."""
+
+from __future__ import annotations
+
+import shutil
+import weakref
+from typing import TYPE_CHECKING
+
+from stagehand.compact import (
+    Compact,
+    expand,
+    quantized_model,
+    refuse_quantized,
+    scratch_folder,
+    wire_blocks,
+)
+from stagehand.files import KeyMap, back_by_files, check_key_map, key_of
+from stagehand.stores.checkpoint import Checkpoint
+from stagehand.stores.squareq import SquareQ
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from torch import nn
+
+    from stagehand.assembly import Parts
+    from stagehand.compact import CompactFiles
+    from stagehand.stores.files import FileSet
+    from stagehand.wires import Wires
+
+__all__ = ["Storing"]
+
+
+class Storing:
+    """Lets weights come from safetensors, packed or quantized files."""
+
+    _parts: Parts
+    _wires: Wires
+    _files: FileSet | None
+    _compact_files: CompactFiles
+
+    def _check_open(self) -> nn.Module:
+        raise NotImplementedError
+
+    def _place_rest(self) -> None:
+        raise NotImplementedError
+
+    def park(self) -> None:
+        """Bring every tensor home to the host."""
+        raise NotImplementedError
+
+    def at_shutdown(self, call: Callable[[nn.Module], None]) -> None:
+        """Call something at the end."""
+        raise NotImplementedError
+
+    def convert_registry_to_file_backed_sharded(
+        self,
+        directory: str | Path | Checkpoint | Compact,
+        *,
+        key_map: KeyMap = None,
+        scratch_dir: str | Path | None = None,
+    ) -> int:
+        """Let streamed weights come from safetensors files instead of host memory.
+
+        The host memory that they took is given up; what is on the `meta` device gets
+        its values here. Names must be the model's own. What `stagehand convert` wrote
+        crosses the link as it is stored.
+
+        Args:
+            directory: A folder of `*.safetensors`, with or without index, or one file;
+                or what such were opened as.
+            key_map: From the model's names to the files', as a mapping or a function.
+            scratch_dir: Where weights that are stored packed or quantized are decoded
+                to once, for who reads parameters; the system's directory for temporary
+                files by default.
+
+        Returns:
+            How many blocks are backed by files now.
+
+        Raises:
+            CheckpointError: If a tensor is missing or has another shape or element
+                type, or a file is not sound; nothing has changed then.
+        """
+        model = self._check_open()
+        self.park()
+        if not isinstance(directory, Checkpoint | Compact):
+            check_key_map(model, key_map)
+            directory = Checkpoint.open(directory)
+        opened = directory
+        if isinstance(opened, Checkpoint):
+            refuse_quantized(opened)
+            opened = expand(opened, lambda n: self._scratch(n, scratch_dir)) or opened
+        compact = opened if isinstance(opened, Compact) else None
+        plain = opened.plain if isinstance(opened, Compact) else opened
+        try:
+            files, count = back_by_files(self._parts, model, plain, key_map)
+        except BaseException:
+            if compact is not None:
+                compact.files.close()
+            raise
+        if compact is not None:
+            self._compact_files.add(compact.files)
+        if self._files is not None:
+            self._files.close()
+        self._files = files
+        if compact is not None:
+            wire_blocks(self._parts, self._wires, compact, model, key_map)
+        self._place_rest()
+        return count
+
+    def convert_registry_to_squareq_backed(
+        self,
+        path: str | Path,
+        *,
+        manifest: str | Path | None = None,
+        key_map: KeyMap = None,
+        scratch_dir: str | Path | None = None,
+    ) -> int:
+        """Let quantized weights be the truth of the linear layers that they are for.
+
+        INT8 crosses the link and is dequantized on the device. The other weights stay
+        what they are. Layers with quantized weights cannot be trained; adapters on them
+        can.
+
+        Args:
+            path: A `.fpk` or `.slab` file of SquareQ v1; or a `.safetensors` file of v2
+                with its manifest, or the folder of both.
+            manifest: The manifest, if it is not beside the file under its name.
+            key_map: From the model's names to the files', as a mapping or a function.
+            scratch_dir: Where weights are dequantized to once, for who reads
+                parameters; the system's directory for temporary files by default.
+
+        Returns:
+            How many blocks have quantized weights now.
+
+        Raises:
+            ManifestError: If the manifest does not fit its file, this library or the
+                model; nothing has changed then.
+            CheckpointError: If a file is not sound or cannot be written.
+            StagehandOOMError: If the budget has no room to decode a block.
+        """
+        model = self._check_open()
+        self.park()
+        slab = SquareQ.open(path, manifest)
+        try:
+            files, count = quantized_model(
+                self._parts,
+                self._wires,
+                model,
+                slab,
+                lambda name: key_of(name, key_map),
+                lambda nbytes: self._scratch(nbytes, scratch_dir),
+            )
+        except BaseException:
+            slab.files.close()
+            raise
+        self._compact_files.add(slab.files, files)
+        self._place_rest()
+        return count
+
+    def _scratch(self, nbytes: int, scratch_dir: str | Path | None) -> Path:
+        """Make a folder that goes at the shutdown, or with the model."""
+        folder = scratch_folder(nbytes, scratch_dir)
+        model = self._check_open()
+        remove = weakref.finalize(model, shutil.rmtree, folder, ignore_errors=True)
+        self.at_shutdown(lambda _: remove())
+        return folder

@@ -1,0 +1,1 @@
+"""The model's side: where it is entered, and what it reads."""

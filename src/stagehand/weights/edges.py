@@ -1,0 +1,322 @@
+"""The edge of a model: where passes begin and end, forward and backward.
+
+Edges are the places where a model is entered from outside: the model itself, its direct
+children, and any site that is called while none of these runs. The outermost one holds
+the runtime's lock, moves inputs to the device and begins and ends the pass.
+
+Autograd's way back is a pass too. No hook tells where it begins: the first weight that
+is unpacked, the first gradient that arrives or the first module that is recomputed does
+(`Edges.enter_backward`), in whichever thread autograd runs. It ends with the outermost
+call of autograd, whether that succeeds or raises.
+
+An exception inside a forward runs the hooks (`always_call`); an interrupt does not. So
+each edge notes its frame, and what a dead frame left open is closed at the next entry.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from stagehand.torch_private import (
+    at_end_of_backward,
+    graph_task,
+    in_backward,
+    pop_saved_hooks,
+    without_modes,
+)
+from stagehand.weights.turn import HERE, Turn
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from contextlib import AbstractContextManager
+    from types import FrameType
+
+    from torch import nn
+
+__all__ = ["Edges", "PassListener", "apart", "move_inputs"]
+
+
+class PassListener:
+    """What happens at the edge of a pass; the runtime fills it in."""
+
+    def begin_pass(self, module: nn.Module) -> AbstractContextManager[Any] | None:
+        """The model is entered; return a context for the whole pass, or None."""
+
+    def end_pass(self) -> None:
+        """The model is left, normally or by an exception."""
+
+    def abort_pass(self) -> None:
+        """A pass was left without a word; close what it left open."""
+
+    def begin_backward(self) -> None:
+        """Autograd begins to go back through the model."""
+
+    def end_backward(self, *, failed: bool) -> None:
+        """It is over."""
+
+
+class _Frame:
+    """One entry through an edge, or autograd's, that has not been left."""
+
+    __slots__ = ("context", "frame", "module")
+
+    def __init__(self, module: nn.Module | None, frame: FrameType | None) -> None:
+        self.module = module
+        self.frame = frame
+        self.context: AbstractContextManager[Any] | None = None
+
+
+class _Backward:
+    """One call of autograd that goes through the model, and those inside of it.
+
+    Autograd calls it when it has succeeded, and drops it when it has failed.
+    """
+
+    __slots__ = ("__weakref__", "_edges", "over", "task")
+
+    def __init__(self, edges: Edges) -> None:
+        self._edges = edges
+        self.task = graph_task()
+        self.over = False
+
+    def __call__(self) -> None:
+        self._edges.leave_backward(self, failed=False)
+
+    def __del__(self) -> None:
+        if not self.over:
+            self._edges.leave_backward(self, failed=True)
+
+
+class Edges:
+    """The lock and the stack of entries of one model.
+
+    Args:
+        listener: Told of passes.
+        device: Where inputs are moved.
+    """
+
+    def __init__(self, listener: PassListener, device: torch.device) -> None:
+        self.lock = Turn(self._is_left, self._bury)
+        self._listener = listener
+        self._device = device
+        self._stack: list[_Frame] = []
+        self._thread: Any = None
+        self._unclosed: dict[Any, list[AbstractContextManager[Any]]] = {}  # by thread
+        self._backward: Callable[[], _Backward | None] | None = None
+        self.recomputing = 0
+        """Edges that are recomputed now, one inside of the other."""
+        self.risen: list[tuple[nn.Module | type, bool]] = []
+        """Sites and edges that run with gradients, and whether they put hooks on top.
+
+        Edges all by the same name: they end in turn."""
+
+    def inside(self) -> bool:
+        """Return whether this thread runs inside the model."""
+        return self._thread is HERE.thread
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a pass is under way, in whichever thread."""
+        return bool(self._stack)
+
+    def try_lock(self) -> bool:
+        """Take the lock if no other thread has it, and close what was left open."""
+        if not self.lock.try_acquire():
+            return False
+        try:
+            self._close_dead()
+        except BaseException:
+            self.lock.release()
+            raise
+        self.lock.sorted()
+        return True
+
+    def running(self) -> bool:
+        """Like `inside`, but first close what an interrupt left open."""
+        if self.inside():
+            with self.lock:
+                self._close_dead()
+        return self.inside()
+
+    def enter(
+        self, module: nn.Module, args: Any, kwargs: Any, frame: FrameType
+    ) -> tuple[Any, Any] | None:
+        """Begin a pass, or nest in the present one; return the moved inputs if
+        outermost.
+
+        Args:
+            module: The edge.
+            args: Its positional arguments.
+            kwargs: Its keyword arguments.
+            frame: The caller's frame, which lives as long as the module runs.
+        """
+        if in_backward():
+            self.enter_backward()
+            return self.moved_again(args, kwargs)
+        self.lock.acquire()
+        try:
+            self._close_dead()
+            self.lock.sorted()
+            entry = _Frame(module, frame)
+            self._stack.append(entry)
+            if len(self._stack) > 1:
+                return None
+            self._thread = HERE.thread
+            entry.context = apart(self._listener.begin_pass, module)
+            if entry.context is not None:
+                entry.context.__enter__()
+            moved: tuple[Any, Any] = move_inputs((args, kwargs), self._device)
+            return moved
+        except BaseException:
+            self.leave(module)  # the module's own end hook finds nothing to end
+            raise
+
+    def moved_again(self, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        """Return the inputs of what is recomputed, moved as they were in forward."""
+        if self.recomputing:
+            return None
+        moved: tuple[Any, Any] = move_inputs((args, kwargs), self._device)
+        return moved
+
+    def leave(self, module: nn.Module) -> None:
+        """End the latest entry, if it is this module's."""
+        if not self.inside() or self._stack[-1].module is not module or in_backward():
+            return
+        entry = self._stack.pop()
+        try:
+            if not self._stack:
+                self._thread = None
+                try:
+                    if entry.context is not None:
+                        entry.context.__exit__(None, None, None)
+                finally:
+                    apart(self._listener.end_pass)
+        finally:
+            self.lock.release()
+
+    def enter_backward(self) -> None:
+        """Begin autograd's pass, unless it or another pass of this thread goes on."""
+        if self._thread is HERE.thread:
+            return
+        known = None if self._backward is None else self._backward()
+        if known is not None and known.task == graph_task():
+            return  # autograd uses a thread for each device
+        if not self.lock.acquire(in_backward=True):
+            return  # a forward waits for this: it is part of its pass
+        try:
+            self._close_dead()
+        except BaseException:
+            self.lock.release()
+            raise
+        self.lock.sorted()
+        self._stack.append(_Frame(None, None))
+        self._thread = HERE.thread
+        self._queue_end()
+        apart(self._listener.begin_backward)
+
+    def _queue_end(self) -> None:
+        # Only autograd may hold it, not even the frame of a failure's traceback.
+        backward = _Backward(self)
+        self._backward = weakref.ref(backward)
+        at_end_of_backward(backward)
+
+    def leave_backward(self, backward: _Backward, *, failed: bool) -> None:
+        """End autograd's pass, in any thread."""
+        backward.over = True
+        self._forget_backward()
+        try:
+            self._listener.end_backward(failed=failed)
+        finally:
+            self.lock.release()
+
+    def _forget_backward(self) -> None:
+        self._stack.clear()
+        self._thread = None
+        self._backward = None
+        self.recomputing = 0
+
+    def _close_dead(self) -> None:
+        """Close entries whose frame is gone: an interrupt skipped their hooks."""
+        if self._unclosed:
+            for context in self._unclosed.pop(HERE.thread, ()):
+                context.__exit__(None, None, None)
+        if not self._stack or _is_running(self._stack[-1].frame):
+            return
+        self._sink()
+        while self._stack and not _is_running(self._stack[-1].frame):
+            entry = self._stack.pop()
+            if entry.context is not None:
+                entry.context.__exit__(None, None, None)
+            self.lock.release()
+        self._abort()
+
+    def _sink(self) -> None:
+        """Take off the hooks of sites that an interrupt left."""
+        while self.risen:
+            if self.risen.pop()[1]:
+                pop_saved_hooks()
+
+    def _is_left(self) -> bool:
+        return bool(self._stack) and not _is_running(self._stack[0].frame)
+
+    def _bury(self) -> None:
+        """Close what another thread left open; its contexts are its own to leave."""
+        contexts = [e.context for e in reversed(self._stack) if e.context is not None]
+        if self._thread is not None and self._thread.is_alive():
+            self._unclosed[self._thread] = contexts
+        self._stack.clear()
+        self._abort()
+
+    def _abort(self) -> None:
+        self._listener.abort_pass()
+        if not self._stack:
+            self._thread = None
+            self._listener.end_pass()
+
+
+def _is_running(frame: FrameType | None) -> bool:
+    """Whether a frame has not returned, in whichever thread; else it is cleared.
+
+    Without a frame, it is autograd that tells when it is over.
+    """
+    if frame is None:
+        return True
+    try:
+        frame.clear()
+    except RuntimeError:
+        return True
+    return False
+
+
+def move_inputs(tree: Any, device: torch.device) -> Any:
+    """Return the tree with its tensors on the device.
+
+    A container in which nothing has to move is returned itself: models pass lists and
+    dicts that they change, such as caches.
+    """
+    if isinstance(tree, torch.Tensor):
+        return tree if tree.device == device else tree.to(device)
+    if type(tree) in (tuple, list) or hasattr(tree, "_fields"):
+        items = [move_inputs(item, device) for item in tree]
+        if all(new is old for new, old in zip(items, tree, strict=True)):
+            return tree
+        return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
+    if isinstance(tree, dict):
+        moved = {key: move_inputs(value, device) for key, value in tree.items()}
+        if all(moved[key] is value for key, value in tree.items()):
+            return tree
+        return moved if type(tree) is dict else type(tree)(moved)
+    return tree
+
+
+def apart(call: Callable[..., Any], *args: Any) -> Any:
+    """Call something that no dispatch mode shall see.
+
+    Selective checkpointing counts the operators that a region runs, and expects the
+    recomputation to run the same.
+    """
+    with without_modes():
+        return call(*args)

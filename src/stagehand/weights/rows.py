@@ -1,0 +1,102 @@
+"""Looks rows of large tables up on the host, so that they cross and not their table."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from stagehand.torch_private import skipped
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from stagehand.core.telemetry import Counters
+    from stagehand.residency.blocks import Block
+
+__all__ = ["RowGather"]
+
+
+class RowGather(TorchFunctionMode):
+    """Looks rows up on the host, so that they cross the link and not their table.
+
+    Active inside the forward of embeddings whose table stays on the host. Waits for the
+    indices: they decide which rows cross.
+
+    Args:
+        device: Where the rows go.
+        counters: Where lookups are counted.
+        tables: The block of each table, by the table's id.
+        join: Called with the block before a lookup in a table that is on the device.
+        bring: Called with the block before a lookup that needs the table there.
+        leave: Called with the block after either.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        counters: Counters,
+        tables: Mapping[int, Block],
+        *,
+        join: Callable[[Block], None],
+        bring: Callable[[Block], None],
+        leave: Callable[[Block], None],
+    ) -> None:
+        super().__init__()
+        self.busy = False
+        """Whether rows are looked up at this moment."""
+        self._device = device
+        self._counters = counters
+        self._tables = tables
+        self._join = join
+        self._bring = bring
+        self._leave = leave
+
+    @skipped
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Replace a lookup in a table on the host; pass everything else on."""
+        kwargs = kwargs or {}
+        if func is not nn.functional.embedding:
+            return func(*args, **kwargs)
+        self.busy = True
+        try:
+            return self._lookup(*args, **kwargs)
+        finally:
+            self.busy = False
+
+    def _lookup(
+        self,
+        input: torch.Tensor,  # noqa: A002 - the name in torch's own signature
+        weight: torch.Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        block = self._tables.get(id(weight))
+        if block is not None and (block.bound or _is_tied_and_trains(block, weight)):
+            (self._join if block.bound else self._bring)(block)
+            try:
+                return nn.functional.embedding(input, weight, *args, **kwargs)
+            finally:
+                self._leave(block)
+        if weight.device == input.device == self._device:
+            return nn.functional.embedding(input, weight, *args, **kwargs)
+        self._counters.gathers += 1
+        rows = nn.functional.embedding(input.to(weight.device), weight, *args, **kwargs)
+        self._counters.h2d_bytes += rows.numel() * rows.element_size()
+        return rows.to(self._device)
+
+
+def _is_tied_and_trains(block: Block, table: torch.Tensor) -> bool:
+    """Whether a table's gradient has parts that are made on the device.
+
+    Then all are, so that they are added in the order in which autograd meets them.
+    """
+    return not block.hosted and table.requires_grad and torch.is_grad_enabled()

@@ -1,0 +1,364 @@
+"""The hooks of a streamed model, PyTorch's own, installed and removed together.
+
+Two kinds of places are hooked: *sites*, the modules whose forward reads a streamed
+block, and *edges* (see `stagehand.weights.edges`).
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.compiler import is_dynamo_compiling
+
+from stagehand.torch_private import (
+    dispatch_modes,
+    in_backward,
+    pop_saved_hooks,
+    untraced,
+)
+from stagehand.weights.edges import apart
+from stagehand.weights.turn import HERE
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from types import FrameType
+
+    from torch.utils.hooks import RemovableHandle
+
+    from stagehand.residency.blocks import Block
+    from stagehand.weights.edges import Edges
+    from stagehand.weights.rows import RowGather
+
+__all__ = ["SiteHooks", "is_hooked"]
+
+
+def _own_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return every parameter and buffer under each of its names."""
+    return {
+        **dict(model.named_parameters(remove_duplicate=False)),
+        **dict(model.named_buffers(remove_duplicate=False)),
+    }
+
+
+def _put_back(model: nn.Module, known: Mapping[str, torch.Tensor]) -> None:
+    """Let a model have the tensors it had, with the values of those put in their place.
+
+    `load_state_dict(assign=True)` replaces the tensors themselves.
+    """
+    for name, tensor in known.items():
+        path, _, leaf = name.rpartition(".")
+        module = model.get_submodule(path)
+        for place in (module._parameters, module._buffers):
+            given = place.get(leaf)
+            if given is not None and given is not tensor:
+                tensor.data = given.data
+                place[leaf] = tensor  # type: ignore[assignment]
+
+
+def _nothing(*_: Any) -> None:
+    """Stand where a hook was in a copy of the model: the copy is a plain model."""
+
+
+@untraced
+def _call_untraced(hook: Callable[..., Any], *args: Any) -> Any:
+    """Run a hook of a compiled module: it belongs to no graph."""
+    return hook(*args)
+
+
+def _module_frame() -> FrameType:
+    """The frame in which a module runs, together with the hooks that it calls."""
+    frame = sys._getframe(2)
+    while frame.f_code.co_filename != _MODULE_FILE and frame.f_back is not None:
+        frame = frame.f_back
+    return frame
+
+
+_MODULE_FILE = nn.modules.module.__file__
+
+
+class _Hook:
+    """A hook that does not follow its module into copies and pickles."""
+
+    __slots__ = ()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
+        return _nothing
+
+    def __reduce__(self) -> Any:
+        return _get_nothing, ()
+
+
+class _StateAsked(_Hook):
+    """Brings everything home first: whoever saves wants one device, and whole storages.
+
+    In the middle of a pass, a state dict is of tensors wherever they are. One of the
+    parameters themselves leaves them where they were brought.
+    """
+
+    __slots__ = ("_edges", "_settle", "keeps")
+
+    def __init__(self, edges: Edges, settle: Callable[[], None]) -> None:
+        self._edges = edges
+        self._settle = settle
+        self.keeps = False
+
+    def __call__(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        self.keeps = keep_vars
+        if not self._edges.running():
+            self._settle()
+
+
+class _StateGiven(_Hook):
+    __slots__ = ("_asked", "_from_public_api", "_resume")
+
+    def __init__(self, asked: _StateAsked, resume: Callable[[], None]) -> None:
+        self._asked = asked
+        self._resume = resume
+
+    def __call__(self, *_: Any) -> None:
+        if not self._asked.keeps:
+            self._resume()
+
+
+class _StateLoaded(_Hook):
+    __slots__ = ("_known",)
+
+    def __init__(self, known: Mapping[str, torch.Tensor]) -> None:
+        self._known = known
+
+    def __call__(self, module: nn.Module, incompatible_keys: Any) -> None:
+        _put_back(module, self._known)
+
+
+def _get_nothing() -> Callable[..., None]:
+    return _nothing
+
+
+class _EdgeBegin(_Hook):
+    __slots__ = ("_edges", "_rise", "_settle")
+
+    def __init__(
+        self, edges: Edges, rise: Callable[[], bool], settle: Callable[[], None]
+    ) -> None:
+        self._edges = edges
+        self._rise = rise
+        self._settle = settle
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if is_dynamo_compiling():
+            return _call_untraced(self, module, args, kwargs)
+        moved = self._edges.enter(module, args, kwargs, _module_frame())
+        if in_backward():
+            self._edges.recomputing += 1
+        if torch.is_grad_enabled():
+            # What is no site has weights too, and a recompute must save the same.
+            self._edges.risen.append((_EdgeEnd, self._rise()))
+        return moved
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
+        self._settle()  # a module's hooks are copied before its children's parameters
+        return _nothing
+
+    def __reduce__(self) -> Any:
+        self._settle()
+        return _get_nothing, ()
+
+
+class _EdgeEnd(_Hook):
+    __slots__ = ("_edges",)
+
+    def __init__(self, edges: Edges) -> None:
+        self._edges = edges
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        if is_dynamo_compiling():
+            _call_untraced(self, module, args, output)
+            return
+        risen = self._edges.risen
+        if risen and risen[-1][0] is _EdgeEnd and risen.pop()[1]:
+            pop_saved_hooks()
+        if in_backward() and self._edges.recomputing:
+            self._edges.recomputing -= 1
+        self._edges.leave(module)
+
+
+class _SiteBegin(_Hook):
+    __slots__ = ("_before", "_block", "_edges", "_track")
+
+    def __init__(
+        self,
+        block: Block,
+        before: Callable[[Block], None],
+        edges: Edges,
+        track: Callable[[Block], bool],
+    ) -> None:
+        self._block = block
+        self._before = before
+        self._edges = edges
+        self._track = track
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if is_dynamo_compiling():
+            return _call_untraced(self, module, args, kwargs)
+        moved = None
+        if self._edges._thread is not HERE.thread:
+            moved = self._edges.enter(module, args, kwargs, _module_frame())
+        elif self._edges._backward is not None:
+            moved = self._edges.moved_again(args, kwargs)
+        if dispatch_modes():
+            apart(self._before, self._block)
+        else:
+            self._before(self._block)
+        if torch.is_grad_enabled():
+            self._edges.risen.append((module, self._track(self._block)))
+        return moved
+
+
+class _SiteEnd(_Hook):
+    __slots__ = ("_block", "_edges", "_untrack")
+
+    def __init__(
+        self, block: Block, edges: Edges, untrack: Callable[[Block], None]
+    ) -> None:
+        self._block = block
+        self._edges = edges
+        self._untrack = untrack
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        if is_dynamo_compiling():
+            _call_untraced(self, module, args, output)
+            return
+        block, risen = self._block, self._edges.risen
+        if risen and risen[-1][0] is module:
+            if risen.pop()[1]:
+                pop_saved_hooks()
+            self._untrack(block)
+        if block.uses:
+            block.uses -= 1  # as `Scheduler.after` does
+        stack = self._edges._stack
+        if len(stack) == 1 and stack[0].module is module:
+            self._edges.leave(module)
+
+
+class _Look(_Hook):
+    __slots__ = ("_look",)
+
+    def __init__(self, look: Callable[[Any, Any], None]) -> None:
+        self._look = look
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if is_dynamo_compiling():
+            _call_untraced(self, module, args, kwargs, output)
+            return
+        self._look((args, kwargs), output)
+
+
+class _RowsBegin(_Hook):
+    __slots__ = ("_mode",)
+
+    def __init__(self, mode: RowGather) -> None:
+        self._mode = mode
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        self._mode.__enter__()  # type: ignore[no-untyped-call]
+
+
+class _RowsEnd(_Hook):
+    __slots__ = ("_mode",)
+
+    def __init__(self, mode: RowGather) -> None:
+        self._mode = mode
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+
+def is_hooked(module: nn.Module) -> bool:
+    """Whether some runtime has hooks on a module."""
+    return any(isinstance(hook, _Hook) for hook in module._forward_pre_hooks.values())
+
+
+class SiteHooks:
+    """All hooks of one runtime on its model, installed and removed together.
+
+    Args:
+        model: The module that users call.
+        edges: Its edge.
+        before: Called with a block when a site begins.
+        rise: Called when an edge begins with gradients; returns whether it put hooks
+            on top of those through which this thread saves tensors.
+        track: Called with a block when a site begins with gradients; returns the same.
+        untrack: Called with it when the site ends.
+        settle: Brings every tensor home before the model is copied.
+        resume: Called when it was.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        edges: Edges,
+        *,
+        before: Callable[[Block], None],
+        rise: Callable[[], bool],
+        track: Callable[[Block], bool],
+        untrack: Callable[[Block], None],
+        settle: Callable[[], None],
+        resume: Callable[[], None],
+    ) -> None:
+        self._edges = edges
+        self._before = before
+        self._rise = rise
+        self._track = track
+        self._untrack = untrack
+        self._handles: list[RemovableHandle] = []
+        for edge in (model, *model.children()):
+            if type(edge).forward is not nn.ModuleList.forward:
+                self._hook_edge(edge, settle)
+        loaded: RemovableHandle = model.register_load_state_dict_post_hook(  # type: ignore[no-untyped-call]
+            _StateLoaded(_own_tensors(model))
+        )
+        asking = _StateAsked(edges, settle)
+        asked: RemovableHandle = model.register_state_dict_pre_hook(asking)  # type: ignore[no-untyped-call]
+        given: RemovableHandle = model.register_state_dict_post_hook(  # type: ignore[no-untyped-call]
+            _StateGiven(asking, resume)
+        )
+        self._handles += (loaded, asked, given)
+
+    def _hook_edge(self, module: nn.Module, settle: Callable[[], None]) -> None:
+        begin = module.register_forward_pre_hook(
+            _EdgeBegin(self._edges, self._rise, settle), prepend=True, with_kwargs=True
+        )
+        end = module.register_forward_hook(_EdgeEnd(self._edges), always_call=True)
+        self._handles += (begin, end)
+
+    def add_site(self, module: nn.Module, block: Block) -> None:
+        """Tell the scheduler when a module uses a block."""
+        begin = module.register_forward_pre_hook(
+            _SiteBegin(block, self._before, self._edges, self._track),
+            prepend=True,
+            with_kwargs=True,
+        )
+        end = module.register_forward_hook(
+            _SiteEnd(block, self._edges, self._untrack), always_call=True
+        )
+        self._handles += (begin, end)
+
+    def add_look(self, module: nn.Module, look: Callable[[Any, Any], None]) -> None:
+        """Show a module's inputs and every output to `look`."""
+        self._handles.append(
+            module.register_forward_hook(_Look(look), with_kwargs=True)
+        )
+
+    def add_gather(self, module: nn.Module, mode: RowGather) -> None:
+        """Let a module look its rows up on the host."""
+        begin = module.register_forward_pre_hook(_RowsBegin(mode))
+        end = module.register_forward_hook(_RowsEnd(mode), always_call=True)
+        self._handles += (begin, end)
+
+    def remove(self) -> None:
+        """Take all hooks off. Idempotent."""
+        while self._handles:
+            self._handles.pop().remove()

@@ -1,0 +1,114 @@
+"""Finds weights that are read outside of their own module's forward."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from stagehand.torch_private import skipped
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from stagehand.residency.blocks import Block
+    from stagehand.weights.rows import RowGather
+
+__all__ = ["StrayUses"]
+
+
+class StrayUses(TorchFunctionMode):
+    """Finds weights that are read outside of their own module's forward.
+
+    Active in first passes only, because it sees every call. Some modules read their
+    children's parameters themselves; no hook of the child tells of that.
+
+    Args:
+        owners: The streamed block of each parameter, by the parameter's id.
+        rows: Reads of tables where it looks rows up are no strays.
+        bring: Called with a block that a call reads while it is not in use.
+        let_go: Called with the block after that call.
+    """
+
+    def __init__(
+        self,
+        owners: Mapping[int, Block],
+        rows: RowGather,
+        *,
+        bring: Callable[[Block], None],
+        let_go: Callable[[Block], None],
+    ) -> None:
+        super().__init__()
+        self._owners = owners
+        self._rows = rows
+        self._bring = bring
+        self._let_go = let_go
+
+    @skipped
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Bring what the call reads, pass it on, and let go of what was brought."""
+        kwargs = kwargs or {}
+        if self._rows.busy or _is_harmless(func):
+            return func(*args, **kwargs)
+        brought: list[Block] = []
+        try:
+            for value in (*args, *kwargs.values()):
+                self._look_at(value, brought)
+            return func(*args, **kwargs)
+        finally:
+            for block in brought:
+                self._let_go(block)
+
+    def _look_at(self, value: Any, brought: list[Block]) -> None:
+        if isinstance(value, torch.Tensor):
+            block = self._owners.get(id(value))
+            if block is not None and not block.uses:
+                self._bring(block)
+                brought.append(block)
+        elif isinstance(value, list | tuple):
+            for item in value:
+                if isinstance(item, torch.Tensor):
+                    self._look_at(item, brought)
+
+
+def _is_harmless(func: Callable[..., Any]) -> bool:
+    """Whether a call only asks what a tensor is like.
+
+    `weight.T` reads the tensor, and `weight.device` is asked where to put what shall
+    meet it.
+    """
+    name = getattr(func, "__name__", "")
+    if name == "__get__":
+        attribute = func.__self__  # type: ignore[attr-defined]
+        return getattr(attribute, "__name__", "") not in _READING
+    return name in _HARMLESS
+
+
+_READING = frozenset({"H", "T", "device", "imag", "mH", "mT", "real"})
+
+
+_HARMLESS = frozenset(
+    {
+        "__len__",
+        "__set__",
+        "data_ptr",
+        "dim",
+        "element_size",
+        "is_complex",
+        "is_contiguous",
+        "is_floating_point",
+        "is_inference",
+        "nelement",
+        "numel",
+        "requires_grad_",
+        "size",
+        "stride",
+    }
+)
