@@ -108,7 +108,12 @@ class Setting:
         """Return the budget in bytes."""
         smallest = _smallest(build, self.place, self.mode)
         weights = weight_bytes(build())
-        shares = {"smallest": 0, "third": weights // 3, "all": 8 * weights}
+        shares = {
+            "smallest": 0,
+            "third": weights // 3,
+            "most": 3 * weights // 4,
+            "all": 8 * weights,
+        }
         return max(smallest, shares[self.budget])
 
     def stream(self, model: nn.Module, budget: int, **options: Any) -> Runtime:

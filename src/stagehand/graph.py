@@ -168,6 +168,8 @@ class SavedTensors:
         slots: The slots in use, by the address of their memory.
         owners: The streamed block of each parameter, by the parameter's id.
         fetch: Brings a block to the device for backward.
+        turn_back: Called when anything is unpacked in a backward pass that is not known
+            yet: what is recomputed then may read weights before any site begins.
     """
 
     def __init__(
@@ -175,10 +177,14 @@ class SavedTensors:
         slots: Mapping[int, Slot],
         owners: Mapping[int, Block],
         fetch: Callable[[Block], None],
+        turn_back: Callable[[], None],
     ) -> None:
         self._slots = slots
         self._owners = owners
         self._fetch = fetch
+        self._turn_back = turn_back
+        self.goes_back = False
+        """Whether a backward pass is known to go on."""
         self.site: Block | None = None
         """The block of the site that runs now, if it may be read unseen."""
         # The latest handle of each view of each block, and what such views have in
@@ -216,12 +222,19 @@ class SavedTensors:
 
     @skipped
     def _unpack(self, packed: Any) -> torch.Tensor:
+        if not self.goes_back:
+            self.note_backward()
         if type(packed) is _OfSite:
             self.come_to(packed.block)
             packed = packed.packed
         if type(packed) is Kept:
             return packed.get()
         return self.bring(packed)
+
+    def note_backward(self) -> None:
+        """Let a backward pass begin, if this is one."""
+        if in_backward():
+            self._turn_back()
 
     def come_to(self, block: Block) -> None:
         """Bring the block of a site that autograd goes back through."""
@@ -351,6 +364,8 @@ class _Inside:
 
     @skipped
     def unpack(self, packed: Any) -> torch.Tensor:
+        if not self.saved.goes_back:
+            self.saved.note_backward()
         if type(packed) is not _OfSite:
             return self._unpacked(packed)
         found = self._unpacked(packed.packed)

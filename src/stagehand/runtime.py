@@ -136,7 +136,10 @@ class Runtime(PassListener, Sharing, Storing, Conduct):
             min(parts.odd_bytes, settings.budget_bytes), "tensors of other kinds"
         )
         self._saved = SavedTensors(
-            parts.scheduler.slots_by_memory, self._owners, self._fetch
+            parts.scheduler.slots_by_memory,
+            self._owners,
+            self._fetch,
+            self._turn_back,
         )
         self._casts = Casts(settings.device.torch_device.type)
         self._gradients = self._make_gradients()
@@ -290,8 +293,14 @@ class Runtime(PassListener, Sharing, Storing, Conduct):
             self._place_rest()
             self._measure.know(self._parts.scheduler.blocks)
 
+    def _turn_back(self) -> None:
+        """Something is unpacked: autograd goes back, if it is through this model."""
+        if self.is_open:
+            self._edges.enter_backward()
+
     def begin_backward(self) -> None:
         """See `PassListener.begin_backward`."""
+        self._saved.goes_back = True
         self._tell(Phase.BACKWARD)
         self._hands_over = self._tenancy.begin()
         if not self._took_gradients:  # as in a region around all of the model
@@ -304,6 +313,7 @@ class Runtime(PassListener, Sharing, Storing, Conduct):
 
     def end_backward(self, *, failed: bool) -> None:
         """See `PassListener.end_backward`."""
+        self._saved.goes_back = False
         if self._closed or self._model_ref() is None:
             return
         try:

@@ -182,6 +182,20 @@ def test_runs_without_a_pass_are_compared_with_each_other_alone(search):
     assert "the runs made no pass" in tuner.summary()
 
 
+def test_what_did_not_fit_is_looked_at_again_when_the_search_goes_on(search, tmp_path):
+    file = tmp_path / "results.jsonl"
+    full = {**FAST, "device_free_bytes": 0}
+    tuner, _ = search({}, full, results_file=file)
+    with pytest.raises(ConfigError, match=r"none of 3 configurations ran.*device mem"):
+        tuner.tune()
+    tuner, trials = search({1: 1.0, 2: 2.0, 3: 3.0}, results_file=file)
+    assert tuner.tune()["n_gpu"] == 1
+    assert trials.tried == [1, 2, 3]
+    tuner, trials = search({}, results_file=file)
+    assert tuner.tune()["n_gpu"] == 1
+    assert trials.tried == []
+
+
 def test_what_does_not_fit_is_not_run(search):
     tuner, trials = search(
         {1: 1.0, 2: 1.0, 3: 1.0}, {**FAST, "device_free_bytes": 2 * 8448}
@@ -238,6 +252,7 @@ def test_search_without_a_result_tells_why(search):
         ({"sleep_seconds": -1}, "sleep_seconds is -1"),
         ({"timeout_seconds": 0}, "and timeout_seconds 0: expected"),
         ({"config_file": "/nowhere/best.json"}, "config_file is '/nowhere/best.json'"),
+        ({"config_file": "/"}, "config_file is '/': expected a file"),
     ],
 )
 def test_argument_that_cannot_work_is_refused_at_once(folder, options, message):

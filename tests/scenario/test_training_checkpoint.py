@@ -17,6 +17,7 @@ from training import (
     FEW,
     SOME,
     TIGHT,
+    WIDTH,
     Net,
     Residual,
     Setting,
@@ -117,6 +118,25 @@ class InsideOfRegions(AllInside):
         return checkpoint(block, x, use_reentrant=self.reentrant)
 
 
+class Tabled(Residual):
+    """Reads tables of a child that has no forward, before anything else."""
+
+    def __init__(self, dropout=0.0):
+        super().__init__(dropout)
+        self.tables = torch.nn.ParameterList(torch.randn(2, WIDTH) for _ in range(8))
+
+    def forward(self, x):
+        x = x * self.tables[0][0].sigmoid() + self.tables[1][1]
+        return super().forward(x * self.tables[2].sum().sigmoid())
+
+
+class EachTabled(EachBlock):
+    def __init__(self, dropout=0.0):
+        super().__init__()
+        self.blocks[4] = Tabled(dropout)
+        self.head = torch.nn.Identity()  # backward begins with a region
+
+
 KINDS = {
     "each": EachBlock,
     "pairs": Pairs,
@@ -209,6 +229,25 @@ def test_frozen_blocks_in_recomputed_regions_are_exact(sim, setting, reentrant):
         train(run)
 
     assert_trains_equally(built_as("each", reentrant=reentrant), script, setting)
+
+
+@built
+def tabled_net():
+    return EachTabled()
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_what_a_region_reads_before_any_site_is_there_from_the_first_step(
+    sim, frozen, reentrant
+):
+    def script(run):
+        run.model.reentrant = reentrant
+        if frozen:
+            run.model.blocks[4].tables.requires_grad_(False)
+        train(run)
+
+    assert_trains_equally(tabled_net, script, Setting("hpu", "layers", "most"))
 
 
 def keep_products(context, operator, *args, **kwargs):

@@ -39,10 +39,10 @@ from stagehand.sharing import HANDLE
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
-    from stagehand.runtime import Runtime
-
     import torch
     from torch.utils.hooks import RemovableHandle
+
+    from stagehand.runtime import Runtime
 
 __all__ = [
     "move_model_to_device",
