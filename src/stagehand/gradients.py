@@ -142,6 +142,7 @@ class Gradients:
         self._arrivals: list[_Arrival] = []
         self._complete: dict[int, _Home] = {}  # not yet told to listeners
         self._jobs: deque[Future[None]] = deque()
+        self._stepping: set[Block] = set()  # what listeners were told of
         self._listeners: dict[object, Listener] = {}
         self._lost = 0  # gradients of earlier calls that a failed one took along
         self._warned = False
@@ -409,6 +410,8 @@ class Gradients:
         if not self._arrivals and not told:
             return
         arrivals, self._arrivals = self._arrivals, []
+        if any(block.slot is not None for block in self._stepping):
+            self._engine.hold_home()  # a copy that was queued too early reads the host
         done = self._device.new_event()
         self._engine.flush_home()
         done.record(self._engine.d2h.stream)
@@ -430,6 +433,8 @@ class Gradients:
         for home in told:
             del self._complete[id(home)]
             home.parameter.grad, home.grad = home.grad, None
+            home.block.stepping = True
+            self._stepping.add(home.block)
         return [home.parameter for home in told]  # type: ignore[misc]
 
     @property
@@ -476,11 +481,23 @@ class Gradients:
         if failed is not None:
             raise failed
 
+    def await_steps(self) -> None:
+        """Wait until no listener changes weights on the host.
+
+        Raises:
+            Exception: What a thread or a listener raised first.
+        """
+        failed = self._await_jobs()
+        if failed is not None:
+            raise failed
+
     def _await_jobs(self) -> BaseException | None:
         """Return the first failure when neither a thread nor the lane has work."""
         failed: BaseException | None = None
         while self._jobs:
             failed = failed or self._jobs.popleft().exception()
+        while self._stepping:
+            self._stepping.pop().stepping = False
         if self._sent:
             self._engine.flush_home()
             self._engine.d2h.stream.synchronize()

@@ -214,7 +214,19 @@ def send_a_group_home_and_bring_it_back(rig):
     del made
 
 
+def change_the_host_behind_what_came_home(rig):
+    """Who waits for a copy home may write to what loads before it have read."""
+    image, home = rig.host(1), rig.host(9)
+    made = torch.full((NBYTES,), 3, dtype=torch.uint8, device="hpu")
+    rig.engine.load(rig.slot, rig.buffer, image, LOAD)
+    rig.engine.hold_home()
+    rig.engine.send_group([(made, home)], makers=[rig.main]).synchronize()
+    image.fill_(2)
+    assert is_filled_with(rig.use(rig.main), 1)
+
+
 HAZARDS = (
+    change_the_host_behind_what_came_home,
     send_a_group_home_and_bring_it_back,
     *(carry_home_what_a_stream_makes, carry_home_what_its_maker_goes_on_to_change),
     *(read_after_load, load_after_read, load_after_two_readers, save_after_load),
@@ -258,6 +270,12 @@ GUARDS = {
     ("bring_group", "stream.wait_event(after)"): (send_a_group_home_and_bring_it_back,),
     ("bring_group", "stream.wait_event(self._ready)"): (
         send_a_group_home_and_bring_it_back,
+    ),
+    ("hold_home", "self.d2h.stream.wait_event(self._ready)"): (
+        change_the_host_behind_what_came_home,
+    ),
+    ("hold_home", "self._ready.record(self.h2d.stream)"): (
+        change_the_host_behind_what_came_home,
     ),
     # Marks that later waits rely on.
     ("_send_home", "self._ready.record(maker)"): (carry_home_what_a_stream_makes,),

@@ -207,6 +207,11 @@ class TransferEngine:
         if self._traffic is not None:
             self._traffic.flush()
 
+    def hold_home(self) -> None:
+        """Let copies home, and who waits for them, wait for all loads so far."""
+        self._ready.record(self.h2d.stream)
+        self.d2h.stream.wait_event(self._ready)
+
     def allocate(self, nbytes: int) -> torch.Tensor:
         """Return device memory that belongs to the H2D lane's stream.
 

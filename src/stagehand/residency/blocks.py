@@ -53,7 +53,6 @@ class Block(Residency):
         "bound",
         "brought_in",
         "clean_versions",
-        "exposed",
         "filled_in",
         "form",
         "home",
@@ -67,6 +66,7 @@ class Block(Residency):
         "repeats",
         "seal",
         "slot",
+        "stepping",
         "store",
         "target",
         "tensors",
@@ -110,6 +110,8 @@ class Block(Residency):
         """Whether gradients are taken for some of its tensors."""
         self.unseen = False
         """Whether autograd may read its tensors where no handle tells of it."""
+        self.stepping = False
+        """Whether a thread may be changing its host tensors: nobody may read them."""
         self.repeats = False
         """Whether a backward pass may bring its tensors' gradients in parts."""
         self.brought_in = -1
@@ -140,8 +142,6 @@ class Block(Residency):
         """The tensors' versions when a slot's bytes were equal to the store's last."""
         self.seal: torch.Tensor | None = None
         """A sample of the host bytes that the slot was filled from."""
-        self.exposed = False
-        """Whether its tensors have pointed to the device between passes."""
 
     def __repr__(self) -> str:
         return f"Block({self.name!r}, {format_bytes(self.nbytes)}, {self.state.name})"

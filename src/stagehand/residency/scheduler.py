@@ -27,7 +27,7 @@ from stagehand.torch_private import storage_use_count, use_count_of
 from stagehand.units import format_at_least, format_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Sequence
+    from collections.abc import Callable, Collection, Iterable, Sequence
 
     from stagehand.core.arena import Arena, Lease
     from stagehand.core.device import Device, Stream
@@ -53,6 +53,10 @@ class Neighbours(Protocol):
 
     def name_them(self) -> str:
         """Say who holds what, for an error."""
+
+
+def _nothing() -> None:
+    """Wait for nobody."""
 
 
 class Scheduler:
@@ -104,6 +108,8 @@ class Scheduler:
         self._changes_follow = False
         self._backwards = 0  # backward passes that are over
         self._fixed: Collection[int] = ()
+        self.await_steps: Callable[[], None] = _nothing
+        """Waits for who changes weights on the host in the middle of a pass."""
         self.strained = False
         """Whether memory was taken from the plan's slots: follow it again."""
         self.neighbours: Neighbours | None = None
@@ -250,6 +256,10 @@ class Scheduler:
 
     def _load(self, block: Block, slot: Slot, priority: Priority) -> bool:
         """Begin to fill an empty slot with a block; False if it cannot be now."""
+        if block.stepping:
+            if priority >= _SPECULATIVE:
+                return False
+            self.await_steps()
         lacks = block.views_in is not slot or slot.lease is None
         if lacks and not self._settle_in(block, slot, priority):
             return False
@@ -555,6 +565,8 @@ class Scheduler:
             if self._changes_follow and block.trains and position >= self._length:
                 return
             if block.slot is None and block.needs_staging and not block.hosted:
+                if block.stepping:
+                    return
                 self._loader.request(block)
                 if block.state is not BlockState.HOST_STAGED:
                     return
@@ -630,6 +642,8 @@ class Scheduler:
         with a sample before it is used again.
         """
         stream = self._device.current_stream()
+        # Before others may take its memory, what stays is better found on the host.
+        binds, fixed = not self._hands_over, self._fixed
         if self.stopwatch is not None:
             self.stopwatch.end_pass(stream)
         if self.order.cursor == self.order.length - 1 and not self.order.lost:
@@ -645,8 +659,8 @@ class Scheduler:
                 self._engine.release(slot, stream)
             if block.uses:
                 continue
-            if block.stays and not block.trains and self._stays_bound(block):
-                continue
+            if block.stays and not block.trains and (binds or block.index in fixed):
+                continue  # an edit between passes reaches it where it is
             if block.bound:
                 if block.is_changed() or block.is_replaced():
                     if block.awaited:
@@ -658,16 +672,6 @@ class Scheduler:
                 block.seal = sample(block)
         self._seal_staged()
         self._pass += 1  # uses outside of passes must notice edits made since, too
-
-    def _stays_bound(self, block: Block) -> bool:
-        """Whether an edit between passes shall reach what stays where it is.
-
-        Before others may take its memory, it is better found on the host.
-        """
-        if self._hands_over and block.index not in self._fixed:
-            return False
-        block.exposed = True
-        return True
 
     def _seal_staged(self) -> None:
         for block in self._loader.staged():
@@ -731,8 +735,7 @@ class Scheduler:
                 if block.uses or not (all_of_it or block.index not in self._fixed):
                     continue
                 self._gave_way = self._gave_way or block.stays
-                self.evict(block, verify=block.exposed)
-                block.exposed = False
+                self.evict(block, verify=block.stays)
             self.free_slot(slot)
             self._arena.trim()
             if account.held_bytes <= keep_bytes:
@@ -757,9 +760,9 @@ class Scheduler:
         """
         if not self._gave_way:
             return False
-        self._gave_way = False
         fixed = (self.blocks[index] for index in self._fixed)
         self.settle(block for block in fixed if block.store and block.tensors)
+        self._gave_way = False
         if self._lookahead or self._allowed() < self._planned_lookahead:
             return True
         for block in self._line[: self._length]:
