@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.devices import device_section
 from benchmarks.simulated import ROOT
 
 __all__ = ["main"]
@@ -112,7 +113,7 @@ def _page(found: dict[str, list[Line]], pictures: Path) -> Iterator[str]:
     if not devices:
         yield "No device was measured yet: all above is host work and virtual time.\n"
     for name, lines in devices.items():
-        yield from _device(name, lines)
+        yield from device_section(Path(name).stem, lines)
 
 
 def _host_table(lines: Iterable[Line]) -> Iterator[str]:
@@ -127,24 +128,6 @@ def _host_table(lines: Iterable[Line]) -> Iterator[str]:
         cells = f"{line['value']:.3g} | {line['median']:.3g} {line['unit']}"
         yield f"| {line['name']} | {cells} | {target} | {verdict} |"
     yield ""
-
-
-def _device(name: str, lines: Sequence[Line]) -> Iterator[str]:
-    yield f"### {Path(name).stem}\n"
-    cells = [line for line in lines if line.get("kind") in ("cell", "training")]
-    yield "| shape | weights | budget | step, ms | over bound | over resident |"
-    yield "|---|---|---|---|---|---|"
-    for line in cells:
-        step = line["step"]["median"] * 1e3
-        weights, budget = line["weight_bytes"] / 1e9, line["budget_bytes"] / 1e9
-        yield (
-            f"| {line['shape']}, {line['blocks']} blocks | {weights:.2f} GB |"
-            f" {budget:.2f} GB | {step:.2f} | {line['over_bound']:.3f} |"
-            f" {line['over_resident']:.3f} |"
-        )
-    lost = [line for line in cells if line["over_bound"] > 1.05]
-    names = ", ".join(f"{line['shape']} ({line['over_bound']:.2f})" for line in lost)
-    yield f"\nMore than 5 % over the bound: {names or 'none'}.\n"
 
 
 # Pictures

@@ -1,78 +1,81 @@
-"""Calibrate the link, then stream stacks of real block shapes in given budgets.
+"""Calibrate the link, then measure models in the memory of smaller cards.
 
-Then adapters on a frozen stack are trained: forward, backward and optimizer, in bf16
-and with checkpoints, under a cap of the device's memory.
+A cell is named kind/shape/memory/way: what is done, with which model's blocks, in how
+much memory, and by whom: this library in the ways it is used, other libraries, and what
+people write themselves. Each runs in a process of its own, first resident, then with
+weights (or saved tensors) elsewhere, beside a process that holds the rest of the card.
+This library's outcome has to be the resident one bit for bit.
 
-Every cell asserts that streamed outputs are bit for bit the resident ones, and holds
-its time against the larger of the resident time and the bytes over the link's rate,
-both measured in the same process. Results are JSON lines in `benchmarks/results/`,
-in a file with the device's name.
+The line of each is added to a file with the device's name in `benchmarks/results/`.
+What has a line there is not measured again, so a run goes on where one stopped.
 """
 
 import argparse
-import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.gpu import activations, training
-from benchmarks.gpu.cells import Cell, Scale, run
+from benchmarks.gpu.card import Card, SimulatedCard
+from benchmarks.gpu.cells import Cell
+from benchmarks.gpu.lines import Lines
 from benchmarks.gpu.link import calibrate
-from benchmarks.gpu.shapes import SHAPES
-from benchmarks.simulated import ROOT, load_simulated_device
-from stagehand.core.device import Device, find_device
-from stagehand.units import format_bytes, parse_bytes
+from benchmarks.gpu.suite import SHORT, all_cells, dry, pick
+from benchmarks.gpu.tasks.making import KINDS
+from benchmarks.gpu.ways.every import WAYS
+from benchmarks.gpu.worker import apart, attempt
+from benchmarks.simulated import ROOT
+from stagehand.units import format_bytes
 
 _SIZES = tuple(2**power for power in range(16, 31, 2))
 _DRY_SIZES = (1 << 12, 1 << 16, 1 << 20)
-_DRY_BLOCKS = 16
+_DRY_BLOCKS = 4
 _DRY_DIVIDE = 64
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print and write; return the exit status."""
     options = _parser().parse_args(arguments)
-    if options.dry:
-        load_simulated_device().configure(h2d_gbps=1.0)
-    device = find_device(None)
-    if device.is_host:
-        print("there is no accelerator; --dry rehearses on a simulated one")
+    cells = _cells(options)
+    if options.list:
+        print("\n".join(cell.name for cell in cells))
+        return 0
+    if not options.dry and not torch.cuda.is_available():
+        print("there is no CUDA device; --dry rehearses on a simulated one")
         return 2
-    write = _writer(device, options.out, dry=options.dry)
-    write(calibrate(device, _DRY_SIZES if options.dry else _SIZES).line())
-    scale = Scale(
-        blocks=options.blocks or (_DRY_BLOCKS if options.dry else None),
-        divide=_DRY_DIVIDE if options.dry else 1,
-        steps=3 if options.dry else options.steps,
-    )
-    for name in options.cells:
-        for cell in run(device, name, SHAPES[name], options.budgets, scale):
-            write(cell.line())
-            print(_sentence(cell))
-    _train(device, options, scale, write)
-    for name in options.activations:
-        for saving in activations.run(device, name, SHAPES[name], scale):
-            write(saving.line())
-            print(_saving_sentence(saving))
-    return 0
+    card = SimulatedCard() if options.dry else Card()
+    folder = options.out
+    if folder is None and not options.dry:
+        folder = ROOT / "benchmarks" / "results"
+    lines = Lines(card.name, folder)
+    lines.write(calibrate(card.device, _DRY_SIZES if options.dry else _SIZES).line())
+    card.empty_cache()
+    failed = 0
+    for cell in cells:
+        if cell in lines and not options.again:
+            continue
+        line = _measured(cell, card, options)
+        lines.write(line)
+        print(f"{cell.name}: {_sentence(line)}", flush=True)
+        failed += cell.ours and "failed" in line
+    return 1 if failed else 0
 
 
-def _train(
-    device: Device,
-    options: argparse.Namespace,
-    scale: Scale,
-    write: Callable[[dict[str, Any]], None],
-) -> None:
-    cap = None if options.dry else parse_bytes(options.cap, name="--cap")
-    for name in options.train:
-        for cell in training.run(
-            device, name, SHAPES[name], options.training_budgets, scale, cap_bytes=cap
-        ):
-            write(cell.line())
-            print("trained: " + _sentence(cell))
+def _cells(options: argparse.Namespace) -> list[Cell]:
+    names = list(SHORT) if options.short else options.cells
+    found = pick(all_cells(), names=names, kinds=options.kinds, ways=options.ways)
+    if options.dry:
+        return dry(found, blocks=options.blocks or _DRY_BLOCKS, divide=_DRY_DIVIDE)
+    return [cell.scaled(options.blocks, options.steps) for cell in found]
+
+
+def _measured(cell: Cell, card: Card, options: argparse.Namespace) -> dict[str, Any]:
+    """A rehearsal is done here: nothing is measured that a process would spoil."""
+    if options.dry:
+        return attempt(cell, card, options.scratch)
+    return apart(cell, dry=False, folder=options.scratch, seconds=options.seconds)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -81,74 +84,29 @@ def _parser() -> argparse.ArgumentParser:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--dry", action="store_true", help="tiny, and simulated")
-    parser.add_argument("--cells", nargs="+", choices=SHAPES, default=list(SHAPES))
-    parser.add_argument("--blocks", type=int, help="fewer blocks of the true shape")
-    parser.add_argument("--steps", type=int, default=10, help="timed steps of a cell")
-    parser.add_argument(
-        "--budgets",
-        nargs="+",
-        default=["15%", "50%"],
-        help='device bytes for weights: "12GB", or a part of the stack\'s',
-    )
-    parser.add_argument(
-        "--train", nargs="*", choices=SHAPES, default=["ltx-2"], help="what to train"
-    )
-    parser.add_argument(
-        "--training-budgets",
-        nargs="+",
-        default=["50%"],
-        help="as --budgets, for training; they have to leave room under the cap",
-    )
-    parser.add_argument(
-        "--activations",
-        nargs="*",
-        choices=SHAPES,
-        default=["ltx-2"],
-        help="of what to spill saved tensors, for a peak that is 2.5 GB lower",
-    )
-    parser.add_argument("--cap", default="24GiB", help="device memory in training")
-    parser.add_argument("--out", type=Path, help="folder for the results")
+    add = parser.add_argument
+    add("--dry", action="store_true", help="tiny, and simulated")
+    add("--list", action="store_true", help="print the cells' names and do nothing")
+    add("--short", action="store_true", help="a few cells: " + ", ".join(SHORT))
+    add("--cells", nargs="+", default=[], help='patterns of names, such as "lora/*"')
+    add("--kinds", nargs="+", choices=KINDS, default=[], help="what is done")
+    add("--ways", nargs="+", choices=WAYS, default=[], help="by whom")
+    add("--blocks", type=int, help="fewer blocks of the true shape")
+    add("--steps", type=int, default=10, help="timed steps of a cell")
+    add("--again", action="store_true", help="measure anew what has a line")
+    add("--seconds", type=float, default=900, help="after which a cell is given up")
+    add("--scratch", type=Path, help="folder for checkpoints, on the disk under test")
+    add("--out", type=Path, help="folder for the results")
     return parser
 
 
-def _writer(
-    device: Device, folder: Path | None, *, dry: bool
-) -> Callable[[dict[str, Any]], None]:
-    """Return what writes a line; a rehearsal writes only where it is told to."""
-    name = "simulated" if dry else torch.cuda.get_device_name(device.torch_device)
-    about = {"device": name, "torch": torch.__version__}
-    if folder is None and not dry:
-        folder = ROOT / "benchmarks" / "results"
-
-    def write(line: dict[str, Any]) -> None:
-        text = json.dumps({**about, **line})
-        print(text)
-        if folder is not None:
-            folder.mkdir(parents=True, exist_ok=True)
-            with (folder / f"{name.replace(' ', '-')}.jsonl").open("a") as file:
-                file.write(text + "\n")
-
-    return write
-
-
-def _sentence(cell: Cell | training.TrainingCell) -> str:
-    line = cell.line()
+def _sentence(line: dict[str, Any]) -> str:
+    if "failed" in line:
+        return f"left out: {line['failed']}"
     return (
-        f"{cell.shape}, {cell.blocks} blocks, {format_bytes(cell.weight_bytes)} in"
-        f" {format_bytes(cell.budget_bytes)}: {cell.step.median * 1e3:.3f} ms a step,"
+        f"{line['step']['median'] * 1e3:.3f} ms a step,"
         f" {line['over_bound']:.3f} of the bound, {line['over_resident']:.3f} of"
-        f" resident, {format_bytes(cell.peak_device_bytes)} on the device"
-    )
-
-
-def _saving_sentence(cell: activations.ActivationCell) -> str:
-    line = cell.line()
-    return (
-        f"{cell.shape}, {cell.blocks} blocks, {format_bytes(cell.saved_bytes)} saved,"
-        f" {format_bytes(cell.spill_bytes)} of it spilled: {line['over_none']:.3f} of"
-        f" the step without, peak lower by {format_bytes(line['lower_bytes'])};"
-        f" save_on_cpu {line['save_on_cpu_over_none']:.3f}"
+        f" resident, {format_bytes(line['device_bytes'])} on the device"
     )
 
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from stagehand.core.device import Device, Stream
 
-__all__ = ["Spread", "time_on", "time_steps"]
+__all__ = ["Spread", "time_each", "time_on", "time_phases", "time_steps"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,3 +58,33 @@ def time_steps(device: Device, run: Callable[[], object], steps: int) -> Spread:
         mark.record(stream)
     device.synchronize()
     return Spread.of([a.elapsed_time(b) / 1e3 for a, b in pairwise(marks)])
+
+
+def time_each(
+    device: Device, run: Callable[[], object], steps: int, before: Callable[[], object]
+) -> Spread:
+    """Return the seconds of steps before each of which something else is done."""
+    stream, found = device.current_stream(), []
+    for _ in range(steps):
+        before()
+        found.append(time_on(device, (stream,), run)[0])
+    return Spread.of(found)
+
+
+def time_phases(
+    device: Device, phases: Sequence[Callable[[], object]], steps: int
+) -> list[float]:
+    """Return the median seconds of each part of steps that follow each other."""
+    stream = device.current_stream()
+    rows = [
+        [device.new_event(timing=True) for _ in range(len(phases) + 1)]
+        for _ in range(steps)
+    ]
+    for row in rows:
+        row[0].record(stream)
+        for phase, mark in zip(phases, row[1:], strict=True):
+            phase()
+            mark.record(stream)
+    device.synchronize()
+    spans = [[a.elapsed_time(b) / 1e3 for a, b in pairwise(row)] for row in rows]
+    return [statistics.median(column) for column in zip(*spans, strict=True)]

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from stagehand.core.device import Device, Stream
 
-__all__ = ["Link", "calibrate", "copy_rate"]
+__all__ = ["Link", "both_ways", "calibrate", "copy_rate"]
 
 _ROUNDS = 7
 
@@ -47,9 +47,26 @@ def calibrate(device: Device, sizes: tuple[int, ...]) -> Link:
     """
     largest = sizes[-1]
     began = time.perf_counter()
-    there, back = device.pinned(largest), device.pinned(largest)
-    pinning = (time.perf_counter() - began) / 2
-    one, other = device.empty(largest), device.empty(largest)
+    host = device.pinned(largest)
+    pinning = time.perf_counter() - began
+    there, stream = device.empty(largest), device.new_stream()
+    both = both_ways(device, largest)
+    return Link(
+        h2d={
+            size: _rate(device, stream, there[:size], host[:size], largest)
+            for size in sizes
+        },
+        d2h=_rate(device, stream, host, there, largest),
+        h2d_both=both[0],
+        d2h_both=both[1],
+        pin_seconds_per_gb=pinning * 1e9 / largest,
+    )
+
+
+def both_ways(device: Device, nbytes: int) -> tuple[float, float]:
+    """Return the bytes a second to the device and from it, both at once."""
+    there, back = device.pinned(nbytes), device.pinned(nbytes)
+    one, other = device.empty(nbytes), device.empty(nbytes)
     up, down = device.new_stream(), device.new_stream()
     to_device = _copies(device, up, one, there)
     to_host = _copies(device, down, back, other)
@@ -59,21 +76,15 @@ def calibrate(device: Device, sizes: tuple[int, ...]) -> Link:
             to_device()
             to_host()
 
+    both()  # the first copies of all are slower
     seconds = time_on(device, (up, down), both)
-    return Link(
-        h2d={
-            size: _rate(device, up, one[:size], there[:size], largest) for size in sizes
-        },
-        d2h=_rate(device, down, back, other, largest),
-        h2d_both=_ROUNDS * largest / seconds[0],
-        d2h_both=_ROUNDS * largest / seconds[1],
-        pin_seconds_per_gb=pinning * 1e9 / largest,
-    )
+    return _ROUNDS * nbytes / seconds[0], _ROUNDS * nbytes / seconds[1]
 
 
-def copy_rate(device: Device, nbytes: int) -> float:
-    """Return the bytes a second of pinned copies to the device."""
-    source, target = device.pinned(nbytes), device.empty(nbytes)
+def copy_rate(device: Device, nbytes: int, *, home: bool = False) -> float:
+    """Return the bytes a second of pinned copies to the device, or home."""
+    host, there = device.pinned(nbytes), device.empty(nbytes)
+    source, target = (there, host) if home else (host, there)
     return _rate(device, device.new_stream(), target, source, nbytes)
 
 

@@ -1,8 +1,4 @@
-"""Stacks with the block shapes of real models, and random weights.
-
-Each tensor of a block has the shape that it has in the model of that name; how blocks
-are wired is simplified where that changes neither bytes nor the large products.
-"""
+"""Stacks with the block shapes of real models, and random weights."""
 
 from __future__ import annotations
 
@@ -11,220 +7,21 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
-from torch.nn import functional
+
+from benchmarks.gpu.blocks.flux import Flux2Double, Flux2Single, FluxDouble, FluxSingle
+from benchmarks.gpu.blocks.ltx import LtxBlock
+from benchmarks.gpu.blocks.text import ExpertBlock, GemmaBlock, LlamaBlock
+from benchmarks.gpu.blocks.unet import Down, Middle, Up
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    State = tuple[torch.Tensor, ...]
+    from benchmarks.gpu.blocks import State
 
-__all__ = ["SHAPES", "Shape", "Stack", "build", "inputs"]
+    Make = Callable[[int], nn.Module]
+    Sizes = tuple[tuple[int, ...], ...]
 
-
-class Attention(nn.Module):
-    """Attention of one stream to another, with norms of queries and keys."""
-
-    def __init__(
-        self,
-        width: int,
-        source: int,
-        *,
-        heads: int,
-        head: int,
-        groups: int | None = None,
-        bias: bool = True,
-        normed: bool = True,
-    ) -> None:
-        super().__init__()
-        inner, shared = heads * head, (groups or heads) * head
-        self.head, self.grouped = head, groups is not None
-        self.query = nn.Linear(width, inner, bias=bias)
-        self.key = nn.Linear(source, shared, bias=bias)
-        self.value = nn.Linear(source, shared, bias=bias)
-        self.out = nn.Linear(inner, width, bias=bias)
-        self.norms = nn.ModuleList(nn.RMSNorm(inner) for _ in range(2 * normed))
-
-    def forward(self, x: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-        """Return what the tokens of `x` take from those of `source`."""
-        query, key, value = self.query(x), self.key(source), self.value(source)
-        if len(self.norms):
-            query, key = self.norms[0](query), self.norms[1](key)
-        split = [
-            t.unflatten(-1, (-1, self.head)).transpose(-3, -2)
-            for t in (query, key, value)
-        ]
-        mixed = functional.scaled_dot_product_attention(*split, enable_gqa=self.grouped)
-        taken: torch.Tensor = self.out(mixed.transpose(-3, -2).flatten(-2))
-        return taken
-
-
-def _feed_forward(width: int, factor: int = 4) -> nn.Sequential:
-    return nn.Sequential(
-        nn.Linear(width, factor * width), nn.GELU(), nn.Linear(factor * width, width)
-    )
-
-
-class LlamaBlock(nn.Module):
-    """Grouped attention and a gated feed-forward: 9 tensors."""
-
-    def __init__(self, width: int, hidden: int, heads: int, groups: int) -> None:
-        super().__init__()
-        head = width // heads
-        self.norms = nn.ModuleList(nn.RMSNorm(width) for _ in range(2))
-        self.attention = Attention(
-            width,
-            width,
-            heads=heads,
-            head=head,
-            groups=groups,
-            bias=False,
-            normed=False,
-        )
-        self.gate = nn.Linear(width, hidden, bias=False)
-        self.up = nn.Linear(width, hidden, bias=False)
-        self.down = nn.Linear(hidden, width, bias=False)
-
-    def forward(self, x: torch.Tensor) -> State:
-        """Apply the block to one stream of tokens."""
-        normed = self.norms[0](x)
-        x = x + self.attention(normed, normed)
-        normed = self.norms[1](x)
-        return (x + self.down(functional.silu(self.gate(normed)) * self.up(normed)),)
-
-
-class _Half(nn.Module):
-    """One stream's part of a FLUX.1 double block: 16 tensors."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.modulation = nn.Linear(width, 6 * width)
-        self.attention = _HeadNormed(width, heads)
-        self.out = nn.Linear(width, width)
-        self.feed_forward = _feed_forward(width)
-
-
-class _HeadNormed(nn.Module):
-    """Queries, keys and values, with a norm over each head."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.head = width // heads
-        self.parts = nn.ModuleList(nn.Linear(width, width) for _ in range(3))
-        self.norms = nn.ModuleList(nn.RMSNorm(self.head) for _ in range(2))
-
-    def forward(self, x: torch.Tensor) -> State:
-        """Return them, heads first."""
-        query, key, value = (p(x).unflatten(-1, (-1, self.head)) for p in self.parts)
-        found = self.norms[0](query), self.norms[1](key), value
-        return tuple(t.transpose(-3, -2) for t in found)
-
-
-def _attend(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-) -> torch.Tensor:
-    mixed = functional.scaled_dot_product_attention(query, key, value)
-    return mixed.transpose(-3, -2).flatten(-2)
-
-
-class FluxDouble(nn.Module):
-    """Image and text tokens with weights of their own: 32 tensors."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.halves = nn.ModuleList(_Half(width, heads) for _ in range(2))
-
-    def forward(
-        self, image: torch.Tensor, text: torch.Tensor, vec: torch.Tensor
-    ) -> State:
-        """Let both streams attend to both."""
-        streams = (text, image)
-        scales = [h.modulation(functional.silu(vec)).chunk(6, -1) for h in self.halves]
-        normed = [
-            functional.layer_norm(x, x.shape[-1:]) * (1 + s[0]) + s[1]
-            for x, s in zip(streams, scales, strict=True)
-        ]
-        parts = [h.attention(x) for h, x in zip(self.halves, normed, strict=True)]
-        mixed = _attend(*(torch.cat(pair, -2) for pair in zip(*parts, strict=True)))
-        shares = mixed.split([x.shape[-2] for x in streams], -2)
-        done = []
-        for half, x, s, share in zip(self.halves, streams, scales, shares, strict=True):
-            x = x + s[2] * half.out(share)
-            normed_x = functional.layer_norm(x, x.shape[-1:]) * (1 + s[3]) + s[4]
-            done.append(x + s[5] * half.feed_forward(normed_x))
-        return done[1], done[0], vec
-
-
-class FluxSingle(nn.Module):
-    """All tokens in one stream, attention and feed-forward at once: 14 tensors."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.modulation = nn.Linear(width, 3 * width)
-        self.attention = _HeadNormed(width, heads)
-        self.up = nn.Linear(width, 4 * width)
-        self.out = nn.Linear(5 * width, width)
-
-    def forward(
-        self, image: torch.Tensor, text: torch.Tensor, vec: torch.Tensor
-    ) -> State:
-        """Apply the block to both streams as one."""
-        x = torch.cat((text, image), -2)
-        scale, shift, gate = self.modulation(functional.silu(vec)).chunk(3, -1)
-        normed = functional.layer_norm(x, x.shape[-1:]) * (1 + scale) + shift
-        mixed = _attend(*self.attention(normed))
-        both = torch.cat((mixed, functional.gelu(self.up(normed))), -1)
-        x = x + gate * self.out(both)
-        text, image = x.split([text.shape[-2], image.shape[-2]], -2)
-        return image, text, vec
-
-
-class LtxBlock(nn.Module):
-    """Video and audio tokens, text, and each to the other: 72 tensors."""
-
-    def __init__(self, video: int, audio: int, heads: int) -> None:
-        super().__init__()
-        large, small = video // heads, audio // heads
-        self.tables = nn.ParameterList(
-            torch.empty(rows, width)
-            for rows, width in ((6, video), (6, audio), (5, video), (5, audio))
-        )
-        self.own = nn.ModuleList(
-            Attention(w, w, heads=heads, head=h)
-            for w, h in ((video, large), (audio, small))
-        )
-        self.text = nn.ModuleList(
-            Attention(w, w, heads=heads, head=h)
-            for w, h in ((video, large), (audio, small))
-        )
-        self.crossed = nn.ModuleList(
-            Attention(w, source, heads=heads, head=small)
-            for w, source in ((video, audio), (audio, video))
-        )
-        self.feed_forward = nn.ModuleList(_feed_forward(w) for w in (video, audio))
-
-    def forward(self, *state: torch.Tensor) -> State:
-        """Apply the block to video, audio, and the text for each."""
-        streams, texts = list(state[:2]), state[2:]
-        for number, text in enumerate(texts):
-            table = self.tables[number] + self.tables[number + 2].sum(0)
-            normed = _normed(streams[number]) * (1 + table[0]) + table[1]
-            streams[number] = streams[number] + table[2] * self.own[number](
-                normed, normed
-            )
-            streams[number] = streams[number] + self.text[number](streams[number], text)
-        video, audio = map(_normed, streams)
-        streams[0] = streams[0] + self.crossed[0](video, audio)
-        streams[1] = streams[1] + self.crossed[1](audio, video)
-        for number in range(2):
-            table = self.tables[number]
-            normed = _normed(streams[number]) * (1 + table[3]) + table[4]
-            grown = self.feed_forward[number](normed)
-            streams[number] = streams[number] + table[5] * grown
-        return (*streams, *texts)
-
-
-def _normed(x: torch.Tensor) -> torch.Tensor:
-    return functional.rms_norm(x, x.shape[-1:])
+__all__ = ["SHAPES", "Shape", "Stack", "build", "inputs", "skeleton"]
 
 
 class Stack(nn.Module):
@@ -245,10 +42,10 @@ class Stack(nn.Module):
 class Shape:
     """A real model's blocks, and the inputs of one step."""
 
-    blocks: tuple[tuple[int, Callable[[int], nn.Module]], ...]
+    blocks: tuple[tuple[int, Make], ...]
     """How many of each kind, and how one is made, with its sizes divided."""
-    inputs: tuple[tuple[int, int], ...]
-    """Rows and columns of each input."""
+    inputs: Callable[[int], Sizes]
+    """The size of each input, from that by which sizes are divided."""
 
     @property
     def count(self) -> int:
@@ -256,26 +53,131 @@ class Shape:
         return sum(count for count, _ in self.blocks)
 
 
-SHAPES = {
-    "ltx-2": Shape(
+def _tokens(*sizes: tuple[int, int]) -> Callable[[int], Sizes]:
+    """Rows and widths, both divided: rows by more, for they cost more."""
+    return lambda by: tuple(
+        (max(1, int(rows / by**1.5)), width // by) for rows, width in sizes
+    )
+
+
+def _ltx(*rows: int) -> Shape:
+    """Of video, audio, and the text for each."""
+    return Shape(
         blocks=((48, lambda by: LtxBlock(4096 // by, 2048 // by, 32)),),
-        inputs=((768, 4096), (18, 2048), (1024, 4096), (1024, 2048)),
-    ),
-    "ltx-2-long": Shape(
-        blocks=((48, lambda by: LtxBlock(4096 // by, 2048 // by, 32)),),
-        inputs=((6144, 4096), (126, 2048), (1024, 4096), (1024, 2048)),
-    ),
-    "flux.1": Shape(
+        inputs=_tokens(*zip(rows, (4096, 2048, 4096, 2048), strict=True)),
+    )
+
+
+def _flux(image: int) -> Shape:
+    return Shape(
         blocks=(
             (19, lambda by: FluxDouble(3072 // by, 24)),
             (38, lambda by: FluxSingle(3072 // by, 24)),
         ),
-        inputs=((4096, 3072), (512, 3072), (1, 3072)),
-    ),
+        inputs=_tokens((image, 3072), (512, 3072), (1, 3072)),
+    )
+
+
+def _flux2(image: int) -> Shape:
+    tokens = _tokens((image, 6144), (512, 6144))
+    return Shape(
+        blocks=(
+            (8, lambda by: Flux2Double(6144 // by, 48)),
+            (48, lambda by: Flux2Single(6144 // by, 48)),
+        ),
+        inputs=lambda by: (*tokens(by), (15, 6144 // by)),
+    )
+
+
+def _qwen(rows: int) -> Shape:
+    return Shape(
+        blocks=(
+            (28, lambda by: LlamaBlock(3584 // by, 18944 // by, 28, 4, bias=True)),
+        ),
+        inputs=_tokens((rows, 3584)),
+    )
+
+
+def _gemma(rows: int) -> Shape:
+    def make(by: int) -> nn.Module:
+        return GemmaBlock(
+            3840 // by, 15360 // by, heads=16, groups=8, head=max(2, 256 // by)
+        )
+
+    return Shape(blocks=((48, make),), inputs=_tokens((rows, 3840)))
+
+
+def _qwen_experts(rows: int) -> Shape:
+    def make(by: int) -> nn.Module:
+        return ExpertBlock(
+            2048 // by,
+            768 // by,
+            max(16, 128 // by),
+            heads=32,
+            groups=4,
+            head=max(2, 128 // by),
+        )
+
+    return Shape(blocks=((48, make),), inputs=_tokens((rows, 2048)))
+
+
+def _sdxl(image: int) -> Shape:
+    """Of so many points in a row of the image; its narrowest level has 32 channels."""
+
+    def width(by: int) -> int:
+        return 32 * max(1, 10 // by)
+
+    def block(kind: type[nn.Module], *widths: object, **options: object) -> Make:
+        def make(by: int) -> nn.Module:
+            c = width(by)
+            head = max(8, 64 // by)
+            *before, out = (_times(w, c) for w in widths)
+            sizes = (4 * c, out // head, 2048 // by)
+            layers = options.get("layers", 0)
+            given = {**options, "layers": -(-layers // by)}
+            return kind(*before, out, sizes, **given)
+
+        return make
+
+    made = (
+        block(Down, 1, 1),
+        block(Down, 1, 2, layers=2),
+        block(Down, 2, 4, layers=10, last=True),
+        block(Middle, 4, layers=10),
+        block(Up, (8, 8, 6), 4, layers=10),
+        block(Up, (6, 4, 3), 2, layers=2),
+        block(Up, (3, 2, 2), 1, last=True),
+    )
+    return Shape(
+        blocks=tuple((1, make) for make in made),
+        inputs=lambda by: (
+            (1, width(by), *2 * (max(8, image // by),)),
+            (1, 4 * width(by)),
+            (1, max(1, 77 // by), 2048 // by),
+        ),
+    )
+
+
+def _times(widths: object, by: int) -> object:
+    return tuple(w * by for w in widths) if isinstance(widths, tuple) else widths * by
+
+
+SHAPES = {
+    "ltx-2": _ltx(768, 18, 1024, 1024),
+    "ltx-2-long": _ltx(6144, 126, 1024, 1024),
+    "flux.1": _flux(4096),
+    "flux.1-large": _flux(16384),
+    "flux.2": _flux2(4096),
     "llama-3-8b": Shape(
         blocks=((32, lambda by: LlamaBlock(4096 // by, 14336 // by, 32, 8)),),
-        inputs=((2048, 4096),),
+        inputs=_tokens((2048, 4096)),
     ),
+    "qwen2.5-7b": _qwen(1),
+    "qwen2.5-7b-prefill": _qwen(2048),
+    "qwen3-30b-a3b": _qwen_experts(1),
+    "qwen3-30b-a3b-prefill": _qwen_experts(2048),
+    "gemma-3-12b": _gemma(512),
+    "sdxl": _sdxl(128),
 }
 
 
@@ -292,15 +194,17 @@ def build(
     *,
     device: torch.device,
     dtype: torch.dtype,
+    home: torch.device | None = None,
     blocks: int | None = None,
     divide: int = 1,
 ) -> Stack:
-    """Return a stack on the device, with the same random weights at every call.
+    """Return a stack, with the same random weights at every call.
 
     Args:
         shape: Which.
-        device: Where it is built, block by block.
+        device: Where its values are made, block by block: no host is as fast.
         dtype: Of all weights.
+        home: Where each block is brought then; None leaves it.
         blocks: About how many blocks; None for all.
         divide: By how much all widths are divided.
     """
@@ -310,16 +214,22 @@ def build(
     for make in _makers(shape, blocks):
         with torch.device("meta"):
             block = make(divide).to(dtype)
-        made.append(_filled(block.to_empty(device=device), generator))
+        block = _filled(block.to_empty(device=device), generator)
+        made.append(block if home is None else block.to(home))
     return Stack(made).requires_grad_(False)
+
+
+def skeleton(shape: Shape, *, blocks: int | None = None, divide: int = 1) -> Stack:
+    """Return a stack whose weights are not set."""
+    return Stack([make(divide) for make in _makers(shape, blocks)])
 
 
 def _filled(block: nn.Module, generator: torch.Generator) -> nn.Module:
     for parameter in block.parameters():
-        bound = parameter.shape[-1] ** -0.5
-        values = torch.empty(
-            parameter.shape, dtype=parameter.dtype, device=generator.device
-        )
+        shape = parameter.shape
+        window = shape[1:] if len(shape) == 4 else shape[-1:]  # what an output sums up
+        bound = window.numel() ** -0.5
+        values = torch.empty(shape, dtype=parameter.dtype, device=generator.device)
         parameter.data.copy_(values.uniform_(-bound, bound, generator=generator))
     return block
 
@@ -330,8 +240,6 @@ def inputs(
     """Return one step's inputs on the device, the same at every call."""
     generator = torch.Generator().manual_seed(1)
     return tuple(
-        torch.randn(max(1, rows // divide), width // divide, generator=generator).to(
-            device, dtype
-        )
-        for rows, width in shape.inputs
+        torch.randn(size, generator=generator).to(device, dtype)
+        for size in shape.inputs(divide)
     )

@@ -1,0 +1,170 @@
+"""What was measured on devices, for the page: a table a cell, and every cell lost.
+
+A cell is lost where this library failed, missed what the device allows, or another way
+is better: faster in the same memory, or smaller while nothing of ours, in whatever
+memory, is as small and as fast.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from stagehand.units import format_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    Line = dict[str, Any]
+    Group = list[Line]
+
+__all__ = ["device_section", "lost"]
+
+_OVER_BOUND = {"inference": 1.03, "disk": 1.05, "pair": 1.03}
+_OVER_BOUND_IN_TRAINING = 1.05
+_OVER_RESIDENT = 1.02  # where compute is the bound
+_DRIFT = 0.03
+_NO_PEERS = ("none",)
+
+
+def device_section(name: str, lines: Sequence[Line]) -> Iterator[str]:
+    """Yield the lines of a device's section."""
+    yield f"### {name}\n"
+    for line in [line for line in lines if line.get("kind") == "link"][-1:]:
+        yield _link(line)
+    groups = _groups(lines)
+    yield "#### Cells lost\n"
+    found = list(lost(groups))
+    yield from (f"- {sentence}" for sentence in found or ["None."])
+    yield ""
+    for group in groups:
+        yield from _table(group)
+
+
+def _link(line: Line) -> str:
+    fastest = max(line["h2d"].values()) / 1e9
+    return (
+        f"The link: {fastest:.1f} GB/s to the device, {line['d2h'] / 1e9:.1f} from it;"
+        f" both at once {line['h2d_both'] / 1e9:.1f} and"
+        f" {line['d2h_both'] / 1e9:.1f}.\nPage-locking takes"
+        f" {line['pin_seconds_per_gb']:.2f} s a GB.\n"
+    )
+
+
+def _groups(lines: Sequence[Line]) -> list[Group]:
+    """Put lines together that differ in the way only; of each, the newest."""
+    groups: dict[str, dict[str, Line]] = {}
+    for line in lines:
+        if line.get("kind") != "cell":
+            continue
+        cell = dict(line["cell"])
+        way = cell.pop("way")
+        groups.setdefault(json.dumps(cell, sort_keys=True), {})[way] = line
+    return [list(group.values()) for group in groups.values()]
+
+
+def lost(groups: Sequence[Group]) -> Iterator[str]:
+    """Yield a sentence for everything that is not as it should be."""
+    for group in groups:
+        ours = [line for line in group if _ours(line)]
+        for line in ours:
+            yield from (f"{_name(line)}: {why}" for why in _misses(line))
+        pool = [
+            line
+            for other in groups
+            for line in other
+            if _ours(line) and _same_work(line, group[0]) and "failed" not in line
+        ]
+        for line in group:
+            if not _ours(line) and "failed" not in line:
+                yield from (
+                    f"{_name(line)}: {why}" for why in _advantages(line, ours, pool)
+                )
+
+
+def _ours(line: Line) -> bool:
+    return bool(line["cell"]["way"].startswith("stagehand"))
+
+
+def _same_work(one: Line, other: Line) -> bool:
+    names = ("kind", "shape", "blocks", "divide")
+    return all(one["cell"][name] == other["cell"][name] for name in names)
+
+
+def _name(line: Line) -> str:
+    cell = line["cell"]
+    sizes = [cell[size] for size in ("cap", "budget", "ram") if cell[size]]
+    return "/".join(
+        (cell["kind"], cell["shape"], "+".join(sizes) or "all", cell["way"])
+    )
+
+
+def _misses(line: Line) -> Iterator[str]:
+    if "failed" in line:
+        yield f"failed ({line['failed']})"
+        return
+    if not line["equal"] and not line["resident_difference"]:
+        yield "not the resident outcome"
+    kind = line["cell"]["kind"]
+    limit = _OVER_BOUND.get(kind, _OVER_BOUND_IN_TRAINING)
+    if line["bound"] <= sum(line["resident_phases"]):
+        limit = _OVER_RESIDENT
+    if line["over_bound"] > limit:
+        yield f"{line['over_bound']:.3f} of the bound, {limit:g} allowed"
+    before, after = line["rates"]["h2d"], line["h2d_rate_after"]
+    if abs(after / before - 1) > _DRIFT:
+        yield (
+            f"not valid: the link's rate went from {before / 1e9:.1f} to"
+            f" {after / 1e9:.1f} GB/s"
+        )
+
+
+def _advantages(
+    line: Line, ours: Sequence[Line], pool: Sequence[Line]
+) -> Iterator[str]:
+    """What another way does better than all of ours."""
+    if line["cell"]["way"] in _NO_PEERS or not line["equal"]:
+        return
+    step, size = line["step"]["median"], line["device_bytes"]
+    here = [own["step"]["median"] for own in ours if "failed" not in own]
+    best = min(here, default=None)
+    if best is None or step < best:
+        than = "nothing of ours" if best is None else f"{best * 1e3:.2f} ms of ours"
+        yield f"faster: {step * 1e3:.2f} ms against {than}"
+    elif not any(
+        own["step"]["median"] <= step and own["device_bytes"] <= size for own in pool
+    ):
+        yield f"smaller: {format_bytes(size)}, in which ours is not as fast"
+
+
+def _table(group: Group) -> Iterator[str]:
+    first = group[0]
+    name = _name(first).rsplit("/", 1)[0]
+    blocks = first["cell"]["blocks"]
+    yield f"#### {name}{f', about {blocks} blocks' if blocks else ''}\n"
+    yield (
+        "| way | step, ms (10 % to 90 %) | over bound | over resident | allocated |"
+        " reserved | device | pinned | host | copies | stall, ms | start-up, s |"
+    )
+    yield "|" + "---|" * 12
+    for line in group:
+        yield f"| {line['cell']['way']} | {' | '.join(_cells(line))} |"
+    yield ""
+
+
+def _cells(line: Line) -> list[str]:
+    if "failed" in line:
+        return [f"left out: {line['failed'].replace('|', '/')}", *[""] * 10]
+    step = {name: value * 1e3 for name, value in line["step"].items()}
+    memory = ("allocated", "reserved", "device", "pinned", "host")
+    stall = line["stall_ms"]
+    return [
+        f"{step['median']:.2f} ({step['p10']:.2f} to {step['p90']:.2f})"
+        + ("" if line["equal"] else ", other bits"),
+        f"{line['over_bound']:.3f}",
+        f"{line['over_resident']:.3f}",
+        *(format_bytes(line[f"{name}_bytes"]) for name in memory),
+        f"{line['h2d_copies']} + {line['d2h_copies']}",
+        "" if stall is None else f"{stall:.2f}",
+        f"{line['startup']:.1f}",
+    ]

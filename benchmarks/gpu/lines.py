@@ -1,0 +1,62 @@
+"""The results' file: a line a measurement, and which are there already."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from benchmarks.gpu.cells import Cell
+
+__all__ = ["Lines"]
+
+
+class Lines:
+    """What is written of one device.
+
+    Args:
+        device: Its name.
+        folder: Where the file lies; None prints only.
+    """
+
+    def __init__(self, device: str, folder: Path | None) -> None:
+        self._about = {"device": device, "torch": torch.__version__}
+        name = f"{device.replace(' ', '-')}.jsonl"
+        self._path = None if folder is None else folder / name
+        self._there = {
+            _key(line)
+            for line in self._read()
+            if not ("failed" in line and _ours(line))
+        }
+
+    def __contains__(self, cell: Cell) -> bool:
+        """Whether it was measured; a failure of ours has to be tried again."""
+        return _key({**self._about, "cell": cell.line()}) in self._there
+
+    def _read(self) -> list[dict[str, Any]]:
+        if self._path is None or not self._path.exists():
+            return []
+        text = self._path.read_text(encoding="utf-8")
+        return [json.loads(line) for line in text.splitlines() if line]
+
+    def write(self, line: dict[str, Any]) -> None:
+        """Add a line."""
+        text = json.dumps({**self._about, **line})
+        print(text, flush=True)
+        if self._path is not None:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(text + "\n")
+
+
+def _key(line: dict[str, Any]) -> str:
+    found = {name: line.get(name) for name in ("device", "torch", "cell")}
+    return json.dumps(found, sort_keys=True)
+
+
+def _ours(line: dict[str, Any]) -> bool:
+    return bool(line.get("cell", {}).get("way", "").startswith("stagehand"))

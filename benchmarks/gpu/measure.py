@@ -1,0 +1,260 @@
+"""Measures one cell: resident first, then in less memory, held against each other."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from benchmarks.gpu.clock import Spread, time_each, time_phases, time_steps
+from benchmarks.gpu.link import copy_rate
+from benchmarks.gpu.rates import Rates, read_rate
+from benchmarks.gpu.tasks.base import Room, nbytes_of
+from benchmarks.gpu.tasks.making import KINDS, make
+from benchmarks.gpu.ways.base import Setting
+from benchmarks.gpu.ways.every import WAYS
+from stagehand.units import MIB, parse_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from benchmarks.gpu.card import Card, Copies
+    from benchmarks.gpu.cells import Cell
+    from benchmarks.gpu.tasks.base import Task
+
+__all__ = ["measure"]
+
+_SLACK = 32  # this part of the cap is left for fragments and the driver's own
+_CHECKED = 64 * MIB
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Resident:
+    """The run that everything is held against."""
+
+    outcome: list[torch.Tensor]
+    difference: float
+    """Between two such runs: kernels may add in any order."""
+    step: Spread
+    phases: list[float]
+    peak_bytes: int
+    moved_bytes: int
+    """Of the weights that may stream, or of what a step saves for backward."""
+    beside_bytes: int
+    """The peak without what is at home where weights stream, but on its way there."""
+
+
+def measure(cell: Cell, card: Card, folder: Path | None = None) -> dict[str, Any]:
+    """Return what was found, for the results.
+
+    Args:
+        cell: What is measured.
+        card: Where; it can hold all weights once.
+        folder: Where files are written for a while; None for the system's place.
+
+    Raises:
+        AssertionError: If this library's outcome is not the resident one, bit for bit.
+    """
+    found = _resident(cell, card)
+    with tempfile.TemporaryDirectory(dir=folder, prefix="bench-") as files:
+        rates = Rates.of(card, disk=_disk_rate(cell, found, Path(files)))
+        card.empty_cache()
+        cap = _cap(cell, card, found)
+        with card.capped(cap):
+            line = _line(cell, card, found, rates, _room(cell, card, found, cap), files)
+    line["h2d_rate_after"] = copy_rate(card.device, MIB if card.dry else _CHECKED)
+    return {"kind": "cell", "cell": cell.line(), "cap_bytes": cap, **line}
+
+
+def _line(
+    cell: Cell, card: Card, found: _Resident, rates: Rates, room: Room, files: str
+) -> dict[str, Any]:
+    setting = Setting(
+        cell=cell,
+        task=make(cell, card.place, resident=False),
+        room=room,
+        place=card.place,
+        folder=Path(files),
+    )
+    with setting.ends:
+        return _away(setting, card, found, rates)
+
+
+def _resident(cell: Cell, card: Card) -> _Resident:
+    card.empty_cache()
+    task = make(cell, card.place, resident=True)
+    weights = nbytes_of(task.streamed_weights())
+    task.begin()
+    outcome = task.outcome()
+    difference = _difference(outcome, task.outcome())
+    task.step()
+    card.empty_cache()
+    held = card.device.allocated_bytes() or 0
+    step = time_steps(card.device, task.step, cell.steps)
+    phases = time_phases(card.device, task.phases(), cell.steps)
+    peak = card.device.peak_allocated_bytes() or 0
+    return _Resident(
+        outcome=outcome,
+        difference=difference,
+        step=step,
+        phases=phases,
+        peak_bytes=peak,
+        moved_bytes=weights if task.at_home else peak - held,
+        beside_bytes=peak - task.copies_home * weights + task.flying_bytes(),
+    )
+
+
+def _cap(cell: Cell, card: Card, found: _Resident) -> int | None:
+    """A part stands for what holds that part of the weights, and all else."""
+    if cell.cap is None or not cell.cap.endswith("%"):
+        return None if cell.cap is None else parse_bytes(cell.cap, name="cap")
+    weights = parse_bytes(cell.cap, name="cap", of=found.moved_bytes)
+    need = weights + found.beside_bytes + card.used_bytes()
+    return need * _SLACK // (_SLACK - 1) + _SLACK
+
+
+def _room(cell: Cell, card: Card, found: _Resident, cap: int | None) -> Room:
+    whole = found.moved_bytes
+    if cell.budget is not None:
+        budget = parse_bytes(cell.budget, name="budget", of=whole)
+    elif cap is not None:
+        budget = cap - cap // _SLACK - card.used_bytes() - found.beside_bytes
+        assert budget > 0, f"{cell.cap} do not hold what a step needs beside weights"
+    else:
+        budget = whole
+    ram = None if cell.ram is None else parse_bytes(cell.ram, name="ram", of=whole)
+    return Room(whole_bytes=whole, budget_bytes=min(budget, whole), ram_bytes=ram)
+
+
+def _disk_rate(cell: Cell, found: _Resident, folder: Path) -> float | None:
+    """What reading such files takes, of one that is deleted again."""
+    if cell.kind != "disk":
+        return None
+    path = folder / "probe"
+    with path.open("wb") as file:
+        written = 0
+        while written < min(found.moved_bytes, 32 * _CHECKED):
+            written += file.write(bytes(min(_CHECKED, found.moved_bytes)))
+    rate = read_rate(path)
+    path.unlink()
+    return rate
+
+
+def _away(
+    setting: Setting, card: Card, found: _Resident, rates: Rates
+) -> dict[str, Any]:
+    cell, task, device = setting.cell, setting.task, card.device
+    way = WAYS[cell.way]
+    began = time.perf_counter()
+    way.prepare(setting)
+    task.begin()
+    outcome = task.outcome()
+    startup = time.perf_counter() - began
+    _check(cell, found, outcome)
+    same = _equal(outcome, found.outcome)
+    difference = _difference(outcome, found.outcome)
+    del outcome
+    used = card.used_bytes()
+    for _ in range(cell.settling):
+        task.step()
+        device.synchronize()
+    step = _time(setting, card)
+    used = max(used, card.used_bytes())
+    stall = _reported(task)
+    copies = card.copies(task.step)
+    if not task.trains:
+        last = task.outcome()
+        _check(cell, found, last)
+        same = same and _equal(last, found.outcome)
+    bound = task.bound(found.phases, setting.room, rates)
+    return {
+        "version": way.version,
+        "step": asdict(step),
+        "resident": asdict(found.step),
+        "resident_phases": found.phases,
+        "bound": bound,
+        "over_bound": step.median / bound,
+        "over_resident": step.median / found.step.median,
+        "equal": same,
+        "difference": difference,
+        "resident_difference": found.difference,
+        **_memory(setting, card, found, used),
+        **_copied(copies),
+        **stall,
+        "startup": startup,
+        "rates": asdict(rates),
+    }
+
+
+def _time(setting: Setting, card: Card) -> Spread:
+    task, steps = setting.task, setting.cell.steps
+    if task.before_step is None:
+        return time_steps(card.device, task.step, steps)
+    return time_each(card.device, task.step, steps, task.before_step)
+
+
+def _memory(
+    setting: Setting, card: Card, found: _Resident, used: int
+) -> dict[str, int]:
+    allocated = card.device.peak_allocated_bytes() or 0
+    return {
+        "weight_bytes": setting.room.whole_bytes,
+        "budget_bytes": setting.room.budget_bytes,
+        "allocated_bytes": allocated,
+        "reserved_bytes": torch.accelerator.max_memory_reserved(),
+        "device_bytes": max(used, card.used_bytes(), allocated),
+        "resident_peak_bytes": found.peak_bytes,
+        "pinned_bytes": card.pinned_bytes(),
+        "host_bytes": card.resident_bytes(),
+    }
+
+
+def _runtimes(task: Task) -> list[Any]:
+    found = (getattr(m, "_stagehand_layer_runtime", None) for m in task.models)
+    return [runtime for runtime in found if runtime is not None]
+
+
+def _reported(task: Task) -> dict[str, float | None]:
+    """What this library says of itself: how long compute waited for weights."""
+    stalls = [runtime.report().stall_ms for runtime in _runtimes(task)]
+    known = [stall for stall in stalls if stall is not None]
+    return {"stall_ms": sum(known) if known else None}
+
+
+def _copied(copies: Copies) -> dict[str, int]:
+    return {
+        "h2d_copies": copies.h2d,
+        "d2h_copies": copies.d2h,
+        "h2d_bytes": copies.h2d_bytes,
+        "d2h_bytes": copies.d2h_bytes,
+    }
+
+
+def _check(cell: Cell, found: _Resident, outcome: list[torch.Tensor]) -> None:
+    """Hold this library to its word. Gradients may differ where resident ones do."""
+    if not cell.ours:
+        return
+    first = 1 if KINDS[cell.kind].trains and found.difference else None
+    same = _equal(outcome[:first], found.outcome[:first])
+    assert same, f"{cell.name}: off by {_difference(outcome, found.outcome)}"
+
+
+def _equal(some: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:
+    return all(
+        torch.equal(_bits(a), _bits(b)) for a, b in zip(some, others, strict=True)
+    )
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def _difference(some: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> float:
+    return max(
+        (a.float() - b.float()).abs().max().item()
+        for a, b in zip(some, others, strict=True)
+    )

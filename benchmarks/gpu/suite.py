@@ -1,0 +1,114 @@
+"""Which cells there are: models, in the memory of cards that people have."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from fnmatch import fnmatch
+from typing import TYPE_CHECKING
+
+from benchmarks.gpu.cells import Cell
+from benchmarks.gpu.ways.every import ways_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+__all__ = ["SHORT", "all_cells", "dry", "pick"]
+
+_INFERENCE = {
+    "ltx-2": ("24GiB", "8GiB", "6GiB", "4GiB"),
+    "ltx-2-long": ("24GiB", "8GiB"),
+    "flux.1": ("24GiB", "8GiB", "6GiB"),
+    "flux.1-large": ("8GiB",),
+    "flux.2": ("24GiB", "8GiB", "6GiB"),
+    "qwen2.5-7b": ("6GiB", "4GiB", "2GiB"),
+    "qwen2.5-7b-prefill": ("6GiB", "4GiB"),
+    "llama-3-8b": ("8GiB", "6GiB"),
+    "qwen3-30b-a3b": ("24GiB", "8GiB"),
+    "qwen3-30b-a3b-prefill": ("24GiB", "8GiB"),
+    "gemma-3-12b": ("8GiB",),
+    "sdxl": ("6GiB", "4GiB"),
+}
+_LORA = {
+    "ltx-2": ("24GiB", "8GiB"),
+    "flux.1-large": ("6GiB",),
+    "flux.2": ("24GiB",),
+    "llama-3-8b": ("8GiB",),
+}
+_FULL = {"llama-3-8b": ("24GiB", "8GiB")}
+_PAIRS = {"gemma-3-12b+ltx-2": ("24GiB",), "llama-3-8b+qwen2.5-7b": ("8GiB",)}
+_SAVED = {"llama-3-8b": ("50%", "20%"), "flux.1": ("20%",)}
+_DISK = {"qwen2.5-7b": ("100%", "30%"), "llama-3-8b": ("30%",)}
+
+SHORT = ("inference/ltx-2/24GiB/*", "lora/ltx-2/24GiB/*", "inference/flux.1/8GiB/*")
+"""What a few minutes are enough for."""
+
+
+def all_cells() -> Iterator[Cell]:
+    """Yield every cell, those that are compared one after another."""
+    for kind, table in (
+        ("inference", _INFERENCE),
+        ("lora", _LORA),
+        ("full", _FULL),
+        ("pair", _PAIRS),
+    ):
+        for shape, caps in table.items():
+            for cap in caps:
+                yield from _every_way(Cell(kind=kind, shape=shape, cap=cap))
+    for shape, budgets in _SAVED.items():
+        for budget in budgets:
+            yield from _every_way(Cell(kind="activations", shape=shape, budget=budget))
+    for shape, rams in _DISK.items():
+        for ram in rams:
+            yield from _every_way(Cell(kind="disk", shape=shape, cap="6GiB", ram=ram))
+
+
+def _every_way(cell: Cell) -> Iterator[Cell]:
+    for way in ways_of(cell.kind):
+        yield replace(cell, way=way)
+
+
+def dry(cells: Iterable[Cell], *, blocks: int, divide: int) -> list[Cell]:
+    """Return the same for a simulated device: small, few, and each once.
+
+    A cap becomes a part of what the resident run takes. Other libraries rehearse with
+    the first shape of each kind that is small.
+    """
+    found: dict[Cell, None] = {}
+    for cell in cells:
+        if not cell.ours and not cell.shape.startswith("llama"):
+            continue
+        small = replace(
+            cell,
+            cap=cell.cap and "75%",
+            blocks=blocks,
+            # Small tensors are never spilled.
+            divide=divide // 4 if cell.kind == "activations" else divide,
+            steps=2,
+            settling=3,
+        )
+        found[small] = None
+    return list(found)
+
+
+def pick(
+    cells: Iterable[Cell],
+    *,
+    names: Sequence[str] = (),
+    kinds: Sequence[str] = (),
+    ways: Sequence[str] = (),
+) -> list[Cell]:
+    """Return those that are asked for; all, where nothing is.
+
+    Args:
+        cells: Of these.
+        names: Patterns as in a shell, "lora/*" or "*/sdxl/*".
+        kinds: What is done.
+        ways: Who keeps weights elsewhere.
+    """
+    return [
+        cell
+        for cell in cells
+        if (not names or any(fnmatch(cell.name, name) for name in names))
+        and (not kinds or cell.kind in kinds)
+        and (not ways or cell.way in ways)
+    ]

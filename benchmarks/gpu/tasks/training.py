@@ -1,0 +1,200 @@
+"""Training steps: of adapters, of all weights, and with much saved for backward."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from benchmarks.gpu.tasks.base import Room, Task, nbytes_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from benchmarks.gpu.blocks import State
+    from benchmarks.gpu.rates import Rates
+
+__all__ = ["FineTuning", "Lora", "Saved", "adapt"]
+
+_RATE = 1e-4
+_FLYING = 3  # blocks: one in backward, one that leaves, one to spare
+_PASSES = 7  # AdamW reads 4 numbers for each parameter, and writes 3
+
+
+class _Adapter(nn.Module):
+    """A frozen linear layer beside a trained product of low rank."""
+
+    def __init__(self, base: nn.Linear, down: torch.Tensor, up: torch.Tensor) -> None:
+        super().__init__()
+        self.base = base
+        self.down, self.up = nn.Parameter(down), nn.Parameter(up)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the sum of both."""
+        out: torch.Tensor = self.base(x) + x @ self.down.t() @ self.up.t()
+        return out
+
+
+def adapt(module: nn.Module, rank: int, generator: torch.Generator) -> None:
+    """Put an adapter around every linear layer.
+
+    Args:
+        module: Whose.
+        rank: Of the products.
+        generator: Of their values, on the host: so they are the same everywhere.
+    """
+    for name, child in list(module.named_children()):
+        if not isinstance(child, nn.Linear):
+            adapt(child, rank, generator)
+            continue
+        rows, columns = child.weight.shape
+        parts = [
+            torch.randn(size, generator=generator).mul_(size[-1] ** -0.5 / rank)
+            for size in ((rank, columns), (rows, rank))
+        ]
+        setattr(module, name, _Adapter(child, *(p.to(child.weight) for p in parts)))
+
+
+class _Checkpointed(nn.Module):
+    """A stack that computes each block again in backward."""
+
+    def __init__(self, stack: nn.Module) -> None:
+        super().__init__()
+        self.blocks = stack.blocks
+
+    def forward(self, *state: torch.Tensor) -> State:
+        """Apply all blocks."""
+        for block in self.blocks:  # type: ignore[union-attr]
+            state = checkpoint(block, *state, use_reentrant=False)
+        return state
+
+
+class _Training(Task):
+    """Forward, backward, and the optimizer's step."""
+
+    trains = True
+    checkpoints = True
+    overlaps = False
+    """Whether the optimizer runs beside backward, and has to end what it began."""
+
+    def __init__(self, models: list[nn.Module], states: Sequence[State]) -> None:
+        if self.checkpoints:
+            models = [_Checkpointed(model) for model in models]
+        super().__init__(models, states)
+        self._loss: torch.Tensor | None = None
+
+    @property
+    def trained(self) -> list[nn.Parameter]:
+        """Parameters that are stepped."""
+        return [p for m in self.models for p in m.parameters() if p.requires_grad]
+
+    def make_optimizer(self) -> torch.optim.Optimizer:
+        """Return what steps them. A way may put its own in this place."""
+        return torch.optim.AdamW(self.trained, lr=_RATE, fused=True)
+
+    def begin(self) -> None:
+        """See `Task`."""
+        self.optimizer = self.make_optimizer()
+
+    def outcome(self) -> list[torch.Tensor]:
+        """See `Task`. The loss, and all gradients; weights stay as they are."""
+        self._forward()
+        assert self._loss is not None
+        found = [self._loss.detach().cpu()]
+        self._backward()
+        found += [_whole(p.grad) for p in self.trained if p.grad is not None]
+        if self.overlaps:
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+        return found
+
+    def phases(self) -> Sequence[Callable[[], object]]:
+        """See `Task`."""
+        return self._forward, self._backward, self._update
+
+    def _forward(self) -> None:
+        with self.saving:
+            outputs = [
+                out
+                for model, state in zip(self.models, self.states, strict=True)
+                for out in model(*state)[:2]
+            ]
+            squares = [out.float().square().mean() for out in outputs]
+            self._loss = torch.stack(squares).sum()
+
+    def _backward(self) -> None:
+        assert self._loss is not None
+        self._loss.backward()  # type: ignore[no-untyped-call]
+        self._loss = None
+
+    def _update(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def _whole(gradient: torch.Tensor) -> torch.Tensor:
+    """On the host, and plain: what is sharded over one process lies in it."""
+    local: torch.Tensor = getattr(gradient, "_local_tensor", gradient)
+    return local.to("cpu", copy=True)
+
+
+class Lora(_Training):
+    """Adapters on frozen weights, with checkpoints."""
+
+    def streamed_weights(self) -> Iterable[torch.Tensor]:
+        """See `Task`. The frozen ones."""
+        return [w for w in super().streamed_weights() if not w.requires_grad]
+
+    def bound(self, seconds: Sequence[float], room: Room, rates: Rates) -> float:
+        """See `Task`. max(C_f, (W - V) / B) + max(C_b, (W - V) / B) + optimizer.
+
+        For at most V of the weights W can be there when a phase starts, and what is
+        computed again uses weights that backward needs as well.
+        """
+        forward, backward, update = seconds
+        crossing = room.crossing_bytes / rates.h2d
+        return max(forward, crossing) + max(backward, crossing) + update
+
+
+class FineTuning(_Training):
+    """All weights, with checkpoints."""
+
+    copies_home = 4
+
+    def flying_bytes(self) -> int:
+        """See `Task`. Gradients of some blocks, the largest ones."""
+        blocks = [b for m in self.models for b in m.blocks]  # type: ignore[union-attr]
+        return _FLYING * max(nbytes_of(b.parameters()) for b in blocks)
+
+    def bound(self, seconds: Sequence[float], room: Room, rates: Rates) -> float:
+        """See `Task`. All gradients go home, and the host steps what streams."""
+        forward, backward, _ = seconds
+        crossing = room.crossing_bytes
+        home = room.whole_bytes / rates.d2h_both
+        host = _PASSES * room.whole_bytes / (2 * rates.host)  # a copy reads and writes
+        back = max(backward, crossing / rates.h2d_both, home)
+        return max(forward, crossing / rates.h2d) + (
+            max(back, host) if self.overlaps else back + host
+        )
+
+
+class Saved(_Training):
+    """Adapters on weights that stay, without checkpoints: backward needs much."""
+
+    checkpoints = False
+    at_home = False
+
+    def streamed_weights(self) -> Iterable[torch.Tensor]:
+        """See `Task`. None."""
+        return []
+
+    def bound(self, seconds: Sequence[float], room: Room, rates: Rates) -> float:
+        """See `Task`. What is over the budget leaves in forward, returns in backward.
+
+        A way that keeps it all needs no more than compute.
+        """
+        forward, backward, update = seconds
+        over = room.crossing_bytes
+        return max(forward, over / rates.d2h) + max(backward, over / rates.h2d) + update

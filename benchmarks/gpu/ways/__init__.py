@@ -1,0 +1,1 @@
+"""Who keeps weights or saved tensors elsewhere: this library, and others."""

@@ -1,0 +1,83 @@
+"""A way of keeping weights elsewhere, and what can go wrong with somebody else's."""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import importlib.util
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from pathlib import Path
+
+    import torch
+
+    from benchmarks.gpu.cells import Cell
+    from benchmarks.gpu.tasks.base import Room, Task
+
+__all__ = ["FAILURES", "Setting", "Way"]
+
+FAILURES = (
+    RuntimeError,
+    AssertionError,
+    AttributeError,
+    ImportError,
+    LookupError,
+    OSError,
+    TypeError,
+    ValueError,
+)
+"""What other libraries raise where they cannot do something."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Setting:
+    """Where and with how much a way has to do its work."""
+
+    cell: Cell
+    task: Task
+    """Whose models it changes or replaces."""
+    room: Room
+    place: torch.device
+    folder: Path
+    """For files; empty, and deleted later."""
+    ends: ExitStack = field(default_factory=ExitStack)
+    """What is called when all is measured."""
+
+    def share(self, model: torch.nn.Module) -> int:
+        """Bytes of the budget for one of the models: in proportion to its weights."""
+        if len(self.task.models) == 1:
+            return self.room.budget_bytes
+        own = sum(p.numel() * p.element_size() for p in model.parameters())
+        return self.room.budget_bytes * own // self.room.whole_bytes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Way:
+    """One way."""
+
+    kinds: frozenset[str]
+    """What it can do."""
+    prepare: Callable[[Setting], object]
+    """Changes the models of a task."""
+    package: str = "torch"
+    """What has to be installed."""
+
+    @property
+    def missing(self) -> bool:
+        """Whether it is not installed."""
+        return importlib.util.find_spec(self.package) is None
+
+    @property
+    def version(self) -> str:
+        """Of the package."""
+        names = _distributions().get(self.package)
+        return importlib.metadata.version(names[0]) if names else "unknown"
+
+
+@functools.cache
+def _distributions() -> Mapping[str, list[str]]:
+    return importlib.metadata.packages_distributions()

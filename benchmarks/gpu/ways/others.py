@@ -1,0 +1,110 @@
+"""Other libraries, in the settings that are their best for these models."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from benchmarks.gpu.ways.base import Way
+from benchmarks.gpu.ways.plain import place_trained
+from stagehand.units import MIB
+
+if TYPE_CHECKING:
+    from benchmarks.gpu.ways.base import Setting
+
+__all__ = ["OTHERS"]
+
+_CPU = torch.device("cpu")
+_WITH_STREAMS = ("cuda", "xpu")  # elsewhere diffusers refuses them
+
+
+def _accelerate(at: Setting) -> None:
+    """Its copies start from pinned memory; else it has nothing to set."""
+    from accelerate import cpu_offload
+
+    for model in at.task.models:
+        # It brings a module's own tensors when that module is called, which a list of
+        # parameters never is: blocks with one are brought whole.
+        listed = {
+            type(block).__name__
+            for block in model.blocks  # type: ignore[union-attr]
+            if any(isinstance(m, nn.ParameterList) for m in block.modules())
+        }
+        cpu_offload(
+            model,
+            execution_device=at.place,
+            offload_buffers=False,
+            state_dict={n: t.pin_memory() for n, t in model.state_dict().items()},
+            preload_module_classes=sorted(listed),
+        )
+
+
+def _diffusers(at: Setting, *, level: str) -> None:
+    """A block (or a layer) ahead, on a stream of its own where it can."""
+    from diffusers.hooks import apply_group_offloading
+
+    streams = at.place.type in _WITH_STREAMS
+    for model in at.task.models:
+        apply_group_offloading(
+            model,
+            onload_device=at.place,
+            offload_device=_CPU,
+            offload_type=level,
+            num_blocks_per_group=1 if level == "block_level" else None,
+            use_stream=streams,
+            record_stream=streams,
+            non_blocking=True,
+            low_cpu_mem_usage=False,
+        )
+
+
+def _ramtorch(at: Setting) -> None:
+    """Its linear layers; what else there is stays on the device."""
+    from ramtorch.helpers import replace_linear_with_ramtorch
+
+    for model in at.task.models:
+        replace_linear_with_ramtorch(model, device=str(at.place))
+        for parameter in model.parameters():
+            if not getattr(parameter, "is_ramtorch", False):
+                parameter.data = parameter.data.to(at.place)
+        place_trained(model, at.place)
+
+
+def _mmgp(at: Setting) -> None:
+    """Half of the budget, for it takes twice what it is given."""
+    from mmgp import offload
+
+    for model in at.task.models:
+        budget = max(1, int(at.share(model) / 2 / MIB))
+        offload.all(
+            {"transformer": model},
+            pinnedMemory=True,
+            quantizeTransformer=False,
+            asyncTransfers=True,
+            budgets={"transformer": budget, "*": budget},
+        )
+
+
+_FORWARD = frozenset({"inference"})
+
+OTHERS = {
+    "accelerate": Way(kinds=_FORWARD, prepare=_accelerate, package="accelerate"),
+    "diffusers-block": Way(
+        kinds=_FORWARD,
+        prepare=functools.partial(_diffusers, level="block_level"),
+        package="diffusers",
+    ),
+    "diffusers-leaf": Way(
+        kinds=_FORWARD,
+        prepare=functools.partial(_diffusers, level="leaf_level"),
+        package="diffusers",
+    ),
+    "ramtorch": Way(
+        kinds=frozenset({"inference", "lora"}), prepare=_ramtorch, package="ramtorch"
+    ),
+    "mmgp": Way(kinds=_FORWARD, prepare=_mmgp, package="mmgp"),
+}
+"""By their names."""

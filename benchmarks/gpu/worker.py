@@ -1,0 +1,95 @@
+"""One cell in a process of its own: `python -m benchmarks.gpu.worker CELL RESULT`.
+
+Other libraries change what all of a process shares; peaks and start-up count from a
+fresh one, too.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.gpu.card import Card, SimulatedCard
+from benchmarks.gpu.cells import Cell
+from benchmarks.gpu.measure import measure
+from benchmarks.gpu.ways.base import FAILURES
+from benchmarks.gpu.ways.every import WAYS
+from benchmarks.simulated import ROOT
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["apart", "attempt", "main"]
+
+
+def attempt(cell: Cell, card: Card, folder: Path | None = None) -> dict[str, Any]:
+    """Return a cell's line; where another library cannot do it, the reason.
+
+    Raises:
+        Exception: What this library raised: that is a mistake.
+    """
+    way = WAYS[cell.way]
+    if way.missing:
+        return _failed(cell, f"{way.package} is not installed")
+    if cell.ours:
+        return measure(cell, card, folder)
+    try:
+        return measure(cell, card, folder)
+    except FAILURES as error:
+        return _failed(cell, f"{type(error).__name__}: {error}".splitlines()[0])
+
+
+def apart(
+    cell: Cell, *, dry: bool, folder: Path | None, seconds: float
+) -> dict[str, Any]:
+    """Return a cell's line, or how its process ended.
+
+    Args:
+        cell: What is measured.
+        dry: On the simulated device.
+        folder: Where files are written for a while; None for the system's place.
+        seconds: After which it is given up.
+    """
+    with tempfile.TemporaryDirectory() as there:
+        result = Path(there) / "line.json"
+        command = [sys.executable, "-m", "benchmarks.gpu.worker"]
+        command += [json.dumps(cell.line()), str(result)]
+        command += ["dry" if dry else "real", str(folder or "")]
+        try:
+            done = subprocess.run(
+                command,
+                cwd=ROOT,
+                stderr=subprocess.PIPE,
+                text=True,
+                timeout=seconds,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            return _failed(cell, f"it took more than {seconds:.0f} seconds")
+        if result.exists():
+            line: dict[str, Any] = json.loads(result.read_text(encoding="utf-8"))
+            return line
+        print(done.stderr, file=sys.stderr)
+        said = done.stderr.strip().splitlines() or [f"it ended with {done.returncode}"]
+        return _failed(cell, said[-1])
+
+
+def _failed(cell: Cell, reason: str) -> dict[str, Any]:
+    return {"kind": "cell", "cell": cell.line(), "failed": reason}
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Measure, write the line, and return the exit status."""
+    about, result, where, folder = arguments
+    card = SimulatedCard() if where == "dry" else Card()
+    line = attempt(Cell(**json.loads(about)), card, Path(folder) if folder else None)
+    Path(result).write_text(json.dumps(line), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
