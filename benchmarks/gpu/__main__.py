@@ -18,19 +18,16 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu.card import Card, SimulatedCard
+from benchmarks.gpu.card import SimulatedCard
 from benchmarks.gpu.cells import Cell
 from benchmarks.gpu.lines import Lines
-from benchmarks.gpu.link import calibrate
 from benchmarks.gpu.suite import SHORT, all_cells, dry, pick
 from benchmarks.gpu.tasks.making import KINDS
 from benchmarks.gpu.ways.every import WAYS
-from benchmarks.gpu.worker import apart, attempt
+from benchmarks.gpu.worker import apart, attempt, measure_link
 from benchmarks.simulated import ROOT
 from stagehand.units import format_bytes
 
-_SIZES = tuple(2**power for power in range(16, 31, 2))
-_DRY_SIZES = (1 << 12, 1 << 16, 1 << 20)
 _DRY_BLOCKS = 4
 _DRY_DIVIDE = 64
 
@@ -45,18 +42,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not options.dry and not torch.cuda.is_available():
         print("there is no CUDA device; --dry rehearses on a simulated one")
         return 2
-    card = SimulatedCard() if options.dry else Card()
+    card = SimulatedCard() if options.dry else None
     folder = options.out
     if folder is None and not options.dry:
         folder = ROOT / "benchmarks" / "results"
-    lines = Lines(card.name, folder)
-    lines.write(calibrate(card.device, _DRY_SIZES if options.dry else _SIZES).line())
-    card.empty_cache()
+    link = measure_link(card) if card else _apart(None, options)
+    lines = Lines(link["device"], folder)
+    lines.write(link)
     failed = 0
     for cell in cells:
         if cell in lines and not options.again:
             continue
-        line = _measured(cell, card, options)
+        # A rehearsal is done here: it measures nothing that others would spoil.
+        line = attempt(cell, card, options.scratch) if card else _apart(cell, options)
         lines.write(line)
         print(f"{cell.name}: {_sentence(line)}", flush=True)
         failed += cell.ours and "failed" in line
@@ -71,10 +69,7 @@ def _cells(options: argparse.Namespace) -> list[Cell]:
     return [cell.scaled(options.blocks, options.steps) for cell in found]
 
 
-def _measured(cell: Cell, card: Card, options: argparse.Namespace) -> dict[str, Any]:
-    """A rehearsal is done here: nothing is measured that a process would spoil."""
-    if options.dry:
-        return attempt(cell, card, options.scratch)
+def _apart(cell: Cell | None, options: argparse.Namespace) -> dict[str, Any]:
     return apart(cell, dry=False, folder=options.scratch, seconds=options.seconds)
 
 

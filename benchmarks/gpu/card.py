@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import tempfile
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,9 +36,10 @@ class Copies:
 
 
 class Card:
-    """A CUDA device, which nobody else uses."""
+    """A CUDA device, which nobody else uses: bytes that are gone are our process's."""
 
     dry = False
+    _profiled = (torch.profiler.ProfilerActivity.CUDA,)
     _oldest = 2
     """Objects of how many generations are looked through."""
 
@@ -61,7 +62,8 @@ class Card:
         self._empty_pinned()
 
     def _empty_pinned(self) -> None:
-        torch._C._host_emptyCache()
+        if hasattr(torch.accelerator, "empty_host_cache"):  # not in the oldest
+            torch.accelerator.empty_host_cache()
         torch.cuda.reset_peak_host_memory_stats()
 
     def used_bytes(self) -> int:
@@ -69,7 +71,7 @@ class Card:
         free, total = torch.accelerator.get_memory_info()
         return int(total - free - self._held)
 
-    @contextmanager
+    @contextlib.contextmanager
     def capped(self, cap_bytes: int | None) -> Iterator[None]:
         """Be a card with so much memory, of which our process already uses some."""
         if cap_bytes is None:
@@ -84,14 +86,14 @@ class Card:
             finally:
                 self._held = 0
 
-    @contextmanager
+    @contextlib.contextmanager
     def _smaller(self, leave_bytes: int) -> Iterator[None]:
         with ballast(leave_bytes):
             yield
 
     def pinned_bytes(self) -> int:
         """Page-locked bytes: the most that torch had, and what the library has."""
-        own = (m for m in gc.get_objects() if isinstance(m, _RegisteredMemory))
+        own = [m for m in gc.get_objects() if type(m) is _RegisteredMemory]
         stats = torch.cuda.host_memory_stats()
         return sum(map(len, own)) + int(stats.get("allocated_bytes.peak", 0))
 
@@ -101,8 +103,7 @@ class Card:
 
     def copies(self, run: Callable[[], object]) -> Copies:
         """What crossed the link while something ran, as the profiler saw it."""
-        activities = [torch.profiler.ProfilerActivity.CUDA]
-        with torch.profiler.profile(activities=activities) as found:
+        with torch.profiler.profile(activities=self._profiled) as found:
             run()
             self.device.synchronize()
         with tempfile.TemporaryDirectory() as folder:
@@ -144,7 +145,7 @@ class SimulatedCard(Card):
     def _empty_pinned(self) -> None:
         self._sim.reset_peak()
 
-    @contextmanager
+    @contextlib.contextmanager
     def _smaller(self, leave_bytes: int) -> Iterator[None]:
         self._sim.configure(
             capacity_bytes=self._sim.allocated_bytes() + leave_bytes, **_RATES

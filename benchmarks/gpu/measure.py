@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import tempfile
 import time
-from dataclasses import asdict, dataclass
+from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import psutil
 import torch
 
-from benchmarks.gpu.clock import Spread, time_each, time_phases, time_steps
+from benchmarks.gpu.clock import Spread, time_each, time_steps
 from benchmarks.gpu.link import copy_rate
+from benchmarks.gpu.outcomes import difference, equal
 from benchmarks.gpu.rates import Rates, read_rate
-from benchmarks.gpu.tasks.base import Room, nbytes_of
+from benchmarks.gpu.resident import Resident, run_resident
+from benchmarks.gpu.tasks.base import Room
 from benchmarks.gpu.tasks.making import KINDS, make
 from benchmarks.gpu.ways.base import Setting
 from benchmarks.gpu.ways.every import WAYS
-from stagehand.units import MIB, parse_bytes
+from stagehand.units import MIB, format_bytes, parse_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from benchmarks.gpu.card import Card, Copies
     from benchmarks.gpu.cells import Cell
     from benchmarks.gpu.tasks.base import Task
@@ -30,22 +32,7 @@ __all__ = ["measure"]
 
 _SLACK = 32  # this part of the cap is left for fragments and the driver's own
 _CHECKED = 64 * MIB
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Resident:
-    """The run that everything is held against."""
-
-    outcome: list[torch.Tensor]
-    difference: float
-    """Between two such runs: kernels may add in any order."""
-    step: Spread
-    phases: list[float]
-    peak_bytes: int
-    moved_bytes: int
-    """Of the weights that may stream, or of what a step saves for backward."""
-    beside_bytes: int
-    """The peak without what is at home where weights stream, but on its way there."""
+_PINNED_TWICE = 2  # torch pins each tensor by itself, rounded up to a power of two
 
 
 def measure(cell: Cell, card: Card, folder: Path | None = None) -> dict[str, Any]:
@@ -59,56 +46,33 @@ def measure(cell: Cell, card: Card, folder: Path | None = None) -> dict[str, Any
     Raises:
         AssertionError: If this library's outcome is not the resident one, bit for bit.
     """
-    found = _resident(cell, card)
-    with tempfile.TemporaryDirectory(dir=folder, prefix="bench-") as files:
+    found = run_resident(cell, card)
+    with (
+        tempfile.TemporaryDirectory(dir=folder, prefix="bench-") as files,
+        ExitStack() as capped,
+    ):
         rates = Rates.of(card, disk=_disk_rate(cell, found, Path(files)))
         card.empty_cache()
         cap = _cap(cell, card, found)
-        with card.capped(cap):
-            line = _line(cell, card, found, rates, _room(cell, card, found, cap), files)
+        capped.enter_context(card.capped(cap))
+        setting = Setting(
+            cell=cell,
+            room=_room(cell, card, found, cap),
+            task=make(cell, card.place, resident=False),
+            place=card.place,
+            folder=Path(files),
+        )
+        with setting.ends:
+            line = _away(setting, card, found, rates)
+            # What is left needs memory of its own: a profiler's buffers.
+            capped.close()
+            line |= _checked(setting, card, found)
+        del setting
     line["h2d_rate_after"] = copy_rate(card.device, MIB if card.dry else _CHECKED)
     return {"kind": "cell", "cell": cell.line(), "cap_bytes": cap, **line}
 
 
-def _line(
-    cell: Cell, card: Card, found: _Resident, rates: Rates, room: Room, files: str
-) -> dict[str, Any]:
-    setting = Setting(
-        cell=cell,
-        task=make(cell, card.place, resident=False),
-        room=room,
-        place=card.place,
-        folder=Path(files),
-    )
-    with setting.ends:
-        return _away(setting, card, found, rates)
-
-
-def _resident(cell: Cell, card: Card) -> _Resident:
-    card.empty_cache()
-    task = make(cell, card.place, resident=True)
-    weights = nbytes_of(task.streamed_weights())
-    task.begin()
-    outcome = task.outcome()
-    difference = _difference(outcome, task.outcome())
-    task.step()
-    card.empty_cache()
-    held = card.device.allocated_bytes() or 0
-    step = time_steps(card.device, task.step, cell.steps)
-    phases = time_phases(card.device, task.phases(), cell.steps)
-    peak = card.device.peak_allocated_bytes() or 0
-    return _Resident(
-        outcome=outcome,
-        difference=difference,
-        step=step,
-        phases=phases,
-        peak_bytes=peak,
-        moved_bytes=weights if task.at_home else peak - held,
-        beside_bytes=peak - task.copies_home * weights + task.flying_bytes(),
-    )
-
-
-def _cap(cell: Cell, card: Card, found: _Resident) -> int | None:
+def _cap(cell: Cell, card: Card, found: Resident) -> int | None:
     """A part stands for what holds that part of the weights, and all else."""
     if cell.cap is None or not cell.cap.endswith("%"):
         return None if cell.cap is None else parse_bytes(cell.cap, name="cap")
@@ -117,7 +81,7 @@ def _cap(cell: Cell, card: Card, found: _Resident) -> int | None:
     return need * _SLACK // (_SLACK - 1) + _SLACK
 
 
-def _room(cell: Cell, card: Card, found: _Resident, cap: int | None) -> Room:
+def _room(cell: Cell, card: Card, found: Resident, cap: int | None) -> Room:
     whole = found.moved_bytes
     if cell.budget is not None:
         budget = parse_bytes(cell.budget, name="budget", of=whole)
@@ -130,7 +94,7 @@ def _room(cell: Cell, card: Card, found: _Resident, cap: int | None) -> Room:
     return Room(whole_bytes=whole, budget_bytes=min(budget, whole), ram_bytes=ram)
 
 
-def _disk_rate(cell: Cell, found: _Resident, folder: Path) -> float | None:
+def _disk_rate(cell: Cell, found: Resident, folder: Path) -> float | None:
     """What reading such files takes, of one that is deleted again."""
     if cell.kind != "disk":
         return None
@@ -145,31 +109,26 @@ def _disk_rate(cell: Cell, found: _Resident, folder: Path) -> float | None:
 
 
 def _away(
-    setting: Setting, card: Card, found: _Resident, rates: Rates
+    setting: Setting, card: Card, found: Resident, rates: Rates
 ) -> dict[str, Any]:
+    """Run the steps with weights elsewhere, and say what they took."""
     cell, task, device = setting.cell, setting.task, card.device
     way = WAYS[cell.way]
+    if not cell.ours and task.at_home:
+        _check_host(setting)
     began = time.perf_counter()
     way.prepare(setting)
     task.begin()
     outcome = task.outcome()
     startup = time.perf_counter() - began
     _check(cell, found, outcome)
-    same = _equal(outcome, found.outcome)
-    difference = _difference(outcome, found.outcome)
+    same, apart = equal(outcome, found.outcome), difference(outcome, found.outcome)
     del outcome
     used = card.used_bytes()
     for _ in range(cell.settling):
         task.step()
         device.synchronize()
     step = _time(setting, card)
-    used = max(used, card.used_bytes())
-    stall = _reported(task)
-    copies = card.copies(task.step)
-    if not task.trains:
-        last = task.outcome()
-        _check(cell, found, last)
-        same = same and _equal(last, found.outcome)
     bound = task.bound(found.phases, setting.room, rates)
     return {
         "version": way.version,
@@ -180,14 +139,34 @@ def _away(
         "over_bound": step.median / bound,
         "over_resident": step.median / found.step.median,
         "equal": same,
-        "difference": difference,
+        "difference": apart,
         "resident_difference": found.difference,
         **_memory(setting, card, found, used),
-        **_copied(copies),
-        **stall,
+        **_reported(task),
         "startup": startup,
         "rates": asdict(rates),
     }
+
+
+def _checked(setting: Setting, card: Card, found: Resident) -> dict[str, Any]:
+    """Count the copies of one more step, and see whether all is still exact."""
+    cell, task = setting.cell, setting.task
+    line: dict[str, Any] = _copied(card.copies(task.step))
+    if not task.trains:
+        last = task.outcome()
+        _check(cell, found, last)
+        line["equal_at_end"] = equal(last, found.outcome)
+    return line
+
+
+def _check_host(setting: Setting) -> None:
+    """Leave out what would drive this machine out of memory."""
+    need = _PINNED_TWICE * setting.room.whole_bytes
+    free = psutil.virtual_memory().available
+    if need > free:
+        raise MemoryError(
+            f"may page-lock {format_bytes(need)}, {format_bytes(free)} are free"
+        )
 
 
 def _time(setting: Setting, card: Card) -> Spread:
@@ -197,9 +176,7 @@ def _time(setting: Setting, card: Card) -> Spread:
     return time_each(card.device, task.step, steps, task.before_step)
 
 
-def _memory(
-    setting: Setting, card: Card, found: _Resident, used: int
-) -> dict[str, int]:
+def _memory(setting: Setting, card: Card, found: Resident, used: int) -> dict[str, int]:
     allocated = card.device.peak_allocated_bytes() or 0
     return {
         "weight_bytes": setting.room.whole_bytes,
@@ -213,14 +190,10 @@ def _memory(
     }
 
 
-def _runtimes(task: Task) -> list[Any]:
-    found = (getattr(m, "_stagehand_layer_runtime", None) for m in task.models)
-    return [runtime for runtime in found if runtime is not None]
-
-
 def _reported(task: Task) -> dict[str, float | None]:
     """What this library says of itself: how long compute waited for weights."""
-    stalls = [runtime.report().stall_ms for runtime in _runtimes(task)]
+    runtimes = [getattr(m, "_stagehand_layer_runtime", None) for m in task.models]
+    stalls = [runtime.report().stall_ms for runtime in runtimes if runtime is not None]
     known = [stall for stall in stalls if stall is not None]
     return {"stall_ms": sum(known) if known else None}
 
@@ -234,27 +207,10 @@ def _copied(copies: Copies) -> dict[str, int]:
     }
 
 
-def _check(cell: Cell, found: _Resident, outcome: list[torch.Tensor]) -> None:
+def _check(cell: Cell, found: Resident, outcome: list[torch.Tensor]) -> None:
     """Hold this library to its word. Gradients may differ where resident ones do."""
     if not cell.ours:
         return
     first = 1 if KINDS[cell.kind].trains and found.difference else None
-    same = _equal(outcome[:first], found.outcome[:first])
-    assert same, f"{cell.name}: off by {_difference(outcome, found.outcome)}"
-
-
-def _equal(some: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:
-    return all(
-        torch.equal(_bits(a), _bits(b)) for a, b in zip(some, others, strict=True)
-    )
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.reshape(-1).view(torch.uint8)
-
-
-def _difference(some: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> float:
-    return max(
-        (a.float() - b.float()).abs().max().item()
-        for a, b in zip(some, others, strict=True)
-    )
+    same = equal(outcome[:first], found.outcome[:first])
+    assert same, f"{cell.name}: off by {difference(outcome, found.outcome)}"

@@ -30,7 +30,7 @@ _INFERENCE = {
 }
 _LORA = {
     "ltx-2": ("24GiB", "8GiB"),
-    "flux.1-large": ("6GiB",),
+    "flux.1-large": ("8GiB", "6GiB"),
     "flux.2": ("24GiB",),
     "llama-3-8b": ("8GiB",),
 }

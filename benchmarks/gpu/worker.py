@@ -1,7 +1,8 @@
-"""One cell in a process of its own: `python -m benchmarks.gpu.worker CELL RESULT`.
+"""One cell in a process of its own.
 
-Other libraries change what all of a process shares; peaks and start-up count from a
-fresh one, too.
+Other libraries change what all of a process shares, and peaks and start-up count from a
+fresh one. Who starts the processes must not use the device: all that is gone from its
+memory, but for the ballast, counts as the cell's.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.gpu.card import Card, SimulatedCard
 from benchmarks.gpu.cells import Cell
+from benchmarks.gpu.link import calibrate
 from benchmarks.gpu.measure import measure
 from benchmarks.gpu.ways.base import FAILURES
 from benchmarks.gpu.ways.every import WAYS
@@ -23,7 +25,10 @@ from benchmarks.simulated import ROOT
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["apart", "attempt", "main"]
+__all__ = ["apart", "attempt", "main", "measure_link"]
+
+_SIZES = tuple(2**power for power in range(16, 31, 2))
+_DRY_SIZES = (1 << 12, 1 << 16, 1 << 20)
 
 
 def attempt(cell: Cell, card: Card, folder: Path | None = None) -> dict[str, Any]:
@@ -44,12 +49,12 @@ def attempt(cell: Cell, card: Card, folder: Path | None = None) -> dict[str, Any
 
 
 def apart(
-    cell: Cell, *, dry: bool, folder: Path | None, seconds: float
+    cell: Cell | None, *, dry: bool, folder: Path | None, seconds: float
 ) -> dict[str, Any]:
     """Return a cell's line, or how its process ended.
 
     Args:
-        cell: What is measured.
+        cell: What is measured; None for the link.
         dry: On the simulated device.
         folder: Where files are written for a while; None for the system's place.
         seconds: After which it is given up.
@@ -57,7 +62,7 @@ def apart(
     with tempfile.TemporaryDirectory() as there:
         result = Path(there) / "line.json"
         command = [sys.executable, "-m", "benchmarks.gpu.worker"]
-        command += [json.dumps(cell.line()), str(result)]
+        command += [json.dumps(cell and cell.line()), str(result)]
         command += ["dry" if dry else "real", str(folder or "")]
         try:
             done = subprocess.run(
@@ -78,15 +83,28 @@ def apart(
         return _failed(cell, said[-1])
 
 
-def _failed(cell: Cell, reason: str) -> dict[str, Any]:
+def _failed(cell: Cell | None, reason: str) -> dict[str, Any]:
+    if cell is None:
+        raise RuntimeError(f"the link could not be measured: {reason}")
     return {"kind": "cell", "cell": cell.line(), "failed": reason}
+
+
+def measure_link(card: Card) -> dict[str, Any]:
+    """Return the line of the link, with the card's name."""
+    found = calibrate(card.device, _DRY_SIZES if card.dry else _SIZES)
+    card.empty_cache()
+    return {**found.line(), "device": card.name}
 
 
 def main(arguments: Sequence[str]) -> int:
     """Measure, write the line, and return the exit status."""
     about, result, where, folder = arguments
     card = SimulatedCard() if where == "dry" else Card()
-    line = attempt(Cell(**json.loads(about)), card, Path(folder) if folder else None)
+    cell = json.loads(about)
+    if cell is None:
+        line = measure_link(card)
+    else:
+        line = attempt(Cell(**cell), card, Path(folder) if folder else None)
     Path(result).write_text(json.dumps(line), encoding="utf-8")
     return 0
 

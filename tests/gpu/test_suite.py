@@ -111,6 +111,7 @@ def test_every_shape_is_measured_and_is_its_resident_self(rehearse):
     for line in lines:
         assert line.keys() >= MEASURED
         assert line["equal"]
+        assert line["equal_at_end"]
         assert line["difference"] == 0
         assert line["over_bound"] > 0.999
         assert line["device_bytes"] <= line["cap_bytes"]
@@ -119,7 +120,7 @@ def test_every_shape_is_measured_and_is_its_resident_self(rehearse):
         assert 0 < line["pinned_bytes"] < 1.1 * line["weight_bytes"]
 
 
-@pytest.mark.parametrize("kind", ["inference", "lora", "pair", "activations"])
+@pytest.mark.parametrize("kind", ["inference", "lora", "pair"])
 def test_every_way_is_measured_or_says_why_not(rehearse, kind):
     from benchmarks.gpu.ways.every import WAYS, ways_of
 
@@ -154,16 +155,20 @@ def test_optimizer_beside_backward_is_measured(sim, rehearse):
     assert all(line["equal"] for line in lines)
 
 
-def test_adapters_are_trained_on_every_shape_that_has_a_cell(rehearse):
-    for line in rehearse("--kinds", "lora", "pair", "--ways", "stagehand"):
+def test_adapters_are_trained_and_frozen_weights_never_come_home(rehearse):
+    cells = ["--cells", "lora/ltx-2/24GiB/*", "lora/flux.2/*"]
+    lines = rehearse(*cells, "--ways", "stagehand")
+    assert len(lines) == 2
+    for line in lines:
         assert line["equal"]
         assert line["over_bound"] > 0.999
-        assert line["d2h_bytes"] == 0  # frozen weights are never brought home
+        assert line["d2h_bytes"] == 0
 
 
 def test_saved_tensors_leave_under_a_budget_and_save_memory(rehearse):
-    options = ["--kinds", "activations", "--cells", "*llama*/20%/*"]
-    found = _ways(rehearse(*options), "activations")
+    found = _ways(rehearse("--cells", "activations/llama*/20%/*"), "activations")
+    assert set(found) == {"stagehand-activations", "save_on_cpu", "none"}
+    assert all(line["equal"] for line in found.values())
     ours, none = found["stagehand-activations"], found["none"]
     assert ours["d2h_bytes"] > 0.5 * ours["weight_bytes"]
     assert ours["allocated_bytes"] < none["allocated_bytes"]
@@ -268,6 +273,9 @@ def test_process_that_runs_one_cell_writes_its_line(sim, tmp_path):
     line = json.loads(result.read_text())
     assert line["cell"] == cell.line()
     assert line["equal"]
+    assert main(["null", str(result), "dry", ""]) == 0
+    line = json.loads(result.read_text())
+    assert (line["kind"], line["device"]) == ("link", "simulated")
 
 
 def test_ballast_leaves_what_it_shall_and_ends_with_its_parent():
@@ -295,6 +303,37 @@ def test_cap_holds_while_it_lasts_and_is_told_by_the_driver(sim):
             torch.empty(free + 1, dtype=torch.uint8, device=card.place)
     assert torch.accelerator.get_memory_info()[0] > 1e9
     assert card.used_bytes() == before
+
+
+def test_real_card_asks_torch_for_what_torch_has(sim, monkeypatch):
+    from benchmarks.gpu import card as module
+    from benchmarks.gpu.worker import attempt, measure_link
+
+    peak = {"allocated_bytes.peak": 12345}
+    # Each of these fails if torch has no such name.
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a card")
+    monkeypatch.setattr(torch.cuda, "host_memory_stats", lambda: peak)
+    monkeypatch.setattr(torch.cuda, "reset_peak_host_memory_stats", lambda: None)
+    monkeypatch.setattr(torch.accelerator, "empty_host_cache", lambda: None)
+    monkeypatch.setattr(module, "ballast", lambda _: module.contextlib.nullcontext())
+    activities = (torch.profiler.ProfilerActivity.CPU,)
+    monkeypatch.setattr(module.Card, "_profiled", activities)
+    monkeypatch.setattr("benchmarks.gpu.worker._SIZES", (4096,))
+    card = module.Card()
+    assert measure_link(card)["device"] == "a card"
+    line = attempt(_small("stagehand", cap="75%"), card)
+    assert line["equal"]
+    assert line["pinned_bytes"] == 12345
+
+
+def test_other_library_is_left_out_where_the_host_has_too_little(sim, monkeypatch):
+    from benchmarks.gpu import measure as module
+    from benchmarks.gpu.card import SimulatedCard
+    from benchmarks.gpu.worker import attempt
+
+    monkeypatch.setattr(module, "_PINNED_TWICE", 1 << 40)
+    line = attempt(_small("naive-pinned"), SimulatedCard())
+    assert "MemoryError: may page-lock" in line["failed"]
 
 
 def test_copies_are_counted_in_the_profilers_trace():

@@ -26,6 +26,7 @@ FAILURES = (
     AttributeError,
     ImportError,
     LookupError,
+    MemoryError,
     OSError,
     TypeError,
     ValueError,
