@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from benchmarks import (
+    activations,
     conductor,
     handles,
     memory,
@@ -65,6 +66,7 @@ SUITES: dict[str, tuple[Suite, Suite]] = {
         lambda: streamer.measure(rounds=1, layers=6, layer_bytes=4 << 20),
     ),
     "conductor": (conductor.measure, lambda: conductor.measure(rounds=1)),
+    "activations": (activations.measure, lambda: activations.measure(rounds=1)),
 }
 """What there is to measure: in full, and short, to see that it runs."""
 

@@ -19,8 +19,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from benchmarks.disk import drop_cache, read_raw
 from benchmarks.results import Result
-from benchmarks.streamer import _drop_cache, _read
 from benchmarks.timing import Times
 from stagehand.core.device import host_memory
 from stagehand.core.layout import layout_of
@@ -57,15 +57,15 @@ def measure(
             "torch's mapping and a copy": reader.by_mapping,
         }
         raw = {
-            "raw read": lambda: _read(path, direct=False),
-            "raw read past the cache": lambda: _read(path, direct=True),
+            "raw read": lambda: read_raw(path, direct=False),
+            "raw read past the cache": lambda: read_raw(path, direct=True),
         }
         copy = {
             "copy by one thread": lambda: reader.copy(1),
             "copy by two threads": lambda: reader.copy(2),
         }
         nbytes = path.stat().st_size
-        cold = _take_turns({**ways, **raw}, rounds, lambda: _drop_cache(path))
+        cold = _take_turns({**ways, **raw}, rounds, lambda: drop_cache(path))
         yield from _compare("cold", cold, raw, nbytes, _COLD_TARGET)
         warm = _take_turns({**ways, **copy}, rounds, lambda: None)
         yield from _compare("warm", warm, copy, nbytes, _WARM_TARGET)

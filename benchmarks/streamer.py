@@ -7,7 +7,6 @@ device.
 """
 
 import json
-import mmap
 import os
 import queue
 import statistics
@@ -22,13 +21,13 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from benchmarks.disk import drop_cache, read_raw
 from benchmarks.results import Result
 from benchmarks.timing import Times
 from stagehand import LayerStreamer
 
 __all__ = ["measure"]
 
-_CHUNK = 8 << 20
 _AHEAD = 3
 _PASSES = 4  # of the streamer in one run: the last one begins a fifth
 _TARGET = 1.1  # times as long as the best raw read
@@ -56,8 +55,8 @@ def _compare(path: Path, name: str, rounds: int) -> Iterator[Result]:
         path, device="cpu", track_progress=False, past_cache=is_cold
     ) as streamer:
         ways = {
-            "raw": lambda: _read(path, direct=False),
-            "raw, past the cache": lambda: _read(path, direct=True),
+            "raw": lambda: read_raw(path, direct=False),
+            "raw, past the cache": lambda: read_raw(path, direct=True),
             "streamed": lambda: _stream(streamer),
             "three threads": _three_threads(path),
             "safe_open": _safe_open(path),
@@ -102,7 +101,7 @@ def _take_turns(
     for number in range(rounds + 1):
         for name, run in ways.items():
             if is_cold:
-                _drop_cache(path)
+                drop_cache(path)
             start = time.perf_counter()
             run()
             if number:  # memory is touched for the first time in the first
@@ -112,42 +111,6 @@ def _take_turns(
         name: Times(min(values), statistics.median(values))
         for name, values in seconds.items()
     }
-
-
-def _drop_cache(path: Path) -> None:
-    file = os.open(path, os.O_RDONLY)
-    os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
-    os.close(file)
-
-
-_memory: list[mmap.mmap] = []
-
-
-def _read(path: Path, *, direct: bool) -> None:
-    """Read a file with two threads into memory that is used over and over."""
-    if not _memory:
-        for _ in range(2):
-            anonymous = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-            _memory.append(mmap.mmap(-1, 2 * _CHUNK, flags=anonymous))
-            _memory[-1].madvise(mmap.MADV_HUGEPAGE)
-            _memory[-1].write(bytes(2 * _CHUNK))
-    size = path.stat().st_size
-    try:
-        file = os.open(path, os.O_RDONLY | (os.O_DIRECT if direct else 0))
-    except OSError:  # a file system without
-        file = os.open(path, os.O_RDONLY)
-
-    def read(turn: int) -> None:
-        view = memoryview(_memory[turn])[:_CHUNK]
-        for start in range(turn * _CHUNK, size, 2 * _CHUNK):
-            os.preadv(file, [view], start)
-
-    threads = [threading.Thread(target=read, args=(turn,)) for turn in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    os.close(file)
 
 
 def _layers(path: Path) -> list[dict[str, tuple[int, int]]]:

@@ -49,7 +49,7 @@ PLAN: dict[int, dict[str, tuple[str, ...]]] = {
             *("residency", "blocks", "masters", "order", "timeline", "spread", "plan"),
             "keeping",
             *("holds", "turns", "shares", "shared"),
-            *("loader", "scheduler", "steering"),
+            *("loader", "lane_loader", "host_loader", "scheduler", "steering"),
         )
     },
     4: {
@@ -74,7 +74,8 @@ PLAN: dict[int, dict[str, tuple[str, ...]]] = {
         ),
         "activations": (
             *("pool", "prefix", "pieces", "timing", "relief", "carrier", "learning"),
-            *("spill", "saving", "recompute", "record", "config", "advice", "runtime"),
+            *("books", "returning", "room", "spill", "saving", "recompute", "record"),
+            *("config", "advice", "parts", "within", "runtime"),
         ),
         "pretrained": (
             *("operators", "deferred", "naming", "transformers_models"),
@@ -85,7 +86,8 @@ PLAN: dict[int, dict[str, tuple[str, ...]]] = {
     5: {
         "": (
             *("config", "report", "assembly", "additions", "measure", "files", "moves"),
-            *("wires", "compact", "host_memory", "tenancy", "sharing", "storing"),
+            *("wires", "decoding", "compact", "quantized_layers", "host_memory"),
+            *("tenancy", "sharing", "storing"),
             *("conducted", "runtime", "modes", "loading", "pipelines"),
         )
     },

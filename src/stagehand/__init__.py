@@ -2,7 +2,7 @@
 
 from stagehand.activations.config import ActivationStagehandConfig
 from stagehand.activations.runtime import ActivationRuntime
-from stagehand.activations.runtime import Activations as activations
+from stagehand.activations.within import Activations as activations
 from stagehand.conductor.config import ConductorConfig
 from stagehand.conductor.runtime import ConductorRuntime
 from stagehand.config import StagehandConfig

@@ -70,7 +70,7 @@ class Additions:
             StagehandOOMError: If the budget is too small for it.
         """
         model = self._model()
-        if model is None or not self._has_changed():
+        if model is None or not self.may_have_joined():
             return False
         self._note(model)
         present = {id(t): t for t in (*model.parameters(), *model.buffers())}
@@ -86,7 +86,8 @@ class Additions:
         self._make_place(new)
         return True
 
-    def _has_changed(self) -> bool:
+    def may_have_joined(self) -> bool:
+        """Whether modules or tensors of the model are others than at the last look."""
         held = list(chain.from_iterable(map(dict.values, self._tables)))
         return (
             len(held) != len(self._held)

@@ -17,7 +17,9 @@ from stagehand.core.workers import WorkerGroup
 from stagehand.errors import StagehandOOMError
 from stagehand.guards import Checks
 from stagehand.residency.blocks import Block, Finding, Group, can_stream, tensor_bytes
-from stagehand.residency.loader import HostLoader, LaneLoader, Loader
+from stagehand.residency.host_loader import HostLoader
+from stagehand.residency.lane_loader import LaneLoader
+from stagehand.residency.loader import Loader
 from stagehand.residency.masters import Masters
 from stagehand.residency.order import Order
 from stagehand.residency.scheduler import Scheduler

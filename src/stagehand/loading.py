@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from stagehand.compact import Compact, expand, scratch_folder
+from stagehand.compact import Compact, expand
+from stagehand.decoding import scratch_folder
 from stagehand.files import check_key_map
 from stagehand.modes import check_model, layer
 from stagehand.pretrained.deferred import empty_tensor

@@ -280,6 +280,8 @@ class Runtime(PassListener, Sharing, Storing, Conduct):
         """Bring what has joined the model to the device, which has its own memory."""
         if self._device.is_host or self._parts.scheduler.in_use:
             return
+        if not self._additions.may_have_joined():
+            return
         weights = self._parts.weights
         share = weights.limit_bytes
         weights.set_limit(self._marked_bytes)  # what joins may need more than that

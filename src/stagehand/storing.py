@@ -6,15 +6,10 @@ import shutil
 import weakref
 from typing import TYPE_CHECKING
 
-from stagehand.compact import (
-    Compact,
-    expand,
-    quantized_model,
-    refuse_quantized,
-    scratch_folder,
-    wire_blocks,
-)
+from stagehand.compact import Compact, expand, refuse_quantized, wire_blocks
+from stagehand.decoding import scratch_folder
 from stagehand.files import KeyMap, back_by_files, check_key_map, key_of
+from stagehand.quantized_layers import quantized_model
 from stagehand.stores.checkpoint import Checkpoint
 from stagehand.stores.squareq import SquareQ
 

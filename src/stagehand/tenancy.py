@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from typing import TYPE_CHECKING, Any
 
+from stagehand.errors import CheckpointError, StagehandOOMError
 from stagehand.residency.shares import Claim
 from stagehand.residency.timeline import Timeline
 
@@ -14,6 +16,8 @@ if TYPE_CHECKING:
     from stagehand.weights.edges import Edges
 
 __all__ = ["Tenancy"]
+
+_logger = logging.getLogger("stagehand")
 
 # Where all loads hide, the division with the fewest of them is the best.
 _SLIGHT = 1e-3
@@ -85,10 +89,7 @@ class Tenancy:
         """See `Tenant.claim`."""
         parts = self._parts
         basis = (self._budget, parts.apart_bytes, parts.trains, *parts.steering.basis)
-        if len(basis) == len(self._basis) and all(
-            one is other or (isinstance(one, int) and one == other)
-            for one, other in zip(basis, self._basis, strict=True)
-        ):
+        if basis == self._basis:
             return self._claim
         self._basis, self._claim = basis, self._made_claim()
         return self._claim
@@ -149,7 +150,7 @@ class Tenancy:
         return True
 
     def warm(self) -> None:
-        """See `Tenant.warm`."""
+        """See `Tenant.warm`. What fails here is left to the next pass."""
         edges = self._edges()
         if edges is None or not edges.try_lock():
             return
@@ -159,8 +160,16 @@ class Tenancy:
                 return
             if parts.scheduler.warm():
                 parts.take_gradients_along()
+        except (StagehandOOMError, CheckpointError) as error:
+            # Another model's pass ends here; this one's next says it if it still holds.
+            _logger.debug("%s was not loaded ahead: %s", self.name, error)
         finally:
             edges.lock.release()
+
+    def owner(self) -> Any:
+        """See `Tenant.owner`."""
+        edges = self._edges()
+        return None if edges is None else edges.lock.owner
 
     def is_awaited_by(self, thread: Any) -> bool:
         """See `Tenant.is_awaited_by`."""
@@ -172,6 +181,10 @@ class Tenancy:
     def make_room(self, nbytes: int) -> bool:
         """See `Neighbours.make_room`."""
         return self.shared.make_room(self.number, nbytes)
+
+    def are_busy(self) -> bool:
+        """See `Neighbours.are_busy`."""
+        return self.shared.are_others_busy(self.number)
 
     def name_them(self) -> str:
         """See `Neighbours.name_them`."""

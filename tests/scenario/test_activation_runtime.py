@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 import stagehand
 from stagehand import ActivationRuntime, ActivationStagehandConfig
-from stagehand.activations.runtime import Activations
+from stagehand.activations.within import Activations
 from stagehand.conductor.adapters import Conducted
 from stagehand.core.arena import live_leases
 from stagehand.units import MIB

@@ -23,6 +23,7 @@ from small import runtime_of
 from torch import nn
 
 import stagehand
+from stagehand.activations.carrier import Carrier
 from stagehand.activations.pieces import Piece
 from stagehand.activations.spill import Spill
 from stagehand.core.limits import Limits
@@ -224,6 +225,32 @@ def test_suppressed_speculation_brings_back_on_demand_only(saved):
     spill.tally.reset()
     assert_same(gradients(model, plain, saved), expected)
     assert spill.tally.demanded_count == 0
+
+
+def test_full_device_lets_nothing_return_early(saved, monkeypatch):
+    """What is ahead of its use is not worth a failure; what is needed now comes."""
+    model = stack().to("hpu")
+    expected = gradients(model, plain)
+    ahead = []
+    look, fetch = Spill._look_ahead, Carrier.fetch
+
+    def looking(*args):
+        ahead.append(True)
+        look(*args)
+        ahead.pop()
+
+    def fetching(*args):
+        if ahead:
+            raise torch.OutOfMemoryError
+        fetch(*args)
+
+    monkeypatch.setattr(Spill, "_look_ahead", looking)
+    monkeypatch.setattr(Carrier, "fetch", fetching)
+    for _ in range(3):
+        assert_same(gradients(model, plain, saved), expected)
+    tally = spill_of(saved).tally
+    assert tally.demanded_count > 0
+    assert tally.restored_count == tally.spilled_count
 
 
 def test_limit_on_copies_home_holds_and_keeps_the_budget(saved, watched, monkeypatch):

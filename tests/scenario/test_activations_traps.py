@@ -306,6 +306,33 @@ def test_context_entered_on_another_stream(saved, sim):
     assert_spilled(saved)
 
 
+def test_room_made_on_one_stream_leaves_what_another_has_saved_whole(saved, sim):
+    """Who makes room waits for the copy; the memory goes back to who made it."""
+    model = stack().to("hpu").requires_grad_(False)
+    expected = gradients(model, plain)[-1]
+    side = torch.Stream("hpu")
+    for _ in range(3):
+        x = inputs()
+        with side:
+            y = inputs()
+        torch.accelerator.synchronize()
+        with saved:
+            first = plain(model, x)
+        with side, saved:
+            second = plain(model, y)
+        for _ in range(20):  # may lie where the first forward's tensors were
+            torch.full((ROWS, WIDTH), 7.0, device="hpu")
+        with side:
+            second.backward()
+        torch.accelerator.synchronize()
+        first.backward()
+        torch.accelerator.synchronize()
+        assert torch.equal(x.grad.cpu(), expected)
+        assert torch.equal(y.grad.cpu(), expected)
+        del first, second
+    assert_spilled(saved)
+
+
 def test_host_memory_is_not_reused_before_its_copy_is_done(saved, sim):
     """The simulated device compares what is copied with what was when it was queued."""
     sim.configure(h2d_gbps=0.01, d2h_gbps=0.01)
@@ -854,6 +881,14 @@ def test_transforms_that_allow_no_hooks_run_while_paused(saved):
         y = (inputs() * 2).sigmoid()
     y.sum().backward()
     assert spill_of(saved).tally.saved_count > 0
+
+
+def test_pausing_pauses_all_entries(saved):
+    with saved, saved, saved.paused():
+        slope = torch.func.grad(lambda x: x.square().sum())
+        assert torch.equal(
+            slope(torch.ones(3, device="hpu")).cpu(), torch.full((3,), 2.0)
+        )
 
 
 # 33: threads

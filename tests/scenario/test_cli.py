@@ -12,9 +12,11 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from typer.testing import CliRunner
 
-from stagehand.cli import main, outcome
+from stagehand.cli import command, main, outcome
 from stagehand.cli.command import app
+from stagehand.cli.models import find_model
 from stagehand.cli.tasks import Generation, bitwise_equal
+from stagehand.stores.converting import convert_to_packed, convert_to_squareq
 
 SPECIAL = ["[UNK]", "[PAD]"]
 WORDS = [*SPECIAL, "the", "cat", "sleeps", "a", "dog", "runs", "far", "from", "home"]
@@ -97,11 +99,17 @@ def test_demo_within_a_seventh_of_its_weights_is_bitwise_resident(invoke, device
     assert 0 < float(share[1]) <= 100
 
 
-def test_demo_finds_each_paraphrase_nearest(invoke):
-    result = invoke("demo", "--vram-budget", "12MB")
+PARAPHRASES = {(1, 4), (4, 1), (2, 5), (5, 2), (3, 6), (6, 3)}
+
+
+def pairs(result):
+    """Each text's number, and that of the text nearest to it."""
     rows = re.findall(r"│ (\d) │.*│ (\d) +│", result.output)
-    pairs = {(int(row), int(nearest)) for row, nearest in rows}
-    assert pairs == {(1, 4), (4, 1), (2, 5), (5, 2), (3, 6), (6, 3)}
+    return {(int(row), int(nearest)) for row, nearest in rows}
+
+
+def test_demo_finds_each_paraphrase_nearest(invoke):
+    assert pairs(invoke("demo", "--vram-budget", "12MB")) == PARAPHRASES
 
 
 def test_causal_model_continues_each_prompt_bitwise_resident(invoke, causal):
@@ -130,6 +138,34 @@ def test_file_backed_run_writes_telemetry_and_trace(invoke, causal, tmp_path):
     records = [json.loads(line) for line in telemetry.read_text().splitlines()]
     assert records
     assert "traceEvents" in json.loads(trace.read_text())
+
+
+@pytest.mark.parametrize("convert", [convert_to_packed, convert_to_squareq])
+def test_converted_model_continues_each_prompt_bitwise_resident(
+    invoke, causal, tmp_path, convert
+):
+    model = transformers.AutoModelForCausalLM.from_pretrained(causal).bfloat16()
+    source = save_model(model, tmp_path / "source")
+    assert convert(source, tmp_path / "smaller").smaller
+    result = invoke(
+        tmp_path / "smaller",
+        "--prompt",
+        "the cat",
+        "--vram-budget",
+        "0.5MB",
+        "--verify",
+    )
+    assert result.exit_code == 0, result.output
+    assert "every bit equal" in result.output
+    assert not re.search(r"read from files\s+│ 0 B", result.output)
+
+
+def test_quantized_demo_finds_each_paraphrase_nearest(invoke, tmp_path):
+    convert_to_squareq(find_model("demo").path, tmp_path)
+    texts = [option for text in command._DEMO_TEXTS for option in ("--text", text)]
+    result = invoke(tmp_path, *texts, "--vram-budget", "30MB")
+    assert result.exit_code == 0, result.output
+    assert pairs(result) == PARAPHRASES
 
 
 def test_dtype_is_that_of_both_runs(invoke, causal):

@@ -99,6 +99,16 @@ def test_quantized_model_is_loaded_in_one_line_and_exact(
     runtime_of(model).shutdown()
 
 
+def test_quantized_model_is_frozen_and_runs_without_more_ado(invoke, source, tmp_path):
+    invoke(source, tmp_path / "quantized")
+    model = stagehand.load(tmp_path / "quantized", vram_budget="500KB")
+    model(TOKENS.to("hpu"))
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    assert not {name for name in trained if "proj" in name}
+    assert "model.norm.weight" in trained
+    runtime_of(model).shutdown()
+
+
 @pytest.mark.parametrize("options", [("--packed",), ()])
 def test_source_that_is_none_is_refused_in_one_line(invoke, tmp_path, options):
     result = invoke(*options, tmp_path, tmp_path / "target")

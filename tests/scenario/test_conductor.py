@@ -642,6 +642,22 @@ def test_models_that_share_a_device_are_booked_once(stream, conduct):
     assert conductor.budget.ledger.device.held_bytes == 0
 
 
+def test_a_budget_that_changes_is_booked_anew_as_far_as_there_is_room(stream, conduct):
+    model = stream()
+    conductor = conduct(vram_hard_cap_mb=1)
+    conductor.attach(model)
+    account = conductor.budget.ledger.device
+    held = []
+    for vram_budget in ("0.5MiB", "2MiB", "0.25MiB"):
+        runtime_of(model).set_budget(vram_budget)
+        conductor.begin_step()
+        conductor.end_step()
+        held.append(account.held_bytes)
+    assert held == [MIB // 2, MIB, MIB // 4]
+    conductor.detach(model)
+    assert account.held_bytes == 0
+
+
 def test_reservations_for_a_phase_end_with_it(conduct):
     conductor = conduct(vram_hard_cap_mb=1)
     held = conductor.budget.ledger.device

@@ -1,5 +1,6 @@
 """`LayerStreamer` gives what resident weights give, in order, within its depths."""
 
+import copy
 import gc
 import random
 import threading
@@ -319,6 +320,63 @@ def test_pass_ends_with_the_first_layers_of_the_next_one_loading(
     assert [r.h2d_copies for r in records] == [LAYERS + ahead, LAYERS]
 
 
+@pytest.mark.parametrize(
+    ("place", "depths", "ahead"),
+    [
+        ("hpu", {"n_gpu": 1, "n_cpu_pinned": 1}, 4),
+        ("hpu", {"n_gpu": 1, "n_cpu_pinned": 1, "n_cpu": 1}, 6),
+        ("hpu", {"n_gpu": 0, "n_cpu_pinned": None, "n_cpu": 2}, 4),
+        ("cpu", {"n_gpu": 1}, 2),
+        ("cpu", {"n_gpu": 1, "n_cpu": 2}, 5),
+    ],
+)
+def test_settled_streamer_has_all_stages_full_and_reads_as_much_as_it_uses(
+    sim, monkeypatch, stream, place, depths, ahead
+):
+    taken = []
+    take = pipeline.FileSource.take
+
+    def noted(self, layer, image):
+        taken.append(layer)
+        return take(self, layer, image)
+
+    monkeypatch.setattr(pipeline.FileSource, "take", noted)
+    streamer = stream(place, **depths)
+    streamer.settle()  # nothing was begun
+    for count in range(4):
+        assert len(taken) == count * LAYERS + (ahead if count else 0)
+        streamer.run_pass(0, lambda x, weights, layer: x)
+        streamer.settle()
+
+
+def test_settled_streamer_has_sent_what_was_read_too_late_for_its_pass(
+    sim, monkeypatch, stream
+):
+    pass_is_over = threading.Event()
+    take, wait_idle = pipeline.FileSource.take, pipeline.WorkerGroup.wait_idle
+    taken = []
+
+    def slow(self, layer, image):
+        taken.append(layer)
+        if layer == 1 and len(taken) > LAYERS:
+            assert pass_is_over.wait(60)
+        return take(self, layer, image)
+
+    def waited(group):
+        pass_is_over.set()
+        wait_idle(group)
+
+    monkeypatch.setattr(pipeline.FileSource, "take", slow)
+    monkeypatch.setattr(pipeline.WorkerGroup, "wait_idle", waited)
+    streamer = stream("hpu", n_gpu=1, n_cpu_pinned=1)
+    streamer.run_pass(0, lambda x, weights, layer: x)
+    streamer.settle()
+    assert len(taken) == LAYERS + 4
+    assert streamer.telemetry.counters.h2d_copies == 1
+    with pytest.raises(ConfigError, match=r"settle\(\) was called while a pass"):
+        streamer.run_pass(0, lambda x, weights, layer: streamer.settle())
+
+
 @pytest.mark.parametrize("batch", [None, 2, 3])
 def test_layers_ahead_are_queued_before_a_layer_is_computed(
     sim, at_once, stream, batch
@@ -488,6 +546,12 @@ def test_two_stacks_ask_which_one_is_meant(stream, tmp_path):
     assert torch.equal(next(passes(streamer, "cpu", 1)), expected)
 
 
+def test_number_that_is_written_in_another_way_counts_no_layers(stream, tmp_path):
+    tensors = make_weights()
+    tensors |= {f"blocks.0{n}.weight": torch.randn(99, 99) for n in range(3)}
+    assert stream("cpu", save(tmp_path, tensors)).layer_prefix == PREFIX
+
+
 def test_small_stack_beside_the_layers_is_not_taken_for_them(stream, tmp_path):
     tensors = make_weights()
     tensors["features.conv.0.weight"] = torch.randn(4, 4)
@@ -602,6 +666,41 @@ def test_two_streamers_of_one_model_take_turns_within_a_pass(
 
     with torch.no_grad():
         assert torch.equal(one.run_pass(x, both).cpu(), expected.cpu())
+
+
+def test_streamer_and_streamed_model_take_turns_in_the_same_lanes(sim, stream, weights):
+    model = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH) for _ in range(4)))
+    x = inputs("hpu")
+    with torch.no_grad():
+        step = copy.deepcopy(model).to("hpu")
+        expected = resident(
+            weights, x, function=lambda x, w, i: step(layer_fn(x, w, i))
+        ).cpu()
+        stagehand.layer(model, vram_budget=3 * 4 * WIDTH * (WIDTH + 8))
+        streamer = stream("hpu", n_gpu=1, n_cpu_pinned=1)
+        for _ in range(3):
+            found = streamer.run_pass(x, lambda x, w, i: model(layer_fn(x, w, i)))
+            assert_bitwise_equal(found.cpu(), expected, "output")
+    runtime = model._stagehand_layer_runtime
+    mine, theirs = streamer._pipeline._engine, runtime._parts.engine
+    runtime.shutdown()
+    assert mine.h2d.stream == theirs.h2d.stream
+    assert mine.d2h.stream == theirs.d2h.stream
+
+
+@places
+@pytest.mark.parametrize("depths", [{}, {"n_cpu": 2}, {"n_cpu_pinned": None}])
+def test_default_device_of_the_caller_makes_no_difference(
+    sim, stream, weights, place, depths
+):
+    x = inputs(place)
+    expected = resident(weights, x).cpu()
+    with torch.device("meta"), torch.no_grad():
+        streamer = stream(place, **depths)
+        for _ in range(2):
+            assert torch.equal(streamer.run_pass(x, layer_fn).cpu(), expected)
+        assert torch.equal(streamer.load_static(EMBED).cpu(), weights[EMBED])
+        assert streamer.measure_rates().disk > 0
 
 
 def test_one_layer_is_enough(sim, stream, tmp_path):

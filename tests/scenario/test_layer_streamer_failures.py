@@ -388,9 +388,33 @@ WRONG = {
     "one key as a text": (
         lambda said: {"block_keys": "attn.weight"},
         ConfigError,
-        "block_keys is 'attn.weight': expected the names",
+        "block_keys has 'attn.weight': expected the names",
     ),
-    "no keys": (lambda said: {"block_keys": []}, ConfigError, "block_keys is "),
+    "no keys": (
+        lambda said: {"block_keys": []},
+        ConfigError,
+        r"block_keys has \[\]: expected the names",
+    ),
+    "no keys for the first layer": (
+        lambda said: {"block_keys": [[], *[KEYS] * 6]},
+        ConfigError,
+        r"block_keys has \[\[\], .*: expected the names",
+    ),
+    "a key among lists of keys": (
+        lambda said: {"block_keys": ["attn.weight", *[KEYS] * 6]},
+        ConfigError,
+        "block_keys has 'attn.weight': expected the names",
+    ),
+    "a key twice": (
+        lambda said: {"block_keys": ["attn.weight", "attn.weight"]},
+        ConfigError,
+        "block_keys has .*'attn.weight'.*, each once",
+    ),
+    "dtype by name": (
+        lambda said: {"dtype": "bfloat16"},
+        ConfigError,
+        "dtype is 'bfloat16': expected a type of torch",
+    ),
     "no tensors": (
         lambda said: {"tensor_info": {}},
         ConfigError,
@@ -447,6 +471,13 @@ def test_layer_that_is_missing_between_others_is_named(tmp_path):
     with pytest.raises(
         MissingTensorError, match="not complete: number 4 has no tensor"
     ):
+        LayerStreamer.from_pretrained(folder)
+
+
+def test_layer_far_beyond_the_others_does_not_take_forever(tmp_path):
+    tensors = {**WEIGHTS, f"{PREFIX}999999999.norm.weight": torch.ones(4)}
+    folder = save(tmp_path, tensors)
+    with pytest.raises(MissingTensorError, match="number 7, 8, 9, 10, 11 has no"):
         LayerStreamer.from_pretrained(folder)
 
 

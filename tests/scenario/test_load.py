@@ -367,7 +367,7 @@ def test_scratch_is_deleted_if_the_budget_is_too_small(sim, saved, tmp_path):
 
 
 def test_much_scratch_in_the_default_place_is_told(sim, saved, monkeypatch):
-    monkeypatch.setattr(stagehand.compact, "_QUIET_BYTES", 1000)
+    monkeypatch.setattr(stagehand.decoding, "_QUIET_BYTES", 1000)
     with pytest.warns(StagehandWarning, match=r"scratch_dir.*on a fast disk"):
         model = stagehand.load(saved(MIXTRAL), vram_budget="800KB")
     runtime_of(model).shutdown()

@@ -1,5 +1,7 @@
 """What `stagehand convert` writes others can read, and what fails leaves nothing."""
 
+import os
+import re
 import shutil
 import subprocess
 import sys
@@ -52,6 +54,8 @@ def source(tmp_path):
     save_file(tensors(), folder / "model.safetensors")
     (folder / "config.json").write_text('{"model_type": "it"}')
     (folder / "tokenizer.json").write_text("{}")
+    (folder / "1_Pooling").mkdir()
+    (folder / "1_Pooling" / "config.json").write_text('{"pooling_mode": "cls"}')
     return folder
 
 
@@ -119,6 +123,9 @@ def test_configuration_and_tokenizer_come_along(source, tmp_path, convert):
     names = {path.name for path in (tmp_path / "target").iterdir()}
     assert names >= {"config.json", "tokenizer.json", "model.safetensors"}
     assert not any(name.startswith(".") for name in names)
+    pooling = Path("1_Pooling", "config.json")  # without it an encoder would be misread
+    text = (tmp_path / "target" / pooling).read_text()
+    assert text == (source / pooling).read_text()
 
 
 @pytest.mark.parametrize("convert", CONVERSIONS)
@@ -267,6 +274,51 @@ def test_manifest_that_cannot_be_written_takes_its_file_along(
     with pytest.raises(CheckpointError, match="no"):
         convert_to_squareq(source, target)
     assert list(target.iterdir()) == []
+
+
+@pytest.mark.parametrize("convert", CONVERSIONS)
+def test_configuration_that_cannot_be_copied_takes_the_weights_along(
+    source, tmp_path, convert
+):
+    """What is there under its name is a folder, so it cannot be written."""
+    target = tmp_path / "target"
+    (target / "tokenizer.json").mkdir(parents=True)
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json cannot be written"):
+        convert(source, target)
+    names = {path.name for path in target.iterdir()}
+    assert not {n for n in names if "model" in n or "unfinished" in n}
+
+
+@pytest.mark.parametrize("convert", CONVERSIONS)
+def test_source_that_shrinks_meanwhile_is_an_error_and_leaves_nothing(
+    source, tmp_path, convert
+):
+    """A mapping of it would end the process, and leave an unfinished file."""
+    file = source / "model.safetensors"
+
+    def shrink(done, total):
+        os.truncate(file, 5000)
+
+    with pytest.raises(CheckpointError, match=re.escape(str(file))):
+        convert(source, tmp_path / "target", progress=shrink)
+    assert not (tmp_path / "target").exists()
+
+
+@pytest.mark.parametrize("convert", CONVERSIONS)
+def test_source_is_never_the_target_under_another_name(source, tmp_path, convert):
+    before = (source / "model.safetensors").read_bytes()
+    (tmp_path / "link").symlink_to(source)
+    for target in (tmp_path / "link", source / "1_Pooling" / ".."):
+        with pytest.raises(ConfigError, match="the source"):
+            convert(source, target)
+    assert (source / "model.safetensors").read_bytes() == before
+
+
+def test_packed_folder_keeps_no_manifest_of_what_was_there_before(source, tmp_path):
+    convert_to_squareq(source, tmp_path / "target")
+    written = convert_to_packed(source, tmp_path / "target")
+    assert not list((tmp_path / "target").glob("*.manifest.json"))
+    assert decoded(written.path)[1] == written.smaller
 
 
 @pytest.mark.parametrize("convert", CONVERSIONS)

@@ -17,7 +17,9 @@ from stagehand.core.transfer import Priority, Slot, TransferEngine
 from stagehand.core.workers import WorkerGroup
 from stagehand.errors import ReadError, StagehandInternalError
 from stagehand.residency.blocks import Block
-from stagehand.residency.loader import HostLoader, LaneLoader, sample
+from stagehand.residency.host_loader import HostLoader
+from stagehand.residency.lane_loader import LaneLoader
+from stagehand.residency.loader import sample
 from stagehand.stores.module import ModuleStore
 
 NBYTES = 4096

@@ -32,7 +32,8 @@ from stagehand.core.telemetry import Counters
 from stagehand.core.transfer import TransferEngine
 from stagehand.errors import ReadError, StagehandOOMError
 from stagehand.residency.blocks import Block
-from stagehand.residency.loader import HostLoader, LaneLoader
+from stagehand.residency.host_loader import HostLoader
+from stagehand.residency.lane_loader import LaneLoader
 from stagehand.residency.masters import Masters
 from stagehand.residency.order import Order
 from stagehand.residency.scheduler import Scheduler

@@ -417,6 +417,16 @@ def test_scales_and_zero_points_that_make_no_weights_are_refused(target, part, v
     assert str(target) in str(it.value)
 
 
+def test_scales_that_go_with_every_load_are_not_read_from_the_file_again(target):
+    """A thread that reads a mapping of a file that shrinks ends the process."""
+    layer = SquareQ.open(target).layers["layers.0.up"]
+    held = layer.scales, layer.zeros, layer.bias
+    before = [tensor.clone() for tensor in held]
+    with target.open("r+b") as file:
+        file.write(bytes(target.stat().st_size))
+    assert all(map(torch.equal, held, before))
+
+
 def test_truncated_file_is_refused(target):
     target.write_bytes(target.read_bytes()[:-1])
     with pytest.raises(TruncatedShardError):

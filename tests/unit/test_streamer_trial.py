@@ -158,6 +158,18 @@ def test_each_run_is_told_with_a_pause_before_those_that_count(job, monkeypatch)
     assert events == [0.5, 0.5]
 
 
+def test_time_of_a_run_ends_when_the_stages_are_full_again(job, monkeypatch):
+    now = [0.0]
+
+    def settle(streamer):
+        now[0] += 5.0
+
+    monkeypatch.setattr(trial.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(trial.LayerStreamer, "settle", settle)
+    messages = sent_by(job(twice, sleep_seconds=0.0))
+    assert [message.value for message in messages[1::2]] == [5.0] * 3
+
+
 @pytest.mark.parametrize(
     ("setup_fn", "reason"),
     [

@@ -158,3 +158,25 @@ def test_threads_of_a_forgotten_group_end():
     gc.collect()
     thread.join(PATIENCE)
     assert not thread.is_alive()
+
+
+def test_idle_group_has_done_all_it_was_given_whatever_came_of_it():
+    group = WorkerGroup("idle", 2)
+    group.wait_idle()  # nothing was given
+    gate, began, done = threading.Event(), threading.Event(), []
+
+    def late():
+        began.set()
+        assert gate.wait(10)
+        done.append(1)
+
+    group.submit(late)
+    failed = group.submit(lambda: 1 // 0)
+    assert began.wait(10)
+    waiter = threading.Thread(target=lambda: (group.wait_idle(), done.append(2)))
+    waiter.start()
+    assert isinstance(failed.exception(), ZeroDivisionError)
+    gate.set()
+    waiter.join(10)
+    assert done == [1, 2]
+    group.close()

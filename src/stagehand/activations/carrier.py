@@ -39,6 +39,8 @@ class Leaving(NamedTuple):
     bundle: weakref.ref[Bundle]
     pieces: list[weakref.ref[Piece]]
     sources: list[torch.Tensor]
+    makers: list[Stream]
+    """To which the sources' memory is given back."""
     nbytes: int
     """What the copy lets go of if nobody else keeps it."""
     done: Done
@@ -110,9 +112,6 @@ class Carrier:
                 bundle.sums[piece.start] = _sum(source.cpu())
             end = piece.start + piece.nbytes
             pairs.append((source, slab.buffer[piece.start : end]))
-        if len(makers) > 1:  # not all are behind what waits for the copy
-            for source in sources:
-                source.record_stream(self.engine.d2h.stream)  # type: ignore[arg-type]
         left = bundle.left = self.engine.send_group(pairs, makers=makers)
         return left
 
@@ -171,6 +170,17 @@ class Carrier:
         stream.wait_event(event_of(done))
         for clock, start in zip(clocks, starts, strict=True):
             clock.waited(start, stream)
+
+    def let_pass(self, leaving: Leaving, stream: Stream) -> None:
+        """Let sources go before their copy is known to be done.
+
+        A stream that made some of them, and does not wait, may not have their memory
+        back before.
+        """
+        self.wait(leaving.done, stream)
+        if leaving.makers != [stream]:
+            for source in leaving.sources:
+                source.record_stream(self.engine.d2h.stream)  # type: ignore[arg-type]
 
     def drop(self, bundle: Bundle) -> None:
         """Let go of a bundle's device memory: it is used, or was fetched too early."""

@@ -219,12 +219,12 @@ class Lessons:
         if not relief.is_useless() or lesson.useless:
             return
         lesson.useless = True
-        nbytes = 0 if lesson.prefix is None else lesson.prefix.nbytes
         warnings.warn(
-            f"{format_bytes(nbytes)} of saved tensors left the device in each step, but"
-            " the peak of its memory comes while nothing of them is away: spilling is"
-            " switched off for forwards like this one. What takes the memory then may"
-            " be a recompute, or a large loss: checkpoint or cut that instead",
+            f"{format_bytes(relief.most_bytes)} of saved tensors were away from the"
+            " device when backward began, but the peak of its memory comes while none"
+            " of them is away: spilling is switched off for forwards like this one."
+            " What takes the memory then may be a recompute, or a large loss:"
+            " checkpoint or cut that instead",
             StagehandWarning,
             stacklevel=5,
         )

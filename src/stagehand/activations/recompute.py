@@ -3,7 +3,8 @@
 `torch.utils.checkpoint` takes a pair of contexts, one for forward and one for the
 recompute. In forward, the results of operators are noted in order: large ones are saved
 as any saved tensor is, so they may leave the device; the others are only counted. The
-recompute takes the large ones back in the same order instead of computing them.
+recompute takes the large ones back in the same order instead of computing them. What
+draws random numbers is always computed again: those that follow would be others.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 from stagehand.activations.pieces import Extra, Piece
 from stagehand.core.saved import Kept
 from stagehand.errors import StagehandError
-from stagehand.torch_private import DispatchMode, dispatching
+from stagehand.torch_private import DispatchMode, dispatching, sharing_versions
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -30,6 +31,16 @@ __all__ = ["contexts_for"]
 
 # Forward and recompute call it differently often.
 _UNCOUNTED = frozenset({torch.ops.aten.detach.default})
+# What they give is written afterwards.
+_UNFILLED = frozenset(
+    {
+        torch.ops.aten.empty.memory_format,
+        torch.ops.aten.empty_like.default,
+        torch.ops.aten.empty_strided.default,
+        torch.ops.aten.new_empty.default,
+        torch.ops.aten.new_empty_strided.default,
+    }
+)
 
 
 def contexts_for(spill: Spill | None, threshold: int) -> Callable[[], _Contexts]:
@@ -85,19 +96,65 @@ class _Region:
         with dispatching(_Takes(self)):
             yield
 
-    def keeps(self, function: Any, result: Any) -> bool:
-        """Whether a result is one of its own, and large."""
-        if type(result) is not torch.Tensor or function.is_view:
-            return False
-        if function._schema.is_mutable:
-            return False
-        return result.numel() * result.element_size() >= self.threshold
+    def keep(self, function: Any, args: Any, result: Any) -> Any:
+        """Return what stands for an operator's result; None if that is to be computed.
 
-    def unpack(self, packed: Any) -> torch.Tensor:
+        Of several tensors all are kept if one of them is large: they come together.
+        """
+        if function.is_view or function._schema.is_mutable or function in _UNFILLED:
+            return None
+        each = result if type(result) is tuple else (result,)
+        if not any(map(self._is_large, each)) or _is_random(function, args):
+            return None
+        with sharing_versions():
+            kept = [self._packed(item) for item in each]
+        return kept if type(result) is tuple else kept[0]
+
+    def _is_large(self, item: Any) -> bool:
+        if type(item) is not torch.Tensor:
+            return False
+        return item.numel() * item.element_size() >= self.threshold
+
+    def _packed(self, item: Any) -> Any:
+        return self.pack(item) if isinstance(item, torch.Tensor) else item
+
+    def is_whole(self, kept: Any) -> bool:
+        """Whether what stands for a result was not changed in place since."""
+        each = kept if type(kept) is list else (kept,)
+        return not any(map(_is_changed, each))
+
+    def again(self, kept: Any) -> Any:
+        """Return the result that something stands for."""
+        if type(kept) is list:
+            return tuple(map(self._unpacked, kept))
+        return self._unpacked(kept)
+
+    def let_write(self, args: Any) -> None:
+        """Let what is about to be written wait for copies that read it."""
+        for arg in args:
+            if self.spill is not None and type(arg) is torch.Tensor:
+                self.spill.let_write(arg)
+
+    def _unpacked(self, packed: Any) -> Any:
         if isinstance(packed, Piece | Extra) and self.spill is not None:
-            return self.spill.restore(packed)
-        found: torch.Tensor = packed.get()
-        return found
+            return self.spill.restore(packed).detach()
+        return packed.get().detach() if type(packed) is Kept else packed
+
+
+def _is_changed(packed: Any) -> bool:
+    tensor = packed.tensor if type(packed) is Kept else getattr(packed, "alias", None)
+    return tensor is not None and tensor._version != packed.version
+
+
+def _is_random(function: Any, args: Any) -> bool:
+    """Whether a call draws random numbers. Attention without dropout does not."""
+    if torch.Tag.nondeterministic_seeded not in function.tags:
+        return False
+    names = [argument.name for argument in function._schema.arguments]
+    if "dropout_p" not in names:
+        return True
+    place = names.index("dropout_p")
+    return place < len(args) and bool(args[place])
 
 
 class _Again:
@@ -126,12 +183,13 @@ class _Keeps(DispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        region = self._region
+        if function._schema.is_mutable:
+            region.let_write(args)
         result = function(*args, **(kwargs or {}))
         if function in _UNCOUNTED:
             return result
-        region = self._region
-        kept = region.pack(result) if region.keeps(function, result) else None
-        region.results.append((function, kept))
+        region.results.append((function, region.keep(function, args, result)))
         return result
 
 
@@ -157,6 +215,6 @@ class _Takes(DispatchMode):  # type: ignore[no-untyped-call]
             )
         kept = results[self._next][1]
         self._next += 1
-        if kept is None:
+        if kept is None or not self._region.is_whole(kept):
             return function(*args, **(kwargs or {}))
-        return self._region.unpack(kept).detach()
+        return self._region.again(kept)

@@ -21,7 +21,7 @@ class Relief:
     """
 
     def __init__(self, away_bytes: int, allocated_bytes: int, peak_bytes: int) -> None:
-        self._most = away_bytes
+        self.most_bytes = away_bytes
         self._without = allocated_bytes + away_bytes
         self._first_peak = self._peak = peak_bytes
         self._level = _LEVELS
@@ -32,7 +32,7 @@ class Relief:
         return self._level_of(away_bytes) < self._level
 
     def _level_of(self, away_bytes: int) -> int:
-        return -(-away_bytes * _LEVELS // self._most) if self._most else 0
+        return -(-away_bytes * _LEVELS // self.most_bytes) if self.most_bytes else 0
 
     def read(self, away_bytes: int, allocated_bytes: int, peak_bytes: int) -> None:
         """Note the peak so far, and what is away and allocated now.
@@ -54,4 +54,4 @@ class Relief:
         clearly higher, for what is short-lived was not seen.
         """
         grew = self._peak > self._first_peak
-        return grew and self._without + self._most <= self._peak
+        return grew and self._without + self.most_bytes <= self._peak

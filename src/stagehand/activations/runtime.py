@@ -1,162 +1,36 @@
-"""What users hold: contexts inside which saved tensors are kept under a budget."""
+"""Keeps saved tensors under a budget step by step, with a record of each."""
 
 from __future__ import annotations
 
-import warnings
-import weakref
 from collections import deque
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stagehand.activations.advice import BlockWatch
-from stagehand.activations.carrier import Carrier
 from stagehand.activations.config import ActivationStagehandConfig
-from stagehand.activations.pool import SlabPool, slab_counts
+from stagehand.activations.parts import Parts, report_of, state_of
 from stagehand.activations.recompute import contexts_for
 from stagehand.activations.record import ActivationStep
-from stagehand.activations.saving import Saving
-from stagehand.activations.spill import Spill
 from stagehand.activations.timing import StallClock
-from stagehand.core.arena import Arena
 from stagehand.core.clock import Phase, PhaseClock
 from stagehand.core.device import find_device
-from stagehand.core.ledger import SubAccount
-from stagehand.core.telemetry import Counters, LineFile
-from stagehand.core.transfer import TransferEngine
-from stagehand.errors import ClosedError, StagehandWarning
-from stagehand.residency.shared import shared_device
-from stagehand.units import MIB, format_bytes, parse_bytes
+from stagehand.core.telemetry import LineFile
+from stagehand.errors import ClosedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
-    from types import TracebackType
 
     import torch
     from torch import nn
 
-    from stagehand.activations.learning import Lesson
-    from stagehand.core.device import Device
     from stagehand.core.ledger import Account
     from stagehand.core.limits import Bounds
+    from stagehand.core.transfer import TransferEngine
 
-__all__ = ["ActivationRuntime", "Activations"]
+__all__ = ["ActivationRuntime"]
 
-_SMALLEST_BYTES = 4096  # a copy of less costs more than it frees
-_NO_LIMIT = 1 << 62
 _WINDOW = 100
-_NAME = "saved tensors"
-
-
-class _Parts:
-    """What a runtime is made of: one ledger and one pair of lanes with the weights."""
-
-    def __init__(self, device: Device, config: ActivationStagehandConfig) -> None:
-        self.device = device
-        shared = self.shared = shared_device(device)
-        pinned = _NO_LIMIT
-        if config.ram_budget is not None:
-            pinned = parse_bytes(config.ram_budget, name="ram_budget")
-        account = SubAccount(shared.name_for(_NAME), pinned, shared.ledger.pinned)
-        self.arena = Arena("pinned memory", device.pinned, account, spare=1.25)
-        self.engine = TransferEngine(device, Counters(), streams=shared.streams())
-        classes = [int(size * MIB) for size in config.pinned_pool_classes_mb]
-        counts = slab_counts(classes, config.slabs_per_class)
-        self.pool = SlabPool(self.arena, classes, counts)
-        self.carrier = Carrier(
-            device, self.engine, self.pool, checks=config.debug_checksums
-        )
-        marks = config.watermarks()
-        if config.budget is None or marks is not None:
-            budget = _NO_LIMIT if marks is None else marks.high_bytes
-        else:
-            budget = parse_bytes(config.budget, name="budget", of=device.free_bytes())
-        self.spill = Spill(
-            device,
-            self.carrier,
-            budget_bytes=budget,
-            smallest_bytes=_SMALLEST_BYTES,
-            marks=marks,
-            inflight_d2h=config.max_inflight_d2h,
-            inflight_h2d=config.max_inflight_h2d,
-        )
-        self.saving = Saving(self.spill, off=device.is_host)
-        # Who forgets to close it shall not keep page-locked memory from others.
-        self.abandon = weakref.finalize(self, self.spill.abandon)
-        self.abandon.atexit = False
-        if device.is_host:
-            warnings.warn(
-                "there is no accelerator to keep saved tensors off: all of them stay"
-                " where they are",
-                StagehandWarning,
-                stacklevel=4,
-            )
-
-
-class Activations:
-    """Keeps what autograd saves inside it under a budget; one object for all steps.
-
-    Enter it around the forward pass, or around forward and backward; outside of any
-    checkpointed region. It can be entered again while graphs of earlier entries live.
-
-    Args:
-        budget: Device bytes of saved tensors: an int, "2GB", or "20%" of what is free.
-        ram_budget: Page-locked host bytes for what leaves; None for no limit of its
-            own. Beyond it, pageable memory is used, with a warning.
-        device: Where the model computes: the accelerator by default. On the host there
-            is nowhere to spill to: everything stays, with a warning.
-
-    Raises:
-        ConfigError: If a budget is not a size.
-
-    Example:
-        >>> saved = stagehand.activations(budget="2GB")
-        >>> with saved:
-        ...     loss = model(batch).sum()
-        >>> loss.backward()
-    """
-
-    def __init__(
-        self,
-        budget: int | str,
-        *,
-        ram_budget: int | str | None = None,
-        device: torch.device | str | int | None = None,
-    ) -> None:
-        config = ActivationStagehandConfig(budget=budget, ram_budget=ram_budget)
-        self._parts = _Parts(find_device(device), config)
-
-    def __repr__(self) -> str:
-        return f"Activations({_state(self._parts.spill)})"
-
-    def __enter__(self) -> None:
-        """Begin a forward."""
-        self._parts.saving.enter()
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """End it; what was saved stays under the budget."""
-        self._parts.saving.leave(failed=kind is not None)
-        self._parts.pool.grow()
-
-    def paused(self) -> Any:
-        """Return a context in which autograd saves as usual.
-
-        For what refuses hooks for saved tensors, as `torch.func.grad` does.
-        """
-        return self._parts.saving.paused()
-
-    def report(self) -> str:
-        """Return what is done with forwards like the last one, and what it costs."""
-        return _report(self._parts.spill)
-
-    def close(self) -> None:
-        """Give back the page-locked memory of graphs that are gone. Idempotent."""
-        self._parts.spill.close()
 
 
 class ActivationRuntime:
@@ -193,12 +67,12 @@ class ActivationRuntime:
         self.config = config or ActivationStagehandConfig()
         self.clock = PhaseClock()
         self._closed = False
-        self._parts: _Parts | None = None
+        self._parts: Parts | None = None
         self._file: LineFile | None = None
         self._records: deque[ActivationStep] = deque(maxlen=_WINDOW)
         if not self.config.enabled:
             return
-        self._parts = _Parts(find_device(device), self.config)
+        self._parts = Parts(find_device(device), self.config)
         if self.config.telemetry_enabled:
             self._parts.carrier.stalls = StallClock(self._parts.device)
             if self.config.telemetry_file is not None:
@@ -207,7 +81,7 @@ class ActivationRuntime:
     def __repr__(self) -> str:
         if self._parts is None:
             return "ActivationRuntime(disabled)"
-        return f"ActivationRuntime({_state(self._parts.spill)})"
+        return f"ActivationRuntime({state_of(self._parts.spill)})"
 
     # Steps
 
@@ -288,7 +162,7 @@ class ActivationRuntime:
             self._file.write(record.to_json())
         return record
 
-    def _record(self, parts: _Parts) -> ActivationStep:
+    def _record(self, parts: Parts) -> ActivationStep:
         tally, pool, stalls = parts.spill.tally, parts.pool, parts.carrier.stalls
         count, stalled = (None, None) if stalls is None else stalls.take()
         return ActivationStep(
@@ -320,7 +194,7 @@ class ActivationRuntime:
         """Return what is done with forwards like the last one, and what it costs."""
         if self._parts is None:
             return "saved tensors: disabled"
-        return _report(self._parts.spill)
+        return report_of(self._parts.spill)
 
     # Checkpoints
 
@@ -405,61 +279,15 @@ class ActivationRuntime:
         if self._file is not None:
             self._file.close()
 
-    def _open_parts(self) -> _Parts | None:
+    def _open_parts(self) -> Parts | None:
         if self._closed:
             raise ClosedError(
                 "this ActivationRuntime was shut down; make a new one to go on"
             )
         return self._parts
 
-    def _need_parts(self) -> _Parts:
+    def _need_parts(self) -> Parts:
         parts = self._open_parts()
         if parts is None:
             raise ClosedError("this ActivationRuntime is disabled; it has no parts")
         return parts
-
-
-def _state(spill: Spill) -> str:
-    return (
-        f"{format_bytes(spill.held_bytes)} of {format_bytes(spill.budget_bytes)} on the"
-        f" device, {spill.tally.spilled_count} spilled"
-    )
-
-
-def _report(spill: Spill) -> str:
-    lesson = spill.lessons.latest
-    if lesson is None or lesson.prefix is None:
-        return "saved tensors: no forward has ended yet"
-    lines = [
-        f"saved tensors: {lesson.count} storages, budget"
-        f" {format_bytes(spill.budget_bytes)}",
-        *_plan_lines(lesson),
-    ]
-    rates = spill.lessons.rates
-    if rates is not None:
-        lines.append(
-            f"link: {format_bytes(rates.d2h)}/s to the host,"
-            f" {format_bytes(rates.h2d)}/s from it"
-        )
-    return "\n".join(lines)
-
-
-def _plan_lines(lesson: Lesson) -> Iterator[str]:
-    prefix, forecast = lesson.prefix, lesson.forecast
-    if prefix is None:
-        return
-    if lesson.useless:
-        yield "switched off: the peak of device memory is elsewhere"
-    elif not prefix.count:
-        yield f"all of it stays: {format_bytes(prefix.kept_bytes)}"
-    else:
-        yield (
-            f"the first {prefix.count} leave: {format_bytes(prefix.nbytes)};"
-            f" {format_bytes(prefix.kept_bytes)} stay"
-        )
-    if forecast is not None and not lesson.useless:
-        yield (
-            f"predicted: {forecast.overhead:.1%} longer than without a budget"
-            f" ({forecast.forward_stall * 1e3:.3f} ms in forward,"
-            f" {forecast.backward_stall * 1e3:.3f} ms in backward)"
-        )

@@ -138,15 +138,15 @@ class Saving:
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Let autograd save as if nothing was entered, for what allows no hooks."""
-        top = top_saved_hooks()
-        if top is None or not _is_ours(top):
-            yield
-            return
-        pop_saved_hooks()
+        ours = []
+        while (top := top_saved_hooks()) is not None and _is_ours(top):
+            pop_saved_hooks()
+            ours.append(top)
         try:
             yield
         finally:
-            push_saved_hooks(*top)
+            while ours:
+                push_saved_hooks(*ours.pop())
 
     def _warn(self) -> None:
         if self._warned or in_backward():

@@ -109,7 +109,11 @@ def run(
     ] = _Dtype.AUTO,
     file_backed: Annotated[
         bool,
-        typer.Option("--file-backed", help="Stream from the model's files."),
+        typer.Option(
+            "--file-backed",
+            help="Stream from the model's files. What `stagehand convert` wrote "
+            "always is.",
+        ),
     ] = False,
     telemetry: Annotated[
         Path | None, typer.Option(help="Write a JSON line per pass to this file.")
@@ -180,8 +184,8 @@ def convert(
 
     By default the weights of linear layers are quantized to INT8 (SquareQ v2): half of
     bfloat16, and other values. With --packed they are packed: about three quarters, and
-    every bit as before. `stagehand.load(TARGET)` streams either. What fails leaves
-    nothing behind; the exit code is 2 then.
+    every bit as before. `stagehand run TARGET` and `stagehand.load(TARGET)` stream
+    either. What fails leaves nothing behind; the exit code is 2 then.
     """
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
     try:

@@ -12,7 +12,9 @@ import torch
 import transformers
 from torch import nn
 
+import stagehand
 from stagehand.errors import ConfigError, MissingTensorError
+from stagehand.stores.converting import is_converted
 
 __all__ = [
     "FoundModel",
@@ -46,6 +48,8 @@ class FoundModel:
     """What it is run for."""
     config: Any
     """Its `transformers` configuration."""
+    is_converted: bool = False
+    """Whether its files are what `stagehand convert` wrote."""
 
 
 def find_model(name: str) -> FoundModel:
@@ -77,7 +81,12 @@ def find_model(name: str) -> FoundModel:
         raise ConfigError(
             f"the configuration in {name!r} is not usable: {error}"
         ) from (error)
-    return FoundModel(path=path, kind=_kind_of(config, path), config=config)
+    return FoundModel(
+        path=path,
+        kind=_kind_of(config, path),
+        config=config,
+        is_converted=is_converted(path),
+    )
 
 
 def _demo_directory() -> Path:
@@ -137,6 +146,8 @@ def open_model(found: FoundModel, *, dtype: torch.dtype | None) -> nn.Module:
         MissingTensorError: If the files lack a tensor that the model needs.
         ConfigError: If the files cannot be read as this model.
     """
+    if found.is_converted:
+        return _open_converted(found, dtype)
     options: dict[str, Any] = {}
     opener: Any = transformers.AutoModelForCausalLM
     if found.kind is ModelKind.ENCODER:
@@ -163,6 +174,14 @@ def open_model(found: FoundModel, *, dtype: torch.dtype | None) -> nn.Module:
         )
     opened: nn.Module = model.eval()
     return opened
+
+
+def _open_converted(found: FoundModel, dtype: torch.dtype | None) -> nn.Module:
+    """Return a model with its weights decoded, by the only one who can read them."""
+    model = stagehand.load(builder_of(found), found.path, dtype=dtype, device="cpu")
+    runtime: Any = model._stagehand_layer_runtime
+    runtime.shutdown()
+    return model
 
 
 def builder_of(found: FoundModel) -> Any:

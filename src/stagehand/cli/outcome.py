@@ -88,7 +88,7 @@ def _stream(found: FoundModel, how: Streaming) -> nn.Module:
         "telemetry": how.telemetry or False,
         "trace": how.trace is not None,
     }
-    if how.file_backed:
+    if how.file_backed or found.is_converted:
         source = builder_of(found)
         return stagehand.load(source, found.path, dtype=how.dtype, **options)
     return stagehand.layer(open_model(found, dtype=how.dtype), **options)

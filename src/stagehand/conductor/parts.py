@@ -17,7 +17,7 @@ from stagehand.conductor.record import ConductorRecord, Recorder
 from stagehand.conductor.rules import Readings
 from stagehand.conductor.slots import LinkSlots
 from stagehand.core.clock import Phase, PhaseClock
-from stagehand.core.ledger import Ledger
+from stagehand.core.ledger import Ledger, Mode
 from stagehand.core.limits import Limits, tightest
 from stagehand.core.traffic import Traffic
 from stagehand.errors import ClosedError, ConfigError
@@ -141,6 +141,19 @@ class Parts:
                 account.limit_bytes, name, kind="device"
             )
 
+    def _rebook(self) -> None:
+        """Book what budgets are now, as far as there is room: they may have changed."""
+        for account, grant in tuple(self._booked.items()):
+            if account is None or account.limit_bytes == grant.nbytes:
+                continue
+            room = self.ledger.device.room_for(grant.holder, Mode.BURST) + grant.nbytes
+            nbytes = min(account.limit_bytes, room)
+            if nbytes != grant.nbytes:
+                grant.release()
+                self._booked[account] = self.budget.reserve_or_raise(
+                    nbytes, grant.holder, kind="device"
+                )
+
     def _users_of(self, account: Account | None) -> int:
         return sum(r.device_account is account for r in self._runtimes())
 
@@ -263,6 +276,7 @@ class Parts:
             return
         if phase is Phase.STEP_BEGIN:
             self._forget_closed()
+            self._rebook()
             self._share_link()
         self._publish(phase)
 

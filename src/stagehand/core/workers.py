@@ -66,6 +66,16 @@ class WorkerGroup:
         if not future.cancel() and not self._is_inside():
             future.exception()
 
+    def wait_idle(self) -> None:
+        """Block until all jobs are done, whatever came of them; for one caller at a
+        time."""
+        if self._pool is None:
+            return
+        all_there = threading.Barrier(self._count + 1)
+        for _ in range(self._count):
+            self.submit(all_there.wait)
+        all_there.wait()
+
     def close(self) -> None:
         """Drop waiting jobs and join the threads. Idempotent."""
         with self._lock:

@@ -51,6 +51,9 @@ class Neighbours(Protocol):
     def make_room(self, nbytes: int) -> bool:
         """Let others give up so many bytes; return whether they are free."""
 
+    def are_busy(self) -> bool:
+        """Whether another thread runs any of them."""
+
     def name_them(self) -> str:
         """Say who holds what, for an error."""
 
@@ -761,7 +764,7 @@ class Scheduler:
         if not self._gave_way:
             return False
         fixed = (self.blocks[index] for index in self._fixed)
-        self.settle(block for block in fixed if block.store and block.tensors)
+        self._settle(block for block in fixed if block.store and block.tensors)
         self._gave_way = False
         if self._lookahead or self._allowed() < self._planned_lookahead:
             return True
@@ -871,7 +874,21 @@ class Scheduler:
         return [block for block in self.blocks if block.stays]
 
     def settle(self, blocks: Iterable[Block]) -> None:
-        """Bring the given blocks to the device and leave them bound there."""
+        """Bring the given blocks to the device and leave them bound there.
+
+        While models in other threads leave no room for them, the next pass does so.
+
+        Raises:
+            StagehandOOMError: If there is no room, whoever is there.
+        """
+        try:
+            self._settle(blocks)
+        except StagehandOOMError:
+            if self.neighbours is None or not self.neighbours.are_busy():
+                raise
+            self._gave_way = True
+
+    def _settle(self, blocks: Iterable[Block]) -> None:
         stream = self._device.current_stream()
         for block in blocks:
             if not block.bound:

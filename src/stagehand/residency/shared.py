@@ -6,13 +6,16 @@ Note "Locks". A runtime's own lock comes first, then the device's lock here, the
 trying only, the locks of other runtimes, and last the accounts'. Nobody waits for a
 runtime's lock while holding the device's. Waiting for room lets go of the device's lock
 but not of the own runtime's, so before that everything is given up that others could
-want, and a circle of such waits is an error, not a standstill.
+want, and a circle of such waits is an error, not a standstill. The garbage collector
+ends a dropped model's tenant in the middle of anything, accounts' locks held: it waits
+for nothing, and who is in the middle of something here sees to it later.
 """
 
 from __future__ import annotations
 
 import threading
 import weakref
+from collections import deque
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -64,6 +67,9 @@ class Tenant(Protocol):
 
     def warm(self) -> None:
         """Begin to load what its next pass begins with, unless it runs."""
+
+    def owner(self) -> _Thread | None:
+        """Return the thread that has its lock, if one has."""
 
     def is_awaited_by(self, thread: _Thread) -> bool:
         """Whether a thread waits for its lock."""
@@ -128,6 +134,10 @@ class _Seat:
         """Whether another thread is in a pass of it, or waits to begin one."""
         return self.thread is not None and self.thread is not _me()
 
+    def taken_by(self) -> _Thread | None:
+        """Return whose pass it is in, or who has its lock for anything else."""
+        return self.thread or self.tenant.owner()
+
     def takes(self, share: Share) -> int:
         """Return the bytes that a pass of another tenant must leave it."""
         if not self.runs_elsewhere():
@@ -168,14 +178,16 @@ class SharedDevice:
         self.device = device
         self.ledger = Ledger(0, _NO_CAP)
         self._streams = device.new_stream(priority), device.new_stream(priority)
-        # Reentrant: the garbage collector may end a tenant in the middle of anything.
+        # Reentrant: a tenant that gives up memory may find that its pass was left.
         self._changed = threading.Condition(threading.RLock())
         self._seats: dict[int, _Seat] = {}
+        self._gone: deque[int] = deque()  # tenants that are to be forgotten
         self._latest = -1
         self._holds = Holds()
         self._turns = Turns()
         self._cap: int | None = None
         self._apart = False  # some run at once
+        self._refused = False  # a tenant was asked while another thread had its lock
         self._shares: dict[int, Share] | None = None
 
     def __repr__(self) -> str:
@@ -209,6 +221,7 @@ class SharedDevice:
             StagehandOOMError: If reservations leave it less than it needs to run.
         """
         with self._changed:
+            self._let_go()
             self._latest += 1
             if not self._seats:
                 self.ledger.device.reset_peak()
@@ -218,14 +231,30 @@ class SharedDevice:
             firm = self._reserved_bytes(but=seat.number, firm=True)
             missing = seat.claim.floor + firm - self.ledger.device.limit_bytes
             if firm and missing > 0:
-                self.leave(seat.number)
-                raise self._refusal(seat, missing, self._reservations())
+                error = self._refusal(seat, missing, self._reservations())
+                self._gone.append(seat.number)
+                self._let_go()
+                raise error
             seat.limit = self._divided()[seat.number].limit
             return seat.number
 
     def leave(self, number: int) -> None:
-        """Forget a tenant, and all that was held for it. Idempotent."""
-        with self._changed:
+        """Forget a tenant, and all that was held for it. Idempotent.
+
+        Waits for nobody: if this or another thread is in the middle of something here,
+        that is done at the next occasion.
+        """
+        self._gone.append(number)
+        inside = self._changed._is_owned()  # type: ignore[attr-defined]
+        if not inside and self._changed.acquire(blocking=False):
+            try:
+                self._let_go()
+            finally:
+                self._changed.release()
+
+    def _let_go(self) -> None:
+        while self._gone:
+            number = self._gone.popleft()
             seat = self._seats.pop(number, None)
             if seat is not None:
                 seat.tenant.account.detach()
@@ -247,8 +276,9 @@ class SharedDevice:
             self._renew()
 
     def _renew(self) -> None:
-        claims = [seat.tenant.claim() for seat in self._seats.values()]
-        cap = max((claim.budget for claim in claims), default=0)
+        for seat in self._seats.values():
+            seat.claim = seat.tenant.claim()
+        cap = max((seat.claim.budget for seat in self._seats.values()), default=0)
         self.ledger.device.set_limit(cap if self._cap is None else min(cap, self._cap))
         self._shares = None
 
@@ -265,19 +295,21 @@ class SharedDevice:
                 than the tenant needs to run; it names them.
         """
         with self._changed:
+            if self._gone:
+                self._let_go()
             seat = self._seats[number]
-            if self._turns.begin(number):
-                self._shares = None
-            claim = seat.tenant.claim()
-            if claim is not seat.claim:
-                seat.claim = claim
-                self._shares = None
-            if len(self._seats) == 1 and not self._holds.held:
-                limit = min(claim.budget, self.ledger.device.limit_bytes)
+            if len(self._seats) == 1:
+                limit = min(seat.claim.budget, self.ledger.device.limit_bytes)
             else:
+                self._note_turn(seat)
                 limit = self._find_room(seat)
             seat.limit, seat.running, seat.thread = limit, True, _me()
             return Turn(limit, self._next(seat) is not None)
+
+    def _note_turn(self, seat: _Seat) -> None:
+        claim = seat.tenant.claim()
+        if self._turns.begin(seat.number) or claim is not seat.claim:
+            seat.claim, self._shares = claim, None
 
     def end(self, number: int, *, failed: bool) -> None:
         """A tenant's pass is over; idempotent."""
@@ -313,6 +345,8 @@ class SharedDevice:
             self._apart, self._shares = True, None
         try:
             while True:
+                self._let_go()
+                self._refused = False
                 limit = self._limit_now(seat)
                 if limit >= seat.claim.floor and self._clear(seat, limit):
                     return limit
@@ -354,7 +388,7 @@ class SharedDevice:
         for other in self._others(seat):
             kept = shares[other.number].kept
             if other.held > kept and not other.runs_elsewhere():
-                other.tenant.give_up(kept)
+                self._ask(other, kept)
         return self._free(seat, limit - seat.held)
 
     def make_room(self, number: int, nbytes: int) -> bool:
@@ -369,14 +403,24 @@ class SharedDevice:
                 return False
             return self._free(seat, nbytes)
 
+    def are_others_busy(self, number: int) -> bool:
+        """Whether another thread is in any other tenant than this one."""
+        with self._changed:
+            seats = [s for s in self._seats.values() if s.number != number]
+            return bool(self._threads_in(seats, but=_me()))
+
     def _free(self, seat: _Seat, nbytes: int) -> bool:
         whole = self.ledger.device
         for other in self._givers(seat):
             missing = seat.held + nbytes - (whole.limit_bytes - self._held_by(seat))
             if missing <= 0:
                 return True
-            other.tenant.give_up(max(0, other.held - missing))
+            self._ask(other, max(0, other.held - missing))
         return seat.held + nbytes <= whole.limit_bytes - self._held_by(seat)
+
+    def _ask(self, seat: _Seat, keep_bytes: int) -> None:
+        if not seat.tenant.give_up(keep_bytes):
+            self._refused = True
 
     def _held_by(self, seat: _Seat) -> int:
         """Bytes that are held by all but one tenant."""
@@ -403,13 +447,20 @@ class SharedDevice:
         return [other for other in self._seats.values() if other is not seat]
 
     def _wait(self, seat: _Seat) -> None:
-        """Wait until another thread's pass ends.
+        """Wait until another thread's pass ends, or it is done with a tenant's lock.
 
         Raises:
             StagehandOOMError: If none runs, or all of them wait for this thread.
         """
-        busy = [other for other in self._others(seat) if other.runs_elsewhere()]
-        threads = [other.thread for other in busy if other.thread is not None]
+        others = self._others(seat)
+        busy = [other for other in others if other.runs_elsewhere()]
+        for other in busy:
+            other.tenant.give_up(other.held)  # ends a pass that an interrupt has left
+        if not all(other.runs_elsewhere() for other in busy):
+            return
+        threads = self._threads_in(others, but=_me())
+        if not threads and self._refused:
+            return  # who refused is done with it
         if all(self._is_stuck(thread, {_me()}) for thread in threads):
             if seat.waits and seat.held > seat.claim.bound:
                 # Others may wait for that, as this one does for what they have.
@@ -428,7 +479,7 @@ class SharedDevice:
         text = "; ".join(
             str(self._holding(other))
             for other in self._others(seat)
-            if other.number in hard or other.running
+            if other.number in hard or other.running or other.taken_by()
         )
         return self._refusal(seat, max(1, missing), text)
 
@@ -438,14 +489,23 @@ class SharedDevice:
             return True
         if _is_autograds(_me()) and waits_for_backward(thread.ident or 0):
             return True  # for this one
-        taken = [seat for seat in self._seats.values() if seat.thread is not None]
-        for seat in taken:
-            if seat.thread is not thread and seat.tenant.is_awaited_by(thread):
-                return self._is_stuck(seat.thread or thread, stuck | {thread})
-        if not any(seat.waits and seat.thread is thread for seat in taken):
+        seats = list(self._seats.values())
+        for seat in seats:
+            if seat.tenant.is_awaited_by(thread):
+                owners = self._threads_in([seat], but=thread)
+                waits = bool(owners)  # else it is free, and the thread about to have it
+                return waits and all(
+                    self._is_stuck(t, stuck | {thread}) for t in owners
+                )
+        if not any(seat.waits and seat.thread is thread for seat in seats):
             return False
-        others = [seat.thread for seat in taken if seat.thread is not thread]
-        return all(self._is_stuck(t, stuck | {thread}) for t in others if t)
+        others = self._threads_in(seats, but=thread)
+        return all(self._is_stuck(t, stuck | {thread}) for t in others)
+
+    def _threads_in(self, seats: list[_Seat], *, but: _Thread) -> list[_Thread]:
+        """Return the threads that are in some tenants, except one."""
+        threads = [seat.taken_by() for seat in seats]
+        return [thread for thread in threads if thread not in (None, but)]
 
     def _divided(self) -> dict[int, Share]:
         if self._shares is None:
@@ -519,6 +579,7 @@ class SharedDevice:
             ConfigError: If the tenant is a guest.
         """
         with self._changed:
+            self._let_go()
             seat = self._seats[number]
             seat.claim = claim = seat.tenant.claim()
             cap = self.ledger.device.limit_bytes
@@ -562,6 +623,7 @@ class SharedDevice:
             ConfigError: If it has a reservation.
         """
         with self._changed:
+            self._let_go()
             seat = self._seats[number]
             seat.claim = seat.tenant.claim()
             stay = self._holds.reserved.keys() | self._holds.held
@@ -595,7 +657,8 @@ class SharedDevice:
     def holdings(self) -> list[Holding]:
         """Return what each tenant holds, and why."""
         with self._changed:
-            return [self._holding(seat) for seat in tuple(self._seats.values())]
+            self._let_go()
+            return [self._holding(seat) for seat in self._seats.values()]
 
     def why(self, number: int) -> str:
         """Return why a tenant's blocks stay."""

@@ -21,13 +21,20 @@ from stagehand.stores.checkpoint import Checkpoint
 from stagehand.stores.files import FileSet
 from stagehand.stores.packed_files import is_packed, packed_name
 from stagehand.stores.packing import pack
-from stagehand.stores.safetensors import host_tensor
+from stagehand.stores.safetensors import read_tensor
 from stagehand.stores.squareq import MANIFEST_SUFFIX, find_manifest, manifest_of
 from stagehand.stores.squareq_layout import Rows
 from stagehand.stores.squareq_manifest import PAD, LayerSpec, Manifest
 from stagehand.stores.writing import check_room, replaced, safetensors_file
 
-__all__ = ["EXCLUDED", "Written", "convert_to_packed", "convert_to_squareq", "quantize"]
+__all__ = [
+    "EXCLUDED",
+    "Written",
+    "convert_to_packed",
+    "convert_to_squareq",
+    "is_converted",
+    "quantize",
+]
 
 EXCLUDED = r"embed|norm|(^|\.)wte\.|(^|\.)wpe\.|(^|\.)shared\."
 """What is not quantized by default: by names, embeddings and norms."""
@@ -38,7 +45,8 @@ _LEAST_SHARE = 0.75  # no packed checkpoint is smaller
 _AT_ONCE = 1 << 17  # weights for each thread: they stay in a core's own cache
 _LARGEST_CODE = 127
 _SMALLEST_SCALE = 1e-8
-_BESIDE = ("*.json", "*.txt", "*.model", "*.jinja", "*.py")
+# Folders beside the weights say how their outputs are used, as 1_Pooling does.
+_BESIDE = ("*.json", "*.txt", "*.model", "*.jinja", "*.py", "*/config.json")
 
 Progress = Callable[[int, int], None]
 """Is called with bytes done and bytes in all."""
@@ -101,7 +109,9 @@ def convert_to_packed(
             for name in tensors.by_width(left):
                 body.add(name, tensors.read(name))
                 tensors.tell(name, progress)
-        tensors.copy_beside(folder)
+        with _unless_failed(path):
+            manifest_of(path).unlink(missing_ok=True)  # of what was there before
+            tensors.copy_beside(folder)
         return tensors.written(path, packed)
 
 
@@ -153,13 +163,10 @@ def convert_to_squareq(
         check_room(folder, tensors.nbytes - saved + codes)
         _write_squareq(path, tensors, layers, progress)
         manifest = Manifest.of(manifest_of(path), tensors.path.name, layers)
-        try:
+        with _unless_failed(path, manifest.path):
             with replaced(manifest.path) as file:
                 file.write(json.dumps(manifest.document(), indent=1).encode())
-        except BaseException:
-            path.unlink()
-            raise
-        tensors.copy_beside(folder)
+            tensors.copy_beside(folder)
         return tensors.written(path, len(layers))
 
 
@@ -244,7 +251,8 @@ def _free_path(folder: Path, tensors: "_Tensors") -> Path:
     """
     path = folder / tensors.file_name
     others = sorted(p.name for p in folder.glob("*.safetensors") if p != path)
-    if tensors.path in (folder, path) or others:
+    written = {folder.resolve(), path.resolve()}
+    if tensors.path.resolve() in written or others:
         raise ConfigError(
             f"{folder} cannot be converted to: expected an empty folder, or one that"
             f" holds {path.name} only, found {', '.join(others[:3]) or 'the source'};"
@@ -315,13 +323,17 @@ class _Tensors:
             progress(self._done, self.nbytes)
 
     def copy_beside(self, folder: Path) -> None:
-        """Copy configuration and tokenizer, so that the folder is a whole model."""
-        if not self.path.is_dir() or folder == self.path:
+        """Copy configuration and tokenizer, so that the folder is a whole model.
+
+        Raises:
+            CheckpointError: If one cannot be read or written.
+        """
+        if not self.path.is_dir():
             return
         for pattern in _BESIDE:
             for file in self.path.glob(pattern):
                 if not file.name.endswith((".index.json", MANIFEST_SUFFIX)):
-                    shutil.copy2(file, folder / file.name)
+                    _copy(file, folder / file.relative_to(self.path))
 
     def written(self, path: Path, smaller: int) -> Written:
         return Written(
@@ -333,6 +345,18 @@ class _Tensors:
         )
 
 
+def _copy(file: Path, target: Path) -> None:
+    try:
+        target.parent.mkdir(exist_ok=True)
+        content = file.read_bytes()
+    except OSError as error:
+        raise CheckpointError(
+            f"{file} cannot be copied to {target}: {error}"
+        ) from error
+    with replaced(target) as copy:
+        copy.write(content)
+
+
 @contextmanager
 def _opened(source: str | Path) -> Iterator[_Tensors]:
     path = Path(source).expanduser().absolute()
@@ -342,7 +366,7 @@ def _opened(source: str | Path) -> Iterator[_Tensors]:
         yield _Tensors(path, sizes, tensors.__getitem__)
         return
     checkpoint = Checkpoint.open(path)
-    if any(map(is_packed, checkpoint)) or _is_quantized(path):
+    if _is_smaller(path, checkpoint):
         raise ConfigError(
             f"{path} is packed or quantized already: expected a plain checkpoint;"
             " convert the one that it was made from"
@@ -353,9 +377,23 @@ def _opened(source: str | Path) -> Iterator[_Tensors]:
     }
     files = FileSet(checkpoint.files)
     try:
-        yield _Tensors(path, sizes, lambda name: host_tensor(files, checkpoint[name]))
+        yield _Tensors(path, sizes, lambda name: read_tensor(files, checkpoint[name]))
     finally:
         files.close()
+
+
+def is_converted(path: str | Path) -> bool:
+    """Return whether a safetensors file or folder is in a smaller form.
+
+    Raises:
+        CheckpointError: If it is not sound.
+    """
+    place = Path(path).expanduser().absolute()
+    return _is_smaller(place, Checkpoint.open(place))
+
+
+def _is_smaller(path: Path, checkpoint: Checkpoint) -> bool:
+    return any(map(is_packed, checkpoint)) or _is_quantized(path)
 
 
 def _is_quantized(path: Path) -> bool:
@@ -383,6 +421,17 @@ def _unpickled(path: Path) -> dict[str, torch.Tensor]:
             f" found {type(found).__name__}; save the model's state_dict()"
         )
     return found
+
+
+@contextmanager
+def _unless_failed(*files: Path) -> Iterator[None]:
+    """Remove files that are complete again if what has to come with them fails."""
+    try:
+        yield
+    except BaseException:
+        for file in files:
+            file.unlink(missing_ok=True)
+        raise
 
 
 @contextmanager

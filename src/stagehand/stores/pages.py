@@ -52,7 +52,8 @@ def some_elements(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
                 pieces += _some(tensor, file.fileno())
     except OSError:
         pieces = [piece for tensor in tensors for piece in _some(tensor, None)]
-    return torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.uint8)
+    nothing = torch.empty(0, dtype=torch.uint8, device="cpu")
+    return torch.cat(pieces) if pieces else nothing
 
 
 def _some(tensor: torch.Tensor, pagemap: int | None) -> list[torch.Tensor]:
@@ -70,7 +71,7 @@ def _some(tensor: torch.Tensor, pagemap: int | None) -> list[torch.Tensor]:
     own = {page: bool(raw) and bool(_are_own(raw)) for page, raw in entries.items()}
     if all(own.values()):
         return [some.contiguous().view(torch.uint8)]
-    nothing = torch.zeros(some.element_size(), dtype=torch.uint8)
+    nothing = torch.zeros(some.element_size(), dtype=torch.uint8, device="cpu")
     return [
         flat[i * step : i * step + 1].view(torch.uint8) if own[page] else nothing
         for i, page in enumerate(pages)

@@ -33,7 +33,7 @@ from stagehand.stores.files import FileSet
 from stagehand.stores.pages import was_written
 from stagehand.stores.reading import Part
 
-__all__ = ["SafetensorsStore", "host_tensor"]
+__all__ = ["SafetensorsStore", "host_tensor", "read_tensor"]
 
 _COMPARED_BYTES = 4 << 20
 
@@ -103,7 +103,7 @@ class SafetensorsStore:
         read = self._files.fill(self._parts, _writable(image))
         for index, entry in enumerate(self._layout.entries):
             if index not in self._edited and not entry.is_contiguous:
-                tensor = _read_tensor(self._files, self._extents[index])
+                tensor = read_tensor(self._files, self._extents[index])
                 copy_values(views[index], tensor)
                 read += entry.nbytes
         # Last: an entry that another thread marks as edited meanwhile comes from both,
@@ -272,10 +272,15 @@ def host_tensor(files: FileSet, extent: Extent) -> torch.Tensor:
         StagehandWarning,
         stacklevel=3,
     )
-    return _read_tensor(files, extent)
+    return read_tensor(files, extent)
 
 
-def _read_tensor(files: FileSet, extent: Extent) -> torch.Tensor:
+def read_tensor(files: FileSet, extent: Extent) -> torch.Tensor:
+    """Return a tensor that a file holds, in memory of its own.
+
+    Raises:
+        CheckpointError: If the file changed or cannot be read.
+    """
     with plain_tensors():
         buffer = torch.empty(extent.nbytes, dtype=torch.uint8)
         files.read(extent.path, extent.offset, _writable(buffer))

@@ -12,7 +12,7 @@ from stagehand.errors import CheckpointError, ManifestError, ReadError
 from stagehand.stores.checkpoint import Checkpoint, Extent
 from stagehand.stores.files import FileSet
 from stagehand.stores.headers import FileStamp
-from stagehand.stores.safetensors import host_tensor
+from stagehand.stores.safetensors import host_tensor, read_tensor
 from stagehand.stores.squareq_layout import Rows
 from stagehand.stores.squareq_manifest import (
     LayerSpec,
@@ -172,11 +172,13 @@ def _layer(
         return extent
 
     codes = find(layer.codes, torch.int8, rows.count, rows.padded)
-    scales = host_tensor(files, find(layer.scales, torch.float32, rows.count))
-    zeros = host_tensor(files, find(layer.zeros, torch.float32, rows.count))
+    # In memory, for they are sent with every load: a thread that reads a mapping of a
+    # file that shrinks ends the process.
+    scales = read_tensor(files, find(layer.scales, torch.float32, rows.count))
+    zeros = read_tensor(files, find(layer.zeros, torch.float32, rows.count))
     bias = None
     if layer.bias is not None:
-        bias = host_tensor(files, find(layer.bias, torch.float32, rows.count))
+        bias = read_tensor(files, find(layer.bias, torch.float32, rows.count))
     _check_values(codes.path, layer.name, scales, zeros)
     return QuantizedWeight(
         name=layer.name,

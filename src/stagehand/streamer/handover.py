@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from stagehand.core.transfer import Priority, TransferEngine
-from stagehand.residency.loader import LaneLoader
+from stagehand.residency.lane_loader import LaneLoader
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

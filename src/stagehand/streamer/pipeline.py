@@ -18,7 +18,7 @@ from stagehand.core.transfer import TransferEngine
 from stagehand.core.workers import WorkerGroup
 from stagehand.errors import ClosedError
 from stagehand.residency.blocks import Block
-from stagehand.residency.loader import HostLoader
+from stagehand.residency.host_loader import HostLoader
 from stagehand.residency.order import Order
 from stagehand.residency.plan import Plan
 from stagehand.residency.scheduler import Scheduler
@@ -182,6 +182,16 @@ class Pipeline:
         if isinstance(parts.loader, LayerLoader):
             parts.loader.await_staged(parts.blocks[0])
         parts.scheduler.end_pass()
+
+    def settle(self) -> None:
+        """Wait until every stage is as full as it gets before the next pass."""
+        parts, copies = self._parts, -1
+        while parts is not None and copies < self._counters.h2d_copies:
+            copies = self._counters.h2d_copies
+            parts.workers.wait_idle()
+            parts.ahead_workers.wait_idle()
+            parts.scheduler.look_ahead()
+        self._device.synchronize()
 
     def _running(self) -> _Parts:
         if self._parts is None:

@@ -322,9 +322,18 @@ class LayerStreamer:
             device_allocated_bytes=self._device.allocated_bytes(),
         )
 
-    def synchronize(self) -> None:
-        """Wait until the device is done with what the passes gave it to do."""
-        self._device.synchronize()
+    def settle(self) -> None:
+        """Wait until the device is done, and all is there that is loaded ahead.
+
+        From here to here, passes take what they take in the long run: as much is read
+        as is used, whatever the stages hold.
+
+        Raises:
+            ConfigError: If a pass is under way.
+        """
+        self._refuse_if_busy("settle()")
+        with self._busy:
+            self._pipeline.settle()
 
     def measure_rates(self) -> Rates:
         """Measure what disk, memory and link give at most, to compare passes with.

@@ -71,7 +71,7 @@ def run_job(job: Job, send: Callable[[Message], None]) -> None:
             before = streamer.passes
             began = time.perf_counter()
             run()
-            streamer.synchronize()
+            streamer.settle()  # else the pause would fill the stages, for nothing
             seconds = time.perf_counter() - began
             send(Message("done", seconds, streamer.passes - before))
 
@@ -138,7 +138,11 @@ class TrialProcess:
 
 def _exit_reason(code: int | None) -> str:
     if code is None or code >= 0:
-        return f"the process ended with exit status {code} before it was done"
+        return (
+            f"the process ended with exit status {code} before it was done: see what it"
+            " wrote, and whether the script calls tune() outside of"
+            " if __name__ == '__main__':"
+        )
     try:
         number = signal.Signals(-code)
     except ValueError:

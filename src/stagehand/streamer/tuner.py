@@ -42,10 +42,14 @@ class LayerStreamerTuner:
     memory, or could not beat the best even at those rates, is not run at all, nor are
     two configurations that do the same.
 
+    The time of a run ends when all stages are as full as before it, so that a pause
+    between runs gains nothing: it is what a pass takes among many.
+
     Args:
         setup_fn: Called once in each process with the streamer; returns a function
             without arguments that makes one run, each like the others. It is pickled:
-            a function at the top level of a module.
+            a function at the top level of a module. The processes import that module:
+            a script calls `tune()` under `if __name__ == "__main__":`.
         model_dir: See `LayerStreamer`, as the next six.
         tensor_info: See above.
         shard_offsets: See above.
@@ -63,6 +67,7 @@ class LayerStreamerTuner:
         sleep_seconds: Pause between runs, so that device and memory come to rest.
         timeout_seconds: A setup or a run that takes longer is given up.
         results_file: Keeps each result; a search that was interrupted goes on there.
+            Only what was not run for the sake of memory or rates is looked at again.
         config_file: Where to write the best configuration, as JSON:
             `LayerStreamer.from_pretrained(model_dir, **json.load(file))`.
         track_progress: Draw a line for the search, where a terminal shows it.
@@ -232,7 +237,8 @@ class LayerStreamerTuner:
         Raises:
             ConfigError: If no configuration ran; it tells why.
         """
-        self.outcomes = [] if self._file is None else self._file.read()
+        found = [] if self._file is None else self._file.read()
+        self.outcomes = [o for o in found if o.status != "pruned"]
         known = [outcome.config for outcome in self.outcomes]
         if self.rates is None:
             self.rates = self._measure()

@@ -97,6 +97,11 @@ class Turn:
             self._take_over()
         return True
 
+    @property
+    def owner(self) -> Any:
+        """The thread whose turn it is, or None."""
+        return self._owner
+
     def is_awaited_by(self, thread: Any) -> bool:
         """Whether a thread waits for its turn."""
         return thread in self._waiting

@@ -1,0 +1,74 @@
+"""Brings bundles back, and lets go of what came back: used, or too early."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING
+
+from stagehand.activations.books import Books, smaller
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from stagehand.activations.pieces import Bundle
+
+__all__ = ["Returning"]
+
+
+class Returning(Books):
+    """The part of `Spill` that knows what came back."""
+
+    def _fetch(self, bundle: Bundle) -> None:
+        self._carrier.fetch(bundle)
+        handles = [h for piece in bundle.living() for h in piece.handles()]
+        bundle.due = sum(handle.alias is None for handle in handles)
+        self.held_bytes += bundle.nbytes
+        self.peak_bytes = max(self.peak_bytes, self.held_bytes)
+        self.tally.restored_count += len(bundle.living())
+        self.tally.restored_bytes += bundle.nbytes
+
+    def _may_fetch(self) -> bool:
+        limits = self.bounds.current
+        if limits.suppress_speculative or not self._carrier.may_fetch:
+            return False
+        most = smaller(self._inflight_h2d, limits.inflight_h2d)
+        return most is None or sum(1 for _ in self._coming()) < most
+
+    def _coming(self) -> Iterator[Bundle]:
+        """Yield what was fetched and not used yet, what is needed first at first."""
+        for ref in tuple(self._ahead):
+            bundle = ref()
+            if bundle is None or bundle.back is None or bundle.seen is not None:
+                self._ahead.remove(ref)
+            else:
+                yield bundle
+
+    def _cancel(self) -> bool:
+        """Let go of what came back early and is needed last; False if there is none."""
+        last = None
+        for bundle in self._coming():
+            last = bundle
+        if last is None:
+            return False
+        self._drop(last)
+        for piece in last.living()[:1]:
+            piece.scope.coming.append(weakref.ref(last))
+        self.tally.cancelled_count += 1
+        return True
+
+    def _drop_spent(self) -> None:
+        """Let go of what came back and was unpacked by all who wait for it.
+
+        If the graph goes on to live, its bundles do, and would keep the memory.
+        """
+        for ref in tuple(self._spent):
+            bundle = ref()
+            if bundle is None or bundle.back is None:
+                self._spent.remove(ref)
+            elif bundle.is_alone():
+                self._spent.remove(ref)
+                self._drop(bundle)
+
+    def _drop(self, bundle: Bundle) -> None:
+        self._carrier.drop(bundle)
+        self.held_bytes -= bundle.nbytes

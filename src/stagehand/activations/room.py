@@ -1,0 +1,217 @@
+"""Makes room: the oldest leave, and memory is let go behind their copies."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING
+
+from stagehand.activations.books import smaller
+from stagehand.activations.carrier import Leaving
+from stagehand.activations.pieces import Bundle, Piece, Scope
+from stagehand.activations.returning import Returning
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Room"]
+
+_STUCK_LOOKS = 8  # at pieces that others keep, whenever room is made
+_READINGS = 8  # of the device's memory between the watermarks
+
+
+class Room(Returning):
+    """The part of `Spill` that lets pieces leave."""
+
+    # Sending
+
+    def _flush(self, scope: Scope) -> None:
+        """Send the open bundle, or let it wait for its turn."""
+        bundle, scope.open = scope.open, None
+        if bundle is None:
+            return
+        self._open.remove(scope)
+        self._waiting.append((scope, bundle))
+        self._send_waiting()
+
+    def _send_waiting(self, *, at_once: bool = False) -> None:
+        """Send what waits, as far as so many copies may be under way."""
+        while self._waiting and (at_once or self._may_send()):
+            scope, bundle = self._waiting.popleft()
+            self._send(bundle, scope)
+
+    def _may_send(self) -> bool:
+        most = smaller(self._inflight_d2h, self.bounds.current.inflight_d2h)
+        if most is not None and len(self._leaving) >= most:
+            return False
+        return self._carrier.may_send
+
+    def _send(self, bundle: Bundle, scope: Scope) -> None:
+        pieces, sources = [], []
+        for piece in bundle.living():
+            source = piece.flat()
+            if source is not None:
+                pieces.append(piece)
+                sources.append(source)
+        nbytes = sum(piece.nbytes for piece in pieces)
+        self.held_bytes -= bundle.counted - nbytes
+        if not pieces:
+            return
+        done = self._carrier.send(bundle, pieces, sources, scope.streams)
+        self.tally.spilled_bytes += nbytes
+        ref = weakref.ref(bundle)
+        scope.bundles.append(ref)
+        refs = [weakref.ref(piece) for piece in pieces]
+        self._leaving.append(Leaving(ref, refs, sources, scope.streams, nbytes, done))
+        self._leaving_bytes += nbytes
+
+    # Room
+
+    def _make_room(self, nbytes: int) -> None:
+        """Let the oldest leave until so many bytes more fit."""
+        self.peak_bytes = max(self.peak_bytes, self.held_bytes)
+        self._tidy()
+        self._prune()
+        limit = self.budget_bytes - nbytes
+        self._look_at_stuck()
+        while self.held_bytes > limit:
+            if self._cancel():
+                continue
+            for scope in tuple(self._open):
+                self._flush(scope)
+            self._send_waiting(at_once=True)
+            while self.held_bytes - self._leaving_bytes > limit and self._kept:
+                self._send_oldest(self.held_bytes - self._leaving_bytes - limit)
+            if not self._leaving:
+                self.tally.over_count += 1
+                return
+            stream = self._device.current_stream()
+            self._carrier.let_pass(self._leaving[0], stream)
+            self._let_go()
+
+    def _send_oldest(self, needed: int) -> None:
+        """Send some of the oldest pieces, at least a bundle or what is needed."""
+        first: Piece | None = None
+        bundle = Bundle(self._carrier.gone)
+        while self._kept and bundle.nbytes < min(needed, self._bundle_bytes):
+            ref, nbytes = self._kept[0]
+            piece = ref()
+            alone = piece is not None and piece.nbytes >= self._bundle_bytes
+            if bundle.nbytes and (
+                alone
+                or (piece is not None and first and piece.scope is not first.scope)
+            ):
+                break
+            self._kept.popleft()
+            if piece is None:
+                self.held_bytes -= nbytes
+            elif not piece.is_plain() or not piece.can_go():
+                self.held_bytes -= nbytes
+                self._set_aside(piece)
+            else:
+                first = first or piece
+                bundle.add(piece)
+        if first is not None:
+            self._send(bundle, first.scope)
+
+    def _release(self) -> None:
+        """Free what is known to have left, in order."""
+        while self._leaving and self._leaving[0].done.query():
+            self._let_go()
+        if self._waiting:
+            self._send_waiting()
+
+    def _let_go(self) -> None:
+        """Free the oldest that has left. Compute is behind the copy."""
+        _, refs, sources, _, nbytes, _ = self._leaving.popleft()
+        self._leaving_bytes -= nbytes
+        self.held_bytes -= nbytes
+        for ref in refs:
+            piece = ref()
+            if piece is None:
+                continue
+            if piece.can_go(others=1):
+                self._free(piece)
+            else:
+                self._set_aside(piece)
+        sources.clear()
+
+    def _free(self, piece: Piece) -> None:
+        piece.free()
+        self._live.pop(piece.cdata, None)
+        self.tally.spilled_count += 1
+        self.tally.freed_bytes += piece.nbytes
+
+    def _set_aside(self, piece: Piece) -> None:
+        """Do not count a piece: somebody else keeps its memory, or has changed it."""
+        self.tally.stuck_count += 1
+        self._stuck.append(weakref.ref(piece))
+
+    def _look_at_stuck(self) -> None:
+        """Look whether others have let go of some of what they kept."""
+        for _ in range(min(len(self._stuck), _STUCK_LOOKS)):
+            ref = self._stuck.popleft()
+            piece = ref()
+            if piece is None:
+                continue
+            if not piece.is_plain() or not piece.can_go():
+                self._stuck.append(ref)
+            elif piece.bundle is not None:
+                self._free(piece)
+            else:
+                self.held_bytes += piece.nbytes
+                self._kept.appendleft((ref, piece.nbytes))
+
+    def _tidy(self) -> None:
+        """Let go of what nobody needs any more, and of what has left."""
+        self.held_bytes -= self._carrier.reap()
+        self._release()
+        for leaving in tuple(self._leaving):
+            if all(ref() is None for ref in leaving.pieces):
+                # Only the copy needs the memory now.
+                self._carrier.let_pass(leaving, self._device.current_stream())
+                self._leaving.remove(leaving)
+                self._leaving_bytes -= leaving.nbytes
+                self.held_bytes -= leaving.nbytes
+        self._drop_spent()
+
+    def _prune(self) -> None:
+        """Count dead pieces no more. Backward lets the newest go first."""
+        kept = self._kept
+        before = sum(nbytes for _, nbytes in kept)
+        alive = [item for item in kept if item[0]() is not None]
+        kept.clear()  # not another one: hooks hold it
+        kept.extend(alive)
+        self.held_bytes -= before - sum(nbytes for _, nbytes in alive)
+        self._unpruned = 0
+
+    def _prune_newest(self) -> None:
+        kept = self._kept
+        while kept and kept[-1][0]() is None:
+            self.held_bytes -= kept.pop()[1]
+
+    # Watermarks
+
+    def _read(self, nbytes: int) -> None:
+        """Let the device's memory set the budget, now and then."""
+        marks = self._marks
+        self._unread += nbytes
+        if marks is None:
+            return
+        if self._unread * _READINGS < marks.high_bytes - marks.low_bytes:
+            return
+        self._unread = 0
+        allocated = self._device.allocated_bytes()
+        if allocated is not None:
+            self._tidy()
+            self.budget_bytes = marks.target(
+                self.budget_bytes, self.held_bytes, allocated
+            )
+
+    def let_write(self, tensor: torch.Tensor) -> None:
+        """Let the current stream wait for a copy of what it is about to change."""
+        with self._lock:
+            ref = self._live.get(tensor.untyped_storage()._cdata)
+            piece = None if ref is None else ref()
+            bundle = None if piece is None else piece.bundle
+            if bundle is not None and bundle.left is not None:
+                self._carrier.wait(bundle.left, self._device.current_stream())

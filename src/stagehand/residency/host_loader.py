@@ -1,0 +1,139 @@
+"""Loads for machines without an accelerator: straight into slots in host memory."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from stagehand.core.states import SENT
+from stagehand.core.transfer import Priority, Slot, TransferEngine
+from stagehand.errors import StagehandInternalError
+from stagehand.residency.loader import store_of, write_back
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from concurrent.futures import Future
+
+    from stagehand.core.device import Device, Event
+    from stagehand.core.telemetry import Counters
+    from stagehand.core.workers import WorkerGroup
+    from stagehand.residency.blocks import Block
+
+    # Bytes that came from disk, and when the read began and ended, if it was timed.
+    _Read = tuple[int, tuple[Event, Event] | None]
+
+__all__ = ["HostLoader"]
+
+
+class HostLoader:
+    """Fills slots in host memory: by a worker thread ahead of time, else at once.
+
+    Args:
+        device: The host.
+        engine: Whose stopwatch times the reads.
+        workers: Threads that read ahead.
+        counters: Where bytes are counted.
+    """
+
+    stages = False
+    fills = True
+
+    def __init__(
+        self,
+        device: Device,
+        engine: TransferEngine,
+        workers: WorkerGroup,
+        counters: Counters,
+    ) -> None:
+        self._device = device
+        self._engine = engine
+        self._workers = workers
+        self._counters = counters
+        self._jobs: dict[int, Future[_Read]] = {}
+
+    def set_slabs(self, count: int, nbytes: int) -> None:
+        """See `Loader.set_slabs`. There is no stage between store and slot."""
+
+    @property
+    def kept_bytes(self) -> int:
+        """See `Loader.kept_bytes`. What the slots hold is kept."""
+        return 0
+
+    def room_to_keep(self) -> int:
+        """See `Loader.room_to_keep`. What the slots hold is kept."""
+        return 0
+
+    def keep(self, blocks: Sequence[Block]) -> None:
+        """See `Loader.keep`. There is no stage between store and slot."""
+
+    def request(self, block: Block) -> bool:
+        """See `Loader.request`. There is no stage between store and slot."""
+        return False
+
+    def start(self, block: Block, slot: Slot, priority: Priority) -> bool:
+        """See `Loader.start`."""
+        block.tell_edits()
+        block.versions = block.read_versions()
+        if priority <= Priority.REQUIRED:
+            self._count(block, self._read(block))
+        else:
+            # The job holds no tensor of the slot: the slot's holders are counted.
+            self._jobs[block.index] = self._workers.submit(self._read, block)
+        block.along(SENT)
+        return True
+
+    def _read(self, block: Block) -> _Read:
+        """Fill a slot, in any thread."""
+        store, target = store_of(block), block.target
+        if target is None:
+            raise StagehandInternalError(f"block {block.name!r} has no place to go")
+        if self._engine.stopwatch is None:
+            return store.read_into(target), None
+        start, end = (self._device.new_event(timing=True) for _ in range(2))
+        start.record()
+        nbytes = store.read_into(target)
+        end.record()
+        return nbytes, (start, end)
+
+    def _count(self, block: Block, read: _Read) -> None:
+        nbytes, times = read
+        watch = self._engine.stopwatch
+        if times is not None and watch is not None:
+            watch.copied(block.index, "H2D", block.nbytes, *times)
+        self._counters.disk_bytes += nbytes
+        self._counters.h2d_bytes += block.nbytes
+        self._counters.h2d_copies += 1
+
+    def finish(self, block: Block) -> None:
+        """See `Loader.finish`. What failed ahead of time is tried again here."""
+        job = self._jobs.get(block.index)
+        if job is None:
+            return
+        failed = job.exception()  # if this is interrupted, there is a job to forget
+        del self._jobs[block.index]
+        self._count(block, job.result() if failed is None else self._read(block))
+
+    def staged(self) -> list[Block]:
+        """See `Loader.staged`. There is no stage between store and slot."""
+        return []
+
+    def forget(self, block: Block) -> None:
+        """See `Loader.forget`. Returns when no thread writes the slot any more."""
+        job = self._jobs.pop(block.index, None)
+        if job is not None:
+            self._workers.drop(job)
+
+    def save(self, block: Block, *, only_if_different: bool = False) -> None:
+        """See `Loader.save`."""
+        if block.target is None:
+            raise StagehandInternalError(
+                f"block {block.name!r} is nowhere to be saved from"
+            )
+        self._counters.d2h_bytes += block.nbytes
+        self._counters.d2h_copies += 1
+        write_back(block, block.target, only_if_different=only_if_different)
+
+    def close(self) -> None:
+        """See `Loader.close`."""
+        for job in self._jobs.values():
+            self._workers.drop(job)
+        self._jobs.clear()

@@ -1,0 +1,148 @@
+"""Checkpointed regions that keep what is large give the gradients of plain ones."""
+
+import gc
+
+import pytest
+import torch
+from keeping import BUDGET, ROW_BYTES, ROWS, WIDTH, assert_same, inputs
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from stagehand.activations.config import ActivationStagehandConfig
+from stagehand.activations.learning import Lesson
+from stagehand.activations.prefix import Prefix
+from stagehand.activations.recompute import _Region
+from stagehand.activations.runtime import ActivationRuntime
+from stagehand.core.saved import Kept
+
+HALF_ROW = ROW_BYTES // 2
+
+
+@pytest.fixture(params=[BUDGET, 40_000], ids=["roomy", "tight"])
+def runtime(sim, request):
+    """One that keeps, or spills, half a row and more; nothing is left of it."""
+    config = ActivationStagehandConfig(
+        budget=request.param, recompute_threshold_bytes=HALF_ROW
+    )
+    runtime = ActivationRuntime(config)
+    yield runtime
+    # Autograd's thread lets go of its last graph when it takes up the next one.
+    torch.ones(1, device="hpu", requires_grad=True).sum().backward()
+    gc.collect()
+    runtime.shutdown()
+    assert runtime._parts.pool.out == 0
+
+
+def gradients(regions, parameters=(), **settings):
+    """Gradients of regions that are checkpointed one by one."""
+    torch.manual_seed(0)
+    x = y = inputs()
+    for region in regions:
+        y = checkpoint(region, y, use_reentrant=False, **settings)
+    loss = y.square().sum()
+    return [g.cpu() for g in torch.autograd.grad(loss, [x, *parameters])]
+
+
+def check(runtime, regions, parameters=()):
+    expected = gradients(regions, parameters)
+    records = []
+    for _ in range(3):
+        runtime.step_begin()
+        with runtime.managed_forward():
+            found = gradients(
+                regions, parameters, context_fn=runtime.checkpoint_contexts
+            )
+        assert_same(found, expected)
+        records.append(runtime.step_end())
+    return records
+
+
+def test_random_numbers_are_those_of_forward(runtime):
+    """A large draw that was taken back, not made again, would shift later ones."""
+
+    def region(x):
+        large = x * torch.rand_like(x)
+        return (large * torch.rand_like(x[:1])).sigmoid()
+
+    check(runtime, [region] * 3)
+
+
+class _Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.heads = nn.Linear(WIDTH, 3 * WIDTH)
+        self.out = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        q, k, v = self.heads(self.norm(x)).reshape(1, ROWS, 3, 4, -1).unbind(2)
+        q, k, v = (each.transpose(1, 2) for each in (q, k, v))
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v)
+        mixed = self.out(mixed.transpose(1, 2).reshape(ROWS, WIDTH))
+        return x + nn.functional.dropout(mixed, 0.3)
+
+
+def test_attention_and_dropout_are_exact(runtime):
+    """Dropout fills an empty tensor in place while copies may read it."""
+    blocks = nn.Sequential(*(_Attention() for _ in range(4))).to("hpu")
+    check(runtime, list(blocks), list(blocks.parameters()))
+
+
+def test_operators_with_several_results_are_not_computed_again(runtime, sim):
+    norm = nn.LayerNorm(WIDTH).to("hpu")
+
+    def region(x):
+        return norm(norm(norm(x))).sigmoid()
+
+    def launches(**settings):
+        before = sim.kernel_launches()
+        gradients([region], **settings)
+        return sim.kernel_launches() - before
+
+    plain = launches()
+    assert launches(context_fn=runtime.checkpoint_contexts) <= plain - 3
+
+
+def test_result_that_its_region_changes_in_place_is_computed_again(runtime):
+    def region(x):
+        early = x * 3
+        early.add_(1)
+        late = early.sigmoid().cos().sigmoid()
+        early.add_(1)
+        return early * early * late
+
+    check(runtime, [region] * 3)
+
+
+def test_change_waits_for_the_copy_of_what_it_changes(runtime):
+    """The fixture looks for races."""
+    spill = runtime._parts.spill
+    early = torch.zeros(4 * ROWS, WIDTH, device="hpu")
+    leaves = Prefix(1, 4 * ROW_BYTES, 0, frozenset())
+    lesson = Lesson(prefix=leaves, observed=2)
+    spill.lessons._known[early.shape, early.dtype] = lesson
+    scope = spill.begin()
+    kept = spill.packer(scope, Kept)(early)
+    assert kept.bundle.left is not None
+    region = _Region(spill, HALF_ROW)
+    region.let_write((early, 1))
+    early.add_(1)
+    spill.end(scope, failed=False)
+
+
+def test_result_that_is_changed_after_its_region_is_computed_again(runtime):
+    def region(x):
+        early = x.sigmoid() * 3
+        return early, early * early.cos()
+
+    def gradient(**settings):
+        x = inputs()
+        early, late = checkpoint(region, x, use_reentrant=False, **settings)
+        early.add_(1)
+        return torch.autograd.grad((early.square() * late).sum(), x)[0].cpu()
+
+    expected = gradient()
+    for _ in range(3):
+        with runtime.managed_forward():
+            found = gradient(context_fn=runtime.checkpoint_contexts)
+        assert torch.equal(found, expected)

@@ -1,0 +1,232 @@
+"""What may go wrong between models that share a device: edits, threads, dead passes."""
+
+import threading
+from contextlib import contextmanager
+
+import pytest
+import torch
+from small import LAYER_BYTES, WIDTH, batch, run_resident, runtime_of
+from test_sharing import crowd, in_threads, varied
+from torch import nn
+
+import stagehand
+from architectures.trees import assert_bitwise_equal
+
+__all__ = ["crowd"]
+
+ONE = LAYER_BYTES  # room for one block: a model runs only if the other gives up all
+
+
+@contextmanager
+def elsewhere(begin, end=lambda: None):
+    """Do something in another thread, and its end only after a second one waits."""
+    began, over, errors = threading.Event(), threading.Event(), []
+
+    def run():
+        try:
+            begin()
+            began.set()
+            over.wait(timeout=30)
+            end()
+        except BaseException as error:  # noqa: BLE001 - told to the test's own thread
+            errors.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    assert began.wait(timeout=30)
+    try:
+        yield over
+    finally:
+        over.set()
+        thread.join(timeout=30)
+    assert errors == []
+
+
+def let_go_when_asked(runtime, over, monkeypatch):
+    """End what the other thread does once it is asked for its memory, in vain."""
+    give_up = runtime._tenancy.give_up
+
+    def asked(keep_bytes):
+        given = give_up(keep_bytes)
+        if not given:
+            over.set()
+        return given
+
+    monkeypatch.setattr(runtime._tenancy, "give_up", asked)
+
+
+# Edits
+
+
+@pytest.mark.parametrize("when", ["before the first pass", "after it was warmed"])
+def test_an_edit_of_what_always_stays_is_not_lost_to_another_model(sim, when):
+    """Its tensors are on the device outside of passes, where `.data` moves no version
+    counter: whether a pass has ended since they came does not matter.
+    """
+    plain = nn.Sequential(nn.LayerNorm(WIDTH), *varied(6, 0))
+    model = stagehand.layer(
+        nn.Sequential(nn.LayerNorm(WIDTH), *varied(6, 0)),
+        vram_budget=4 * LAYER_BYTES,
+        device="hpu",
+    )
+    tenancy = runtime_of(model)._tenancy
+    if when != "before the first pass":
+        with torch.no_grad():
+            model(batch())
+        tenancy.give_up(0)
+        tenancy.warm()
+    assert model[0].weight.device.type == "hpu"
+    model[0].weight.data.mul_(2)
+    plain[0].weight.data.mul_(2)
+    tenancy.give_up(0)
+    with torch.no_grad():
+        assert_bitwise_equal(model(batch()), run_resident(plain, "hpu", batch()), "out")
+    runtime_of(model).shutdown()
+
+
+# Threads
+
+
+def test_a_model_that_another_thread_moves_is_waited_for(crowd, monkeypatch):
+    """Whoever saves or moves a model has its lock without being in a pass."""
+    some = crowd("hpu", [6, 7], ONE)
+    some.run(0)
+    first = some.runtimes[0]
+    lock = first._edges.lock
+    with elsewhere(lock.acquire, lock.release) as over:
+        let_go_when_asked(first, over, monkeypatch)
+        some.run(1)
+
+
+def test_a_block_that_another_thread_uses_by_hand_is_waited_for(crowd, monkeypatch):
+    some = crowd("hpu", [6, 7], ONE)
+    some.run(0)
+    first = some.runtimes[0]
+    block = first.block_ids[2]
+    with elsewhere(
+        lambda: first.before_block(block), lambda: first.after_block(block)
+    ) as over:
+        let_go_when_asked(first, over, monkeypatch)
+        some.run(1)
+
+
+def test_a_block_that_is_used_by_hand_is_named_where_nobody_can_end_it(crowd):
+    """The thread that uses it waits for the model that needs its memory."""
+    some = crowd("hpu", [6, 7], ONE)
+    some.run(0, 1)
+    first = some.runtimes[0]
+    first.before_block(first.block_ids[2])
+    with torch.no_grad(), pytest.raises(stagehand.StagehandOOMError) as caught:
+        some.models[1](batch())
+    assert "Sequential holds 4.35 KB" in str(caught.value)
+    first.after_block(first.block_ids[2])
+    some.run(1, 0)
+
+
+def test_a_model_may_join_while_a_pass_of_another_one_has_all_the_room(crowd):
+    """What always stays on the device comes with the first pass then."""
+    some = crowd("hpu", [9], 3 * LAYER_BYTES)
+    some.run(0, 0)
+    inside, goes_on = threading.Event(), threading.Event()
+
+    def stop(*_):
+        inside.set()
+        goes_on.wait(timeout=30)
+
+    hook = some.models[0][8][0].register_forward_pre_hook(stop)
+    model = nn.Sequential(nn.LayerNorm(WIDTH), *varied(6, 0))
+    expected = run_resident(model, "hpu", batch())
+    thread = threading.Thread(target=some.run, args=(0,))
+    thread.start()
+    assert inside.wait(timeout=30)
+    stagehand.layer(model, vram_budget=3 * LAYER_BYTES, device="hpu")
+    values = model.state_dict()  # parks the model, and brings it back
+    goes_on.set()
+    thread.join(timeout=30)
+    hook.remove()
+    with torch.no_grad():
+        assert_bitwise_equal(model(batch()), expected, "output")
+    assert values["0.weight"].device.type == "cpu"
+    some.run(0)
+    runtime_of(model).shutdown()
+
+
+def test_a_pass_that_died_with_its_thread_is_not_waited_for(crowd):
+    """`SystemExit` and the like skip the hooks that would have ended the pass."""
+    some = crowd("hpu", [6, 7], ONE)
+    some.run(0, 1)
+
+    def die(*_):
+        raise SystemExit
+
+    hook = some.models[0][3][0].register_forward_pre_hook(die)
+    with pytest.raises(SystemExit):
+        in_threads(lambda: some.run(0))
+    hook.remove()
+    some.run(1, 0, 1)
+
+
+def test_a_model_may_be_dropped_while_another_thread_holds_the_device(crowd):
+    """The garbage collector drops it in the middle of anything, accounts' locks held:
+    to wait for the device there would be a standstill.
+    """
+    some = crowd("hpu", [3, 4])
+    some.run(0, 1)
+    changed = some.device._changed
+    with elsewhere(changed.acquire, changed.release):
+        del some.models[1], some.plain[1]
+        assert not changed.acquire(blocking=False), "the drop has waited"
+    assert [h.name for h in some.device.holdings()] == ["Sequential"]
+    some.run(0)
+    some.look()
+
+
+def test_a_model_may_be_dropped_in_the_middle_of_a_division(crowd):
+    some = crowd("hpu", [3, 4])
+    some.run(0, 1)
+    with some.device._changed:
+        seats = iter(some.device._seats.values())
+        next(seats)
+        del some.models[1], some.plain[1]
+        next(seats)  # still the same dictionary
+    some.run(0)
+    assert [h.name for h in some.device.holdings()] == ["Sequential"]
+
+
+# Failures
+
+
+@pytest.mark.parametrize("error", [stagehand.CheckpointError, None])
+def test_a_model_that_cannot_be_warmed_fails_no_other_models_pass(
+    sim, monkeypatch, error
+):
+    """The next one is loaded where the present one's pass ends."""
+    models = [nn.Sequential(nn.LayerNorm(WIDTH), *varied(6, seed)) for seed in range(2)]
+    expected = [run_resident(m, "hpu", batch()) for m in models]
+    for model in models:
+        stagehand.layer(model, vram_budget=4 * LAYER_BYTES, device="hpu")
+
+    def run(*numbers):
+        for number in numbers:
+            with torch.no_grad():
+                output = models[number](batch())
+            assert_bitwise_equal(output, expected[number], f"model {number}")
+
+    run(*[0, 1] * 3)
+    scheduler = runtime_of(models[1])._parts.scheduler
+    failed = []
+
+    def settle(blocks):
+        failed.append(len(list(blocks)))
+        if error is None:
+            raise stagehand.StagehandOOMError("full", needed_bytes=2, limit_bytes=1)
+        raise error("gone")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(scheduler, "_settle", settle)
+        scheduler._gave_way = True
+        run(0)
+    assert failed
+    run(1, 0, 1)
+    for model in models:
+        runtime_of(model).shutdown()
