@@ -527,7 +527,7 @@ def test_tensors_point_to_the_slot_and_back_and_stay_the_same_objects():
     assert (weight == 1).all()
     assert not block.is_changed()
     block.set_views(None)
-    assert (block.views, block.target) == ([], None)
+    assert (block.views, block.target) == ((), None)
 
 
 def test_assigned_data_is_seen_at_home_and_away():
