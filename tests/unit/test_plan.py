@@ -523,7 +523,7 @@ def test_more_budget_never_makes_equal_blocks_slower(data, workload, lookahead):
     small, large = sorted(data.draw(st.tuples(*[budgets_for(workload)] * 2)))
     before = plan(workload, budget_bytes=small, max_lookahead=lookahead)
     after = plan(workload, budget_bytes=large, max_lookahead=lookahead)
-    assert after.step_seconds <= 1.01 * before.step_seconds
+    assert after.step_seconds <= 1.02 * before.step_seconds
 
 
 @more_examples
@@ -548,4 +548,4 @@ def test_budget_for_one_more_block_never_makes_the_step_longer(
     budget = data.draw(budgets_for(workload))
     before = plan(workload, budget_bytes=budget, max_lookahead=3)
     after = plan(workload, budget_bytes=budget + max(nbytes), max_lookahead=3)
-    assert after.step_seconds <= 1.01 * before.step_seconds
+    assert after.step_seconds <= 1.02 * before.step_seconds
