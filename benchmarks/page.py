@@ -87,7 +87,7 @@ def _page(found: dict[str, list[Line]], pictures: Path) -> Iterator[str]:
     yield _HEAD
     yield "## What misses its target\n"
     missed = [line for line in host if not line["ok"]]
-    yield from _host_table(missed) if missed else ["Nothing does.\n"]
+    yield from _host_table(missed) if missed else ["Nothing of what is below does.\n"]
     yield "## On the host\n"
     yield from _host_table(host)
     if _draw_overhead(host, pictures / "overhead.svg"):
