@@ -15,8 +15,11 @@ _memory: list[mmap.mmap] = []
 def drop_cache(path: Path) -> None:
     """Let the page cache hold nothing of a file."""
     file = os.open(path, os.O_RDONLY)
-    os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
-    os.close(file)
+    try:
+        os.fsync(file)  # what is not written yet is kept
+        os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(file)
 
 
 def read_raw(path: Path, *, direct: bool) -> None:

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import os
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
+from benchmarks.disk import drop_cache
 from benchmarks.gpu.link import both_ways, copy_rate
 from stagehand.units import MIB
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
     from pathlib import Path
 
     from benchmarks.gpu.card import Card
 
-__all__ = ["Rates", "drop_cache", "read_rate"]
+__all__ = ["Rates", "read_rate"]
 
 _COPIED = 64 * MIB
 _DRY = MIB // 4
@@ -64,24 +63,13 @@ def _host_rate(nbytes: int) -> float:
     return nbytes / min(seconds)
 
 
-def drop_cache(paths: Iterable[Path]) -> None:
-    """Let the system forget what it keeps of some files in memory."""
-    for path in paths:
-        file = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(file)  # what is not written yet is kept
-            os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
-        finally:
-            os.close(file)
-
-
 def read_rate(path: Path, chunk_bytes: int = 16 * MIB) -> float:
     """Return the rate of reading a file, dropped from memory before, front to back."""
-    drop_cache([path])
+    drop_cache(path)
     buffer = bytearray(chunk_bytes)
     began, total = time.perf_counter(), 0
     with path.open("rb", buffering=0) as file:
         while count := file.readinto(buffer):
             total += count
-    drop_cache([path])
+    drop_cache(path)
     return total / (time.perf_counter() - began)

@@ -61,7 +61,7 @@ class Additions:
     def take_in(self) -> bool:
         """Bring what has joined to the device, and home what has left.
 
-        Call between passes, when nothing is in use.
+        Call between passes, when nothing is in use and something may have joined.
 
         Returns:
             Whether there was something; the plan is another one then.
@@ -70,7 +70,7 @@ class Additions:
             StagehandOOMError: If the budget is too small for it.
         """
         model = self._model()
-        if model is None or not self.may_have_joined():
+        if model is None:
             return False
         self._note(model)
         present = {id(t): t for t in (*model.parameters(), *model.buffers())}

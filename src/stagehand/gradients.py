@@ -477,9 +477,7 @@ class Gradients:
     def _wait(self) -> None:
         if self._arrivals:
             self.pass_on()
-        failed = self._await_jobs()
-        if failed is not None:
-            raise failed
+        self.await_steps()
 
     def await_steps(self) -> None:
         """Wait until no listener changes weights on the host.

@@ -6,7 +6,7 @@ import functools
 from typing import TYPE_CHECKING
 
 import stagehand
-from benchmarks.gpu.rates import drop_cache
+from benchmarks.disk import drop_cache
 from benchmarks.gpu.shapes import SHAPES, Stack, skeleton
 from benchmarks.gpu.tasks.making import DTYPE
 from benchmarks.gpu.tasks.training import FineTuning
@@ -16,6 +16,9 @@ from stagehand.optim import OffloadedAdamW
 from stagehand.units import MIB
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from pathlib import Path
+
     from torch import nn
 
     from benchmarks.gpu.cells import Cell
@@ -94,7 +97,12 @@ def _from_disk(at: Setting) -> None:
     )
     at.ends.callback(model._stagehand_layer_runtime.shutdown)
     at.task.models.append(model)
-    at.task.before_step = functools.partial(drop_cache, files)
+    at.task.before_step = lambda: _drop(files)
+
+
+def _drop(files: Iterable[Path]) -> None:
+    for file in files:
+        drop_cache(file)
 
 
 def _skeleton(cell: Cell) -> Stack:

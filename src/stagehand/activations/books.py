@@ -57,17 +57,7 @@ _Kept = tuple[weakref.ref[Piece], int]
 
 
 class Books:
-    """The state of `Spill`, which says what becomes of it. Under one lock.
-
-    Args:
-        device: Where the tensors are.
-        carrier: Moves them.
-        budget_bytes: Of saved tensors on the device.
-        smallest_bytes: Storages below this stay.
-        marks: Let the memory of the whole device set the budget.
-        inflight_d2h: Bundles on their way to the host before planned ones wait.
-        inflight_h2d: Bundles on their way back before those not yet needed wait.
-    """
+    """The state of `Spill`, which says what its arguments are. Under one lock."""
 
     def __init__(
         self,

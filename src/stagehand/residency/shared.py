@@ -185,7 +185,6 @@ class SharedDevice:
         self._latest = -1
         self._holds = Holds()
         self._turns = Turns()
-        self._cap: int | None = None
         self._apart = False  # some run at once
         self._refused = False  # a tenant was asked while another thread had its lock
         self._shares: dict[int, Share] | None = None
@@ -264,12 +263,6 @@ class SharedDevice:
                 self._renew()
                 self._changed.notify_all()
 
-    def set_cap(self, nbytes: int | None) -> None:
-        """Set a cap below the budgets, from the next passes on; None takes it away."""
-        with self._changed:
-            self._cap = nbytes
-            self._renew()
-
     def renew(self) -> None:
         """A tenant's budget has changed."""
         with self._changed:
@@ -279,7 +272,7 @@ class SharedDevice:
         for seat in self._seats.values():
             seat.claim = seat.tenant.claim()
         cap = max((seat.claim.budget for seat in self._seats.values()), default=0)
-        self.ledger.device.set_limit(cap if self._cap is None else min(cap, self._cap))
+        self.ledger.device.set_limit(cap)
         self._shares = None
 
     # Passes

@@ -6,6 +6,7 @@ import torch
 
 from stagehand.core.layout import BlockLayout, copy_values
 from stagehand.errors import StagehandInternalError
+from stagehand.stores.base import Wire
 
 __all__ = ["ModuleStore"]
 
@@ -65,7 +66,7 @@ class ModuleStore:
         return self._image
 
     @property
-    def wire(self) -> None:
+    def wire(self) -> Wire | None:
         """None: the image itself crosses the link."""
         return None
 

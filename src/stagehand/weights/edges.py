@@ -126,13 +126,17 @@ class Edges:
         """Take the lock if no other thread has it, and close what was left open."""
         if not self.lock.try_acquire():
             return False
+        self._sort_out()
+        return True
+
+    def _sort_out(self) -> None:
+        """Close what was left open; the lock was just taken and goes if that fails."""
         try:
             self._close_dead()
         except BaseException:
             self.lock.release()
             raise
         self.lock.sorted()
-        return True
 
     def running(self) -> bool:
         """Like `inside`, but first close what an interrupt left open."""
@@ -206,12 +210,7 @@ class Edges:
             return  # autograd uses a thread for each device
         if not self.lock.acquire(in_backward=True):
             return  # a forward waits for this: it is part of its pass
-        try:
-            self._close_dead()
-        except BaseException:
-            self.lock.release()
-            raise
-        self.lock.sorted()
+        self._sort_out()
         self._stack.append(_Frame(None, None))
         self._thread = HERE.thread
         self._queue_end()
