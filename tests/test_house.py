@@ -49,7 +49,8 @@ PLAN: dict[int, dict[str, tuple[str, ...]]] = {
             *("residency", "blocks", "masters", "order", "timeline", "spread", "plan"),
             "keeping",
             *("holds", "turns", "shares", "shared"),
-            *("loader", "lane_loader", "host_loader", "scheduler", "steering"),
+            *("loader", "lane_loader", "host_loader"),
+            *("slots", "mover", "lookahead", "scheduler", "steering"),
         )
     },
     4: {

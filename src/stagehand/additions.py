@@ -134,8 +134,7 @@ class Additions:
         parts.steering.steer()
         parts.device_arena.trim()  # what is kept for reuse counts, too
         self._grant = parts.weights.grant(self.nbytes, "tensors that joined")
-        others = parts.scheduler.neighbours
-        if self._grant is None and others and others.make_room(self.nbytes):
+        if self._grant is None and parts.scheduler.make_room(self.nbytes):
             self._grant = parts.weights.grant(self.nbytes, "tensors that joined")
         if self._grant is None:
             raise self._refusal(new, limit - parts.weights.free_bytes)

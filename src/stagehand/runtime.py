@@ -144,7 +144,7 @@ class Runtime(PassListener, Sharing, Storing, Conduct):
         self._casts = Casts(settings.device.torch_device.type)
         self._gradients = self._make_gradients()
         if self._gradients is not None:
-            parts.scheduler.await_steps = self._gradients.await_steps
+            parts.scheduler.await_steps_with(self._gradients.await_steps)
         self._hooks = SiteHooks(
             model,
             self._edges,

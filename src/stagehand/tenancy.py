@@ -52,7 +52,7 @@ class Tenancy:
         self.number = self.shared.join(self)
         """By which the device knows it."""
         parts.leave = self.leave
-        parts.scheduler.neighbours = self
+        parts.scheduler.meet(self)
 
     def __repr__(self) -> str:
         return f"Tenancy({self.name!r} of {self.shared!r})"

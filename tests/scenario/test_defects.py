@@ -108,7 +108,7 @@ def test_a5_after_the_first_pass_every_resident_byte_is_still_accounted_for(sim)
         with torch.no_grad():
             model(batch())
         parts = runtime_of(model)._parts
-        occupied = [s for s in parts.scheduler._slots if s.lease is not None]
+        occupied = [s for s in parts.scheduler._memory.slots if s.lease is not None]
         assert parts.weights.held_bytes == sum(s.lease.nbytes for s in occupied)
         assert {s.occupant for s in occupied} == {
             b for b in parts.blocks if b.slot is not None

@@ -85,7 +85,7 @@ def test_views_that_are_new_in_each_pass_do_not_pile_up(sim, monkeypatch):
             gradients.append(x.grad)
         assert torch.equal(*gradients), number
         assert len(runtime._saved._handles) <= 5
-        slots = runtime._parts.scheduler._slots
+        slots = runtime._parts.scheduler._memory.slots
         assert all(len(slot.views) <= 4 for slot in slots)  # the block's own are one
     assert runtime.report().abandoned_slots == 0
     runtime.shutdown()

@@ -298,7 +298,7 @@ def test_block_that_is_edited_after_it_was_loaded_ahead_is_loaded_again(rig_of):
                 expected[block.index] += 1
                 loaded.add(block.filled_in)
         rig.scheduler.after(rig.blocks[number])
-    assert rig.scheduler._pass in loaded
+    assert rig.scheduler._mover.passed in loaded
     rig.end_pass()
 
 
@@ -467,10 +467,12 @@ class Streaming(RuleBasedStateMachine):
         fixed = self.rig.steering.must_stay
         taken = sum(
             slot.nbytes
-            for slot in self.scheduler._slots
+            for slot in self.scheduler._memory.slots
             if slot.occupant and (slot.occupant.uses or slot.occupant.index in fixed)
         )
-        sizes = [slot.nbytes for slot in self.scheduler._slots]  # one may be too large
+        sizes = [
+            slot.nbytes for slot in self.scheduler._memory.slots
+        ]  # one may be too large
         assert self.rig.account.limit_bytes - taken < max(block.nbytes, *sizes)
 
     def look_at(self, block):
@@ -731,7 +733,7 @@ class Streaming(RuleBasedStateMachine):
         ]
         if away:
             block = data.draw(st.sampled_from(away))
-            self.scheduler.evict(block, verify=block.stays)
+            self.scheduler._mover.evict(block, verify=block.stays)
             assert block.state is BlockState.UNLOADED
 
     @rule(data=st.data(), fails=st.booleans())
@@ -768,7 +770,7 @@ class Streaming(RuleBasedStateMachine):
     def memory_is_within_the_budget(self):
         account = self.rig.account
         assert self.lowered or account.held_bytes <= account.limit_bytes
-        slots = [s for s in self.scheduler._slots if s.lease is not None]
+        slots = [s for s in self.scheduler._memory.slots if s.lease is not None]
         assert self.rig.arena.leased_bytes == sum(s.nbytes for s in slots)
         assert self.scheduler.slots_by_memory == {
             s.storage.data_ptr(): s for s in slots
@@ -790,12 +792,12 @@ class Streaming(RuleBasedStateMachine):
                 assert block.hosted or not block.awaited, block
                 continue
             assert slot.occupant is block
-            assert slot in self.scheduler._slots
+            assert slot in self.scheduler._memory.slots
             assert block.views_in is slot
             assert block.state in ON_DEVICE
             assert block.state is BlockState.GPU_READY or not block.bound
             assert block.bound or not block.uses
-        for slot in self.scheduler._slots:
+        for slot in self.scheduler._memory.slots:
             assert slot.occupant is None or slot.occupant.slot is slot
             held = self.kept or self.failed  # an error's traceback keeps views
             if slot.lease is not None and slot.occupant is None and not held:

@@ -1,0 +1,236 @@
+"""Runs ahead of the uses: queues the loads of those to come, in order.
+
+A load is queued as soon as its slot is free of anything that is needed sooner. The
+look-ahead moves forward only, and what it has passed is counted on the block itself, so
+each use costs O(1).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING
+
+from stagehand.core.limits import Limits, effective
+from stagehand.core.states import BlockState
+from stagehand.core.transfer import Priority
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from stagehand.core.device import Stream
+    from stagehand.residency.blocks import Block
+    from stagehand.residency.loader import Loader
+    from stagehand.residency.mover import Mover
+    from stagehand.residency.order import Order
+
+__all__ = ["LookAhead"]
+
+_SPECULATIVE = Priority.SPECULATIVE  # an attribute of an enumeration is slow
+
+
+class LookAhead:
+    """Where the loads are, between the latest use and the farthest that is expected.
+
+    Positions are those of the order.
+
+    Args:
+        order: The expected uses.
+        blocks: All blocks, by index.
+        loader: Stages what does not lie in pinned memory.
+        mover: Loads and evicts.
+    """
+
+    def __init__(
+        self, order: Order, blocks: Sequence[Block], loader: Loader, mover: Mover
+    ) -> None:
+        self.changes_follow = False
+        """Whether trained weights may change after this pass."""
+        self.hands_over = False
+        """Whether the next pass on the device is expected to be another model's."""
+        self.reach = 0
+        """How many streamed blocks are loaded ahead at most now."""
+        self.stopped = False
+        """Whether nothing is loaded ahead until the next plan."""
+        self._order = order
+        self._blocks = blocks
+        self._loader = loader
+        self._mover = mover
+        self._planned = 0
+        self._limits = Limits()
+        self._front = -1  # the last position that was passed
+        self._staged_front = -1  # the last position for which staging was requested
+        self._ahead: deque[Block] = deque()  # streamed blocks between cursor and front
+        self._line: list[Block] = []  # the expected uses of this pass and the next
+        self._length = 0  # of this pass, as far as it is expected
+        self._line_version = -1
+
+    def __len__(self) -> int:
+        return len(self._ahead)
+
+    @property
+    def this_pass(self) -> list[Block]:
+        """The expected uses of this pass."""
+        return self._line[: self._length]
+
+    @property
+    def is_held_back(self) -> bool:
+        """Whether limits let it reach less far than was planned."""
+        return self._allowed() < self._planned
+
+    # How far it goes
+
+    def plan(self, blocks: int) -> None:
+        """Load so many streamed blocks ahead, as far as limits allow."""
+        self._planned = blocks
+        self.stopped = False
+        self.reach = self._allowed()
+
+    def obey(self, limits: Limits) -> None:
+        """Reach no further than limits allow, from the next use on.
+
+        May be called by any thread: it sets a number.
+        """
+        self._limits = limits
+        if not self.stopped:
+            self.reach = self._allowed()
+
+    def stop(self) -> None:
+        """Load nothing ahead until the next plan."""
+        self.forget()
+        self.stopped = True
+        self.reach = 0
+
+    def _allowed(self) -> int:
+        limits = self._limits
+        if limits.suppress_speculative:
+            return 0
+        return effective(self._planned, limits.lookahead_blocks)
+
+    # Following the order
+
+    def turn(self) -> None:
+        """A pass begins."""
+        order = self._order
+        length = order.length if order.cursor >= 0 else 0
+        if order.turn() and not order.lost:
+            self._front = max(self._front - length, -1)
+            self._staged_front = max(self._staged_front - length, -1)
+        else:
+            self.forget()
+        self._draw_line()
+
+    def end_at(self, *, hands_over: bool) -> None:
+        """Say whether the pass that is expected next may be loaded ahead for."""
+        if hands_over != self.hands_over:
+            self.hands_over = hands_over
+            self._line_version = -1
+            self._draw_line()
+
+    def _draw_line(self) -> None:
+        """Take over what the order expects, if that has changed."""
+        if self._line_version != self._order.version:
+            self._line_version = self._order.version
+            self._line = [self._blocks[index] for index in self._order.line]
+            self._length = self._order.length
+            if self.hands_over:
+                del self._line[self._length :]
+
+    def use(self, block: Block) -> bool:
+        """Note a use; return whether it was the expected one."""
+        order, ahead = self._order, self._ahead
+        if not order.use(block.index):
+            self.forget()
+            return False
+        if ahead and ahead[0] is block:
+            ahead.popleft()
+            block.awaited -= 1
+        elif self._front < order.cursor:
+            self._front = order.cursor
+        return True
+
+    def forget(self) -> None:
+        """The order was wrong: nothing that was loaded ahead is awaited any more."""
+        while self._ahead:
+            self._ahead.popleft().awaited -= 1
+        self._draw_line()
+        self._front = self._order.cursor
+        self._staged_front = self._order.cursor
+
+    # Loading
+
+    def run(self, stream: Stream) -> None:
+        """Queue the loads that are possible now."""
+        ahead, line = self._ahead, self._line
+        room = self.reach - len(ahead)
+        position = self._front + 1
+        last = self._order.cursor + self._length + 1
+        if last > len(line):
+            last = len(line)
+        while room > 0 and position < last:
+            block = line[position]
+            if block.slot is None:
+                slot = block.home
+                if self.changes_follow and block.trains and position >= self._length:
+                    break  # it is about to change
+                if slot is not None:
+                    other = slot.occupant
+                    if other is not None:
+                        if other.uses or other.awaited:
+                            break
+                        self._mover.evict(other, stream=stream)
+                    if not self._mover.load(block, slot, _SPECULATIVE):
+                        break
+                elif not block.hosted:  # hosted ones are brought when they are needed
+                    break
+            if not block.stays:
+                block.awaited += 1
+                ahead.append(block)
+                room -= 1
+            position += 1
+        self._front = position - 1
+        if self._loader.stages:
+            self._stage(position, last)
+            self._clear(position, min(last, position + room), stream)
+
+    def run_into_next_pass(self, stream: Stream) -> None:
+        """Queue what the next pass begins with, if this one ended as expected.
+
+        Its last use has let go of its slot, and a pause may come.
+        """
+        order = self._order
+        if order.cursor == order.length - 1 and not order.lost:
+            self.run(stream)
+
+    def _clear(self, position: int, last: int, stream: Stream) -> None:
+        """Give up slots for loads that are not staged yet.
+
+        A load waits for all that was computed before its slot was given up. If that is
+        done when its bytes are there, compute has gone on, and both take turns.
+        """
+        passed: list[Block] = []
+        for block in self._line[position:last]:
+            slot = block.home
+            other = None if slot is None else slot.occupant
+            if block.slot is None and other is not None:
+                if other.uses or other.awaited or other in passed:
+                    return
+                if self.changes_follow and block.trains:
+                    return
+                self._mover.evict(other, stream=stream)
+            passed.append(block)
+
+    def _stage(self, position: int, last: int) -> None:
+        """Let the disk run further ahead than the link, as far as there are slabs."""
+        position = max(position, self._staged_front + 1)
+        while position < last:
+            block = self._line[position]
+            if self.changes_follow and block.trains and position >= self._length:
+                return
+            if block.slot is None and block.needs_staging and not block.hosted:
+                if block.stepping:
+                    return
+                self._loader.request(block)
+                if block.state is not BlockState.HOST_STAGED:
+                    return
+            self._staged_front = position
+            position += 1

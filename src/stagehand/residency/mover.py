@@ -1,0 +1,223 @@
+"""Moves blocks into their slots and out of them, and says which bytes are the truth.
+
+While a block is away its host tensors are; while it is bound, its slot is. In between,
+edits of either are noticed: by version counters, by addresses, by samples.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from stagehand.core.layout import copy_values
+from stagehand.core.states import ARRIVED, DROPPED, BlockState
+from stagehand.core.transfer import Priority, Slot, TransferEngine
+from stagehand.errors import OrphanedParameterError, StagehandInternalError
+from stagehand.residency.loader import Loader, sample
+from stagehand.torch_private import use_count_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from stagehand.core.device import Device, Stream
+    from stagehand.core.telemetry import Counters
+    from stagehand.residency.blocks import Block
+    from stagehand.residency.slots import SlotMemory
+
+__all__ = ["Mover"]
+
+# On the hot path an attribute of an enumeration takes as long as a call, and so a block
+# that is at the beginning of a path, whose steps are checked, is put at its end.
+_HOST_STAGED, _PREFETCHING = BlockState.HOST_STAGED, BlockState.PREFETCHING
+_GPU_READY, _SPECULATIVE = BlockState.GPU_READY, Priority.SPECULATIVE
+_CRITICAL = Priority.CRITICAL
+
+
+def _nothing() -> None:
+    """Wait for nobody."""
+
+
+class Mover:
+    """Loads, binds and evicts one block at a time.
+
+    Args:
+        device: Where the model computes.
+        engine: The lanes.
+        loader: Fills slots.
+        memory: Of the slots.
+        counters: Where evictions are counted.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        engine: TransferEngine,
+        loader: Loader,
+        memory: SlotMemory,
+        counters: Counters,
+    ) -> None:
+        self.await_steps: Callable[[], None] = _nothing
+        """Waits for who changes weights on the host in the middle of a pass."""
+        self.passed = 0
+        """Counts ends and beginnings of passes: users edit between them."""
+        self._device = device
+        self._engine = engine
+        self._loader = loader
+        self._memory = memory
+        self._counters = counters
+
+    def load(self, block: Block, slot: Slot, priority: Priority) -> bool:
+        """Begin to fill an empty slot with a block; False if it cannot be now."""
+        if block.stepping:
+            if priority >= _SPECULATIVE:
+                return False
+            self.await_steps()
+        if block.views_in is not slot or slot.lease is None:
+            urgent = priority < _SPECULATIVE
+            if not self._memory.settle_in(block, slot, urgent=urgent):
+                return False
+        staged = block.state is _HOST_STAGED
+        if not staged and block.filled_in != self.passed and block.is_replaced():
+            self.take_in(block)
+        slot.occupant = block
+        try:
+            started = self._loader.start(block, slot, priority)
+        except BaseException:
+            slot.occupant = None
+            raise
+        if not started:
+            slot.occupant = None
+            return False
+        block.slot = slot
+        if not staged:  # else the bytes may have been read in an earlier pass
+            block.filled_in = self.passed
+        return True
+
+    def bind(self, block: Block, slot: Slot, stream: Stream) -> None:
+        """Let a loaded block's tensors point to its slot, and `stream` read it."""
+        if self._loader.fills:
+            self._finish(block, slot)
+        versions = [t._version for t in block.tracked]
+        if versions != block.versions:
+            block.versions = versions
+            self._reload(block, slot)
+        elif block.filled_in != self.passed and self._is_old(block):
+            self._reload(block, slot)
+        self._engine.await_filled(slot, stream)
+        if block.state is _PREFETCHING:
+            block.state = ARRIVED[-1]
+        block.point_to_device()
+
+    def _finish(self, block: Block, slot: Slot) -> None:
+        try:
+            self._loader.finish(block)
+        except BaseException:
+            self._loader.forget(block)  # after an interrupt a thread may still write
+            self.vacate(block, slot)
+            raise
+
+    def _is_old(self, block: Block) -> bool:
+        """Whether the host's tensors were edited behind their version counters.
+
+        Asked of blocks that were filled in an earlier pass.
+        """
+        if block.is_replaced():
+            self.take_in(block)
+            return True
+        seal, block.seal = block.seal, None
+        return seal is not None and not bool((seal == sample(block)).all())
+
+    def _reload(self, block: Block, slot: Slot) -> None:
+        self.vacate(block, slot)
+        self.load(block, slot, _CRITICAL)
+        self._finish(block, slot)
+
+    def evict(
+        self, block: Block, *, verify: bool = False, stream: Stream | None = None
+    ) -> None:
+        """Give up a block's slot, bringing its bytes home first if they changed.
+
+        Args:
+            block: On the device and not in use.
+            verify: Compare the bytes too: while a tensor points into a slot outside of
+                any pass, an edit through `.data` changes it behind its version counter.
+            stream: The current stream, for who knows it.
+        """
+        slot = block.slot
+        if slot is None:
+            raise StagehandInternalError(f"block {block.name!r} is not on the device")
+        if block.bound:
+            if [t.data_ptr() for t in block.tensors] != block.addresses:
+                self.take_in(block)
+            versions = [t._version for t in block.tracked]
+            changed = versions != block.versions
+            block.versions = versions
+            # Whoever read or edited its tensors used the slot.
+            self._engine.release(slot, stream or self._device.current_stream())
+            if changed or verify:
+                self._save(block, changed=changed)
+        else:
+            if block.filled_in != self.passed and block.is_replaced():
+                self.take_in(block)
+            self._loader.forget(block)
+        self.vacate(block, slot)
+        self._counters.evictions += 1
+        if use_count_of(slot.storage_key) > slot.alone:
+            self._memory.abandon(slot)
+
+    def _save(self, block: Block, *, changed: bool) -> None:
+        """Bring a block's bytes home; if that fails, they are still here."""
+        block.to(BlockState.EVICTING)
+        try:
+            self._loader.save(block, only_if_different=not changed)
+        except BaseException:
+            block.state = _GPU_READY
+            if changed:
+                block.versions = [-1]
+            raise
+
+    def vacate(self, block: Block, slot: Slot) -> None:
+        """Let a block forget its slot; nothing is copied."""
+        if block.bound:
+            block.point_to_host()
+        elif block.state is _PREFETCHING:
+            block.state = ARRIVED[-1]  # the next copy into the slot waits its turn
+        if block.state is _GPU_READY:
+            block.state = DROPPED[-1]
+        else:
+            block.to(BlockState.UNLOADED)
+        block.seal = block.slot = slot.occupant = None
+
+    def take_in(self, block: Block) -> None:
+        """Copy in what somebody assigned to a tensor's `.data`, and point back.
+
+        While the block is away the truth gets the values, while it is here its slot.
+
+        Raises:
+            OrphanedParameterError: If it has another shape or element type.
+        """
+        if block.store is None or not block.is_replaced():
+            return
+        refused: list[str] = []
+        for (tensor, place), address in zip(
+            block.pairs(), block.addresses, strict=True
+        ):
+            given = tensor.data
+            if given.data_ptr() == address:
+                continue
+            tensor.data = place
+            if given.shape != place.shape or given.dtype != place.dtype:
+                refused.append(
+                    f"by {given.dtype} {list(given.shape)}, expected {place.dtype}"
+                    f" {list(place.shape)}"
+                )
+            else:
+                copy_values(place, given)
+                if not given.is_cpu:  # may have been made on another stream
+                    self._engine.disown(given)
+        block.mark_changed()
+        if refused:
+            raise OrphanedParameterError(
+                f"a tensor of block {block.name!r} was replaced {refused[0]}, and has"
+                " its old values again; call runtime.shutdown() before changing a"
+                " parameter's shape or element type, then stagehand.layer() again"
+            )

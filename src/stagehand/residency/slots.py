@@ -1,0 +1,195 @@
+"""The slots of a plan, and the device memory that they have."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+from stagehand.core.transfer import Slot, TransferEngine
+from stagehand.errors import StagehandOOMError
+from stagehand.torch_private import storage_use_count
+from stagehand.units import format_at_least, format_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from stagehand.core.arena import Arena, Lease
+    from stagehand.core.telemetry import Counters
+    from stagehand.residency.blocks import Block
+
+__all__ = ["Neighbours", "SlotMemory"]
+
+
+class Neighbours(Protocol):
+    """Whoever else holds memory of the device."""
+
+    def make_room(self, nbytes: int) -> bool:
+        """Let others give up so many bytes; return whether they are free."""
+
+    def are_busy(self) -> bool:
+        """Whether another thread runs any of them."""
+
+    def name_them(self) -> str:
+        """Say who holds what, for an error."""
+
+
+class SlotMemory:
+    """Slots, with memory from the first load on until they are freed.
+
+    Args:
+        engine: The lanes, whose marks order the uses of the memory.
+        arena: Device memory.
+        blocks: All blocks.
+        counters: Where abandoned slots are counted.
+        free_idle: Gives up the memory of all slots that nobody uses.
+    """
+
+    def __init__(
+        self,
+        engine: TransferEngine,
+        arena: Arena,
+        blocks: Sequence[Block],
+        counters: Counters,
+        free_idle: Callable[[], None],
+    ) -> None:
+        self.slots: list[Slot] = []
+        self.by_address: dict[int, Slot] = {}
+        """Slots that have memory, by its address."""
+        self.neighbours: Neighbours | None = None
+        """Others on the device, who may make room for a block that is needed now."""
+        self.account = arena.account
+        self._engine = engine
+        self._arena = arena
+        self._blocks = blocks
+        self._counters = counters
+        self._free_idle = free_idle
+
+    def settle_in(self, block: Block, slot: Slot, *, urgent: bool) -> bool:
+        """Give the slot memory and the block its views of it, where it has none yet.
+
+        Returns:
+            False if there is no memory, and it is not urgent.
+
+        Raises:
+            StagehandOOMError: If there is none, and it is.
+        """
+        if slot.lease is None:
+            lease = self._arena.acquire_nowait(slot.nbytes, block.name)
+            if lease is None:
+                if not urgent:
+                    return False
+                lease = self._lease(slot.nbytes, block)
+            slot.lease = lease
+            slot.storage = lease.buffer.untyped_storage()
+            slot.storage_key = slot.storage._cdata
+            slot.alone = storage_use_count(slot.storage)
+            self.by_address[slot.storage.data_ptr()] = slot
+            self._engine.adopt(slot)
+        if block.views_in is slot:
+            return True
+        # Not counted again later: a reader thread may be filling the slot then.
+        before = storage_use_count(slot.storage)
+        block.set_views(slot)
+        slot.alone += storage_use_count(slot.storage) - before
+        return True
+
+    def make_room(self, nbytes: int) -> bool:
+        """Let others give up so many bytes; return whether these are free."""
+        return self.neighbours is not None and self.neighbours.make_room(nbytes)
+
+    def _lease(self, nbytes: int, block: Block) -> Lease:
+        """Return memory that is not there without somebody's giving some up."""
+        lease = None
+        if self.make_room(nbytes):
+            lease = self._arena.acquire_nowait(nbytes, block.name)
+        if lease is None:
+            self._free_idle()
+            lease = self._arena.acquire_nowait(nbytes, block.name)
+        if lease is not None:
+            return lease
+        others = "" if self.neighbours is None else self.neighbours.name_them()
+        used = [s.occupant.name for s in self.slots if s.occupant and s.occupant.uses]
+        raise StagehandOOMError(
+            f"block {block.name!r} needs {format_bytes(nbytes)} of device memory while"
+            f" {', '.join(map(repr, used[:5])) or 'what stays'} is in use, and of"
+            f" {format_bytes(self.account.limit_bytes)} only"
+            f" {format_bytes(self.account.free_bytes)} are free{others}; raise the"
+            f" budget to at least {format_at_least(self.account.held_bytes + nbytes)}",
+            needed_bytes=self.account.held_bytes + nbytes,
+            limit_bytes=self.account.limit_bytes,
+        )
+
+    def for_now(self, block: Block) -> Slot:
+        """Return a slot that a block can have although it is not the block's home."""
+        idle = [
+            slot
+            for slot in self.slots
+            if slot.nbytes >= block.nbytes
+            and (
+                slot.occupant is None or not (slot.occupant.uses or slot.occupant.stays)
+            )
+        ]
+        if idle:
+            return min(idle, key=lambda s: (s.occupant is not None, s.nbytes))
+        self._free_idle()
+        slot = Slot(len(self.slots), block.nbytes)
+        self.slots.append(slot)
+        return slot
+
+    def lay_out(self, kept: list[Slot | None], sizes: Sequence[int]) -> list[Slot]:
+        """Have slots of the given sizes from now on, and return them.
+
+        Args:
+            kept: For each place a slot that has the size and is kept there, or None.
+            sizes: In bytes. Empty slots are used again where they fit; the rest is
+                freed.
+        """
+        places = set(kept)
+        spare = [slot for slot in self.slots if slot not in places]
+        slots: list[Slot] = []
+        for size, slot in zip(sizes, kept, strict=True):
+            fitting = slot or next((s for s in spare if s.nbytes == size), None)
+            if fitting is not None and slot is None:
+                spare.remove(fitting)
+            slots.append(fitting or Slot(len(slots), size))
+        for slot in spare:
+            self.free(slot)
+        self.slots = slots
+        for number, slot in enumerate(slots):
+            slot.index = number
+        return slots
+
+    def abandon(self, slot: Slot) -> None:
+        """Leave a slot's memory to whoever else holds it; the slot gets new memory."""
+        lease = slot.lease
+        if lease is None:
+            return
+        self._counters.abandoned_slots += 1
+        self._engine.retire(slot)
+        self._engine.disown(lease.buffer)
+        self._forget(slot)
+        lease.abandon()
+
+    def free(self, slot: Slot) -> None:
+        """Give an empty slot's memory back to the arena, or to who still holds it."""
+        lease = slot.lease
+        if lease is None:
+            return
+        if storage_use_count(slot.storage) > slot.alone:
+            self.abandon(slot)
+            return
+        self._engine.retire(slot)
+        self._forget(slot)
+        lease.release()
+
+    def trim(self) -> None:
+        """Give back what freed slots have left in the arena."""
+        self._arena.trim()
+
+    def _forget(self, slot: Slot) -> None:
+        slot.lease = None
+        del self.by_address[slot.storage.data_ptr()]
+        for block in self._blocks:
+            if block.views_in is slot:
+                block.set_views(None)
+        slot.views.clear()
+        slot.storage = None
