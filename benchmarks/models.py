@@ -7,7 +7,8 @@ from torch import nn
 
 from stagehand.assembly import Settings
 from stagehand.core.device import Event, HostDevice, Stream
-from stagehand.residency.blocks import Block, find_blocks
+from stagehand.residency.blocks import Block
+from stagehand.residency.finding import find_blocks
 from stagehand.runtime import Runtime
 
 __all__ = ["LOOKAHEAD", "FreeDevice", "Stack", "make_runtime", "streamed_blocks"]

@@ -46,8 +46,8 @@ PLAN: dict[int, dict[str, tuple[str, ...]]] = {
     },
     3: {
         "residency": (
-            *("residency", "blocks", "masters", "order", "timeline", "spread", "plan"),
-            "keeping",
+            *("residency", "blocks", "finding", "masters", "order"),
+            *("timeline", "spread", "plan", "keeping"),
             *("holds", "turns", "shares", "shared"),
             *("loader", "lane_loader", "host_loader"),
             *("slots", "mover", "lookahead", "scheduler", "steering"),

@@ -16,7 +16,8 @@ from stagehand.core.transfer import TransferEngine
 from stagehand.core.workers import WorkerGroup
 from stagehand.errors import StagehandOOMError
 from stagehand.guards import Checks
-from stagehand.residency.blocks import Block, Finding, Group, can_stream, tensor_bytes
+from stagehand.residency.blocks import Block, can_stream, tensor_bytes
+from stagehand.residency.finding import Finding, Group
 from stagehand.residency.host_loader import HostLoader
 from stagehand.residency.lane_loader import LaneLoader
 from stagehand.residency.loader import Loader

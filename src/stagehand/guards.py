@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
     from stagehand.core.telemetry import Counters
-    from stagehand.residency.blocks import Group
+    from stagehand.residency.finding import Group
 
 __all__ = ["Checks", "FiniteCheck", "Guards"]
 

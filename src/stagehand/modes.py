@@ -13,7 +13,8 @@ from stagehand.config import StagehandConfig
 from stagehand.core.device import Device, find_device
 from stagehand.errors import ConfigError
 from stagehand.guards import Checks
-from stagehand.residency.blocks import find_blocks, find_layers, tensor_bytes
+from stagehand.residency.blocks import tensor_bytes
+from stagehand.residency.finding import find_blocks, find_layers
 from stagehand.residency.shared import shared_bytes
 from stagehand.runtime import Runtime
 from stagehand.sharing import HANDLE

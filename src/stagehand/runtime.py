@@ -32,11 +32,7 @@ from stagehand.host_memory import HostMemory
 from stagehand.measure import Measure
 from stagehand.moves import Moves
 from stagehand.report import Report, advise
-from stagehand.residency.blocks import (
-    Block,
-    Finding,
-    tensor_bytes,
-)
+from stagehand.residency.blocks import Block, tensor_bytes
 from stagehand.sharing import HANDLE, Sharing
 from stagehand.storing import Storing
 from stagehand.tenancy import Tenancy
@@ -52,6 +48,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from stagehand.core.arena import Arena
+    from stagehand.residency.finding import Finding
     from stagehand.stores.files import FileSet
 
 __all__ = ["Runtime"]

@@ -9,7 +9,7 @@ from torch import nn
 from stagehand.core.telemetry import Counters
 from stagehand.errors import DtypeMismatchError
 from stagehand.guards import Checks, FiniteCheck, Guards
-from stagehand.residency.blocks import Group
+from stagehand.residency.finding import Group
 
 WIDE = torch.ones(3)
 NARROW = WIDE.bfloat16()

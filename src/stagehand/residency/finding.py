@@ -1,0 +1,371 @@
+"""How a model is divided into blocks: by a pattern, or layer by layer."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from stagehand.core.layout import ALIGNMENT
+from stagehand.errors import ConfigError
+from stagehand.residency.blocks import can_stream, tensor_bytes
+from stagehand.units import MIB
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+__all__ = ["Finding", "Group", "find_blocks", "find_layers"]
+
+_COPY_EFFICIENT_BYTES = 32 * MIB  # a larger copy is no faster on any link we know
+_SMALL_BYTES = MIB  # smaller ones stay on the device as long as they are few
+_ADAPTER_SHARE = 8  # adapters are at most this part of the block that they adapt
+_SHARE = 16  # small parameters and one coalesced block get 1/16 of the budget each
+
+
+@dataclass(slots=True)
+class Group:
+    """What will become one block.
+
+    `sites` are the modules during whose forward the tensors must be there. Without
+    sites, the tensors stay on the device.
+    """
+
+    name: str
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    sites: list[nn.Module] = field(default_factory=list)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors."""
+        return sum(tensor_bytes(t) for t in self.tensors.values())
+
+
+@dataclass(slots=True)
+class Finding:
+    """How a model is divided.
+
+    `streamed` come and go, `rest` stays on the device, `gathered` tables stay on the
+    host and only the rows that are looked up cross the link.
+    """
+
+    streamed: list[Group]
+    rest: Group
+    gathered: list[tuple[nn.Module, Group]]
+
+
+def find_blocks(model: nn.Module, pattern: str | None) -> Finding:
+    """Divide a model for block mode: one block for each module that matches.
+
+    Of nested matches the outermost counts. A parameter that belongs to several blocks,
+    or to a block and the rest, stays on the device, and so do the trained parameters of
+    a block that is frozen but for these few.
+
+    Args:
+        model: Any module.
+        pattern: A regular expression that is searched in the modules' names; None takes
+            the classes that the model itself says must not be split
+            (`_no_split_modules`, `_repeated_blocks`).
+
+    Raises:
+        ConfigError: If nothing matches; it names what could.
+    """
+    matched = _match(model, pattern)
+    owners = _owners(model, matched)
+    finding = Finding([], Group("rest"), [])
+    for name, module in matched.items():
+        group = Group(name, sites=[module])
+        for key, tensor in module.named_parameters():
+            if len(owners[_memory_key(tensor)]) == 1 and can_stream(tensor):
+                group.tensors[key] = tensor
+        _spare_adapters(group)
+        if group.tensors:
+            finding.streamed.append(group)
+    _collect_rest(model, finding)
+    return finding
+
+
+def _spare_adapters(group: Group) -> None:
+    """Leave the few trained tensors of a frozen block to the rest.
+
+    They change in each step: with them the block's copy on the device would, too.
+    """
+    trained = {key: t for key, t in group.tensors.items() if t.requires_grad}
+    nbytes = sum(map(tensor_bytes, trained.values()))
+    if nbytes * _ADAPTER_SHARE <= sum(map(tensor_bytes, group.tensors.values())):
+        for key in trained:
+            del group.tensors[key]
+
+
+def _owners(model: nn.Module, matched: dict[str, nn.Module]) -> dict[int, set[str]]:
+    """By memory: the blocks that a parameter is in, the rest being ''.
+
+    A module may stand in several places: each place counts, but for those of a whole
+    block, which is one wherever it stands.
+    """
+    blocks = {id(module): name for name, module in matched.items()}
+    block_of = {"": ""}  # by each module's name; parents come first
+    owners: dict[int, set[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        if name:
+            parent = block_of[name.rpartition(".")[0]]
+            block_of[name] = parent or blocks.get(id(module), "")
+        for tensor in module._parameters.values():
+            if tensor is not None:
+                owners.setdefault(_memory_key(tensor), set()).add(block_of[name])
+    return owners
+
+
+def _match(model: nn.Module, pattern: str | None) -> dict[str, nn.Module]:
+    found: dict[str, nn.Module] = {}
+    classes = _declared_classes(model) if pattern is None else set()
+    expression = None if pattern is None else _compile(pattern)
+    for name, module in model.named_modules():
+        if not name or next(_parents(name, found), None) is not None:
+            continue
+        if expression is None:
+            if type(module).__name__ in classes:
+                found[name] = module
+        elif expression.search(name):
+            found[name] = module
+    if not found:
+        raise ConfigError(_no_match(model, pattern))
+    return found
+
+
+def _compile(pattern: str) -> re.Pattern[str]:
+    try:
+        return re.compile(pattern)
+    except re.error as error:
+        raise ConfigError(
+            f"block_pattern {pattern!r} is not a regular expression: {error}"
+        ) from None
+
+
+def _parents(name: str, found: Mapping[str, object]) -> Iterator[str]:
+    parts = name.split(".")
+    for end in range(len(parts)):
+        parent = ".".join(parts[:end])
+        if parent in found:
+            yield parent
+
+
+def _declared_classes(model: nn.Module) -> set[str]:
+    names: set[str] = set()
+    for module in model.modules():
+        for attribute in ("_no_split_modules", "_repeated_blocks"):
+            names.update(getattr(module, attribute, None) or ())
+    return names
+
+
+def _no_match(model: nn.Module, pattern: str | None) -> str:
+    lists = [
+        f"^{re.escape(name)}\\.\\d+$" if name else r"^\d+$"
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList | nn.Sequential) and len(module) > 1
+    ]
+    what = (
+        f"block_pattern {pattern!r} matches no module of {type(model).__name__}"
+        if pattern is not None
+        else f"{type(model).__name__} does not say which of its modules are blocks"
+    )
+    hint = " or ".join(repr(p) for p in lists[:3])
+    return (
+        f"{what}; pass block_pattern={hint}"
+        if hint
+        else f"{what}; use stagehand.layer()"
+    )
+
+
+def find_layers(
+    model: nn.Module, *, budget_bytes: int, opaque: Sequence[type[nn.Module]] = ()
+) -> Finding:
+    """Divide a model for layer mode: each module that owns large parameters streams.
+
+    Modules that share memory become one block. Small parameters stay on the device as
+    long as they are together at most 1/16 of the budget; other small neighbours are
+    coalesced. If the weights exceed the budget, large embedding tables stay on the
+    host. Where the budget is too small for such comforts the division is the finest
+    that there is, so the smallest budget that can work does not depend on the one that
+    was asked for.
+
+    Args:
+        model: Any module.
+        budget_bytes: What the weights may take on the device.
+        opaque: Module classes that read their children's parameters themselves: such a
+            module and all below it are one block.
+    """
+    finding = _divide(model, budget_bytes, opaque)
+    if _at_once(finding) <= budget_bytes:
+        return finding
+    return _divide(model, 0, opaque)
+
+
+def _divide(
+    model: nn.Module, budget_bytes: int, opaque: Sequence[type[nn.Module]]
+) -> Finding:
+    cells = _cells(model, (nn.MultiheadAttention, *opaque))
+    total = sum(c.nbytes for c in cells) + sum(tensor_bytes(b) for b in model.buffers())
+    finding = Finding([], Group("rest"), [])
+    if total > budget_bytes:
+        _take_tables(cells, finding, budget_bytes)
+    stay = _small(cells, budget_bytes // _SHARE) | _enclosing(cells)
+    away = [cell for i, cell in enumerate(cells) if i not in stay and cell.tensors]
+    target = min(_COPY_EFFICIENT_BYTES, budget_bytes // _SHARE)
+    finding.streamed = list(_coalesce(away, target))
+    _collect_rest(model, finding)
+    return finding
+
+
+def _at_once(finding: Finding) -> int:
+    """Device bytes that are enough: for what stays, and one block at a time."""
+    stay = [finding.rest, *(g for g in finding.streamed if not g.sites)]
+    away = (_padded_bytes(group) for group in finding.streamed if group.sites)
+    return sum(map(_padded_bytes, stay)) + max(away, default=0)
+
+
+def _padded_bytes(group: Group) -> int:
+    """Bytes of a group's image, or a little more if its tensors overlap."""
+    return sum(
+        -(-tensor_bytes(tensor) // ALIGNMENT) * ALIGNMENT
+        for tensor in group.tensors.values()
+    )
+
+
+def _cells(model: nn.Module, opaque: tuple[type[nn.Module], ...]) -> list[Group]:
+    """One group for each module with own parameters; sharing ones merged."""
+    cells: list[Group] = []
+    owner: dict[int, Group] = {}
+    inside: dict[str, Group] = {}  # an opaque module's name -> its group
+    for name, module in model.named_modules():
+        cover = next((inside[p] for p in _parents(name, inside)), None)
+        own = {k: p for k, p in module._parameters.items() if p is not None}
+        closed = isinstance(module, opaque) or hasattr(module, "parametrizations")
+        if cover is None and not own and not closed:
+            continue
+        group = cover or Group(name, sites=[module])
+        if cover is None:
+            cells.append(group)
+            if closed:
+                inside[name] = group
+        for key, tensor in own.items():
+            full = f"{name}.{key}" if name else key
+            other = owner.setdefault(_memory_key(tensor), group)
+            if other is not group:
+                group = _merge(cells, owner, inside, into=other, gone=group)
+            if can_stream(tensor) and all(
+                t is not tensor for t in group.tensors.values()
+            ):
+                group.tensors[full] = tensor
+    return [cell for cell in cells if cell.tensors]
+
+
+def _memory_key(tensor: torch.Tensor) -> int:
+    """The same for tensors that start at the same memory; others differ."""
+    if not can_stream(tensor) or tensor.numel() == 0 or tensor.is_meta:
+        return id(tensor)
+    return tensor.data_ptr()
+
+
+def _merge(
+    cells: list[Group],
+    owner: dict[int, Group],
+    inside: dict[str, Group],
+    *,
+    into: Group,
+    gone: Group,
+) -> Group:
+    into.tensors.update(gone.tensors)
+    into.sites.extend(gone.sites)
+    cells[:] = [cell for cell in cells if cell is not gone]
+    tables: tuple[dict[Any, Group], ...] = (owner, inside)
+    for table in tables:
+        for key, group in list(table.items()):
+            if group is gone:
+                table[key] = into
+    return into
+
+
+def _take_tables(cells: list[Group], finding: Finding, budget_bytes: int) -> None:
+    """Let large embedding tables stay on the host; tied users still stream them."""
+    for cell in cells:
+        tables = [s for s in cell.sites if _is_table(s)]
+        if not tables or cell.nbytes <= budget_bytes // _SHARE:
+            continue
+        finding.gathered.extend((table, cell) for table in tables)
+        cell.sites = [s for s in cell.sites if s not in tables]
+    cells[:] = [cell for cell in cells if cell.sites]
+
+
+def _is_table(module: nn.Module) -> bool:
+    return (
+        isinstance(module, nn.Embedding)
+        and module.max_norm is None
+        and not module.sparse
+        and not hasattr(module, "parametrizations")
+    )
+
+
+def _small(cells: list[Group], limit: int) -> set[int]:
+    chosen: set[int] = set()
+    taken = 0
+    for i in sorted(range(len(cells)), key=lambda i: cells[i].nbytes):
+        taken += cells[i].nbytes
+        if taken > limit or cells[i].nbytes > _SMALL_BYTES:
+            break
+        chosen.add(i)
+    return chosen
+
+
+def _enclosing(cells: list[Group]) -> set[int]:
+    """Cells in use while others are: the one block in use must fit beside them."""
+    sites = {id(site): i for i, cell in enumerate(cells) for site in cell.sites}
+    return {
+        i
+        for i, cell in enumerate(cells)
+        for site in cell.sites
+        if not isinstance(site, nn.MultiheadAttention)
+        and any(sites.get(id(below), i) != i for below in site.modules())
+    }
+
+
+def _coalesce(cells: Iterable[Group], target: int) -> Iterator[Group]:
+    """Join small neighbours of one repeated part of the model up to a target size."""
+    current: Group | None = None
+    part = ""
+    for cell in cells:
+        own_part = _part(cell.name)
+        if current is not None and (
+            own_part != part
+            or current.nbytes + cell.nbytes > max(target, current.nbytes)
+        ):
+            yield current
+            current = None
+        if current is None:
+            current = Group(cell.name, dict(cell.tensors), list(cell.sites))
+        else:
+            current.tensors.update(cell.tensors)
+            current.sites.extend(cell.sites)
+        part = own_part
+    if current is not None:
+        yield current
+
+
+def _part(name: str) -> str:
+    """The name up to its last number: `layers.3` of `layers.3.mlp.up`."""
+    match = re.match(r"(.*\.\d+|\d+)(?:\.|$)", name)
+    return match[1] if match else ""
+
+
+def _collect_rest(model: nn.Module, finding: Finding) -> None:
+    """Put every tensor that is in no group into the rest, each once."""
+    taken = {
+        id(tensor)
+        for group in (*finding.streamed, *(group for _, group in finding.gathered))
+        for tensor in group.tensors.values()
+    }
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if id(tensor) not in taken:
+            finding.rest.tensors[name] = tensor
