@@ -88,7 +88,7 @@ PLAN: dict[int, dict[str, tuple[str, ...]]] = {
         "": (
             *("config", "report", "assembly", "additions", "measure", "files", "moves"),
             *("wires", "decoding", "compact", "quantized_layers", "host_memory"),
-            *("tenancy", "sharing", "storing"),
+            *("tenancy", "sharing", "storing", "passing"),
             *("conducted", "runtime", "modes", "loading", "pipelines"),
         )
     },

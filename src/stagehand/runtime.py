@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import sys
-import warnings
 import weakref
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,8 +20,6 @@ from stagehand.core.telemetry import Telemetry
 from stagehand.errors import (
     ClosedError,
     ConfigError,
-    StagehandOOMError,
-    StagehandWarning,
 )
 from stagehand.gradients import Gradients
 from stagehand.graph import SavedTensors
@@ -31,16 +27,16 @@ from stagehand.guards import Guards
 from stagehand.host_memory import HostMemory
 from stagehand.measure import Measure
 from stagehand.moves import Moves
+from stagehand.passing import Passing
 from stagehand.report import Report, advise
 from stagehand.residency.blocks import Block, tensor_bytes
 from stagehand.sharing import HANDLE, Sharing
 from stagehand.storing import Storing
 from stagehand.tenancy import Tenancy
 from stagehand.units import parse_bytes
-from stagehand.weights.edges import Edges, PassListener
+from stagehand.weights.edges import Edges
 from stagehand.weights.rows import RowGather
 from stagehand.weights.sites import SiteHooks
-from stagehand.weights.strays import StrayUses
 from stagehand.wires import Wires
 
 if TYPE_CHECKING:
@@ -54,7 +50,7 @@ if TYPE_CHECKING:
 __all__ = ["Runtime"]
 
 
-class Runtime(PassListener, Sharing, Storing, Conduct):
+class Runtime(Passing, Sharing, Storing, Conduct):
     """Streams one model's weights until `shutdown()`.
 
     Make one with `stagehand.layer()` or `StagehandRuntime`. While it is active the
@@ -244,306 +240,6 @@ class Runtime(PassListener, Sharing, Storing, Conduct):
         """Let what stays on the device be there again, beside its optimizer's state."""
         if self._resumes and not self._closed:
             self.place()
-
-    # Passes
-
-    def begin_pass(self, module: nn.Module) -> AbstractContextManager[Any] | None:
-        """See `PassListener.begin_pass`."""
-        if module is self._model_ref() and not self._manual:
-            self._next_step(None)
-        self._tell(Phase.FORWARD)
-        self._measure.begin_pass()
-        self._hands_over = self._tenancy.begin()
-        self._take_additions()
-        if self._gradients is not None:
-            self._gradients.note_steps()
-            if self._takes_gradients():
-                self._watch()
-        elif self._took_gradients:
-            self._note_steps()
-        self._took_gradients = self._takes_gradients()
-        parts = self._parts
-        parts.trains = parts.trains or self._took_gradients
-        self._begin_uses(changes_follow=not self._took_gradients)
-        return self._pass_context(module)
-
-    def _note_steps(self) -> None:
-        """See `Gradients.note_steps`: on the host nothing tells where gradients go."""
-        for block in self._parts.streamed:
-            if any(tensor.requires_grad for tensor in block.tensors):
-                block.mark_changed()
-
-    def _take_additions(self) -> None:
-        """Bring what has joined the model to the device, which has its own memory."""
-        if self._device.is_host or self._parts.scheduler.in_use:
-            return
-        if not self._additions.may_have_joined():
-            return
-        weights = self._parts.weights
-        share = weights.limit_bytes
-        weights.set_limit(self._marked_bytes)  # what joins may need more than that
-        taken = False
-        try:
-            taken = self._additions.take_in()
-        finally:
-            if not taken:
-                weights.set_limit(share)
-        if taken:
-            if self._edges.is_busy:
-                self._hands_over = self._tenancy.begin()
-            self._place_rest()
-            self._measure.know(self._parts.scheduler.blocks)
-
-    def _turn_back(self) -> None:
-        """Something is unpacked: autograd goes back, if it is through this model."""
-        if self.is_open:
-            self._edges.enter_backward()
-
-    def begin_backward(self) -> None:
-        """See `PassListener.begin_backward`."""
-        self._saved.goes_back = True
-        self._tell(Phase.BACKWARD)
-        self._hands_over = self._tenancy.begin()
-        if not self._took_gradients:  # as in a region around all of the model
-            self._watch()
-        self._begin_uses(changes_follow=True)
-
-    def _watch(self) -> None:
-        if self._gradients is not None:
-            self._gradients.watch(self._parts.streamed)
-
-    def end_backward(self, *, failed: bool) -> None:
-        """See `PassListener.end_backward`."""
-        self._saved.goes_back = False
-        if self._closed or self._model_ref() is None:
-            return
-        try:
-            self._end_backward(failed=failed)
-        finally:
-            self._tenancy.end(failed=failed)
-
-    def _end_backward(self, *, failed: bool) -> None:
-        scheduler, gradients = self._parts.scheduler, self._gradients
-        scheduler.release_fetched()
-        if failed:
-            scheduler.reset_uses()
-        elif gradients is not None:
-            gradients.pass_on()
-        scheduler.end_pass()
-        scheduler.end_backward()
-        if gradients is None:
-            return
-        if failed:
-            gradients.give_up()
-        else:
-            gradients.settle()
-
-    def _fetch(self, block: Block) -> None:
-        """Bring a block to the device for autograd."""
-        if self._closed or self._model_ref() is None:
-            raise ClosedError(
-                f"a graph needs weights of block {block.name!r}, but the runtime that"
-                " knows where they are was shut down, or its model is gone; run the"
-                " forward again"
-            )
-        self._edges.enter_backward()
-        scheduler, gradients = self._parts.scheduler, self._gradients
-        left = scheduler.fetched
-        if scheduler.is_at_hand(block):
-            return
-        if gradients is not None and left is not None and left.trains:
-            scheduler.release_fetched()
-            if gradients.has_listeners:
-                scheduler.send_home(left)
-            gradients.pass_on()
-        scheduler.fetch(block)
-
-    def _track(self, block: Block) -> bool:
-        """A site begins, with gradients."""
-        self._casts.begin(block)
-        if block.unseen and self._gradients is not None:
-            self._saved.site = block
-        return self._saved.rise()
-
-    def _untrack(self, block: Block) -> None:
-        """It ends."""
-        self._saved.site = None
-        self._casts.end(block)
-
-    def _takes_gradients(self) -> bool:
-        return torch.is_grad_enabled() and not self._settings.inference_mode
-
-    def _tell(self, phase: Phase) -> None:
-        """Move the clock of a step that nobody else tells of its phases."""
-        if self._measure.in_step and not self._manual:
-            self._measure.clock.enter(phase)
-
-    def _begin_uses(self, *, changes_follow: bool) -> None:
-        parts, measure = self._parts, self._measure
-        if self._took_gradients:
-            self._wires.check_frozen()
-            if self._wires.must_leave() is not None:
-                self._clear_device()
-        self._make_room()
-        if not self._ready:
-            if not parts.scheduler.in_use:  # place what there is room for, no more
-                parts.steering.steer()
-            self._prepare()
-        self._compact_files.check()
-        if self._files is not None:
-            self._files.check()
-            self._account(trains=changes_follow and self._took_gradients)
-        if measure.stopwatch.is_over():
-            parts.steering.note(*measure.collect())
-        parts.scheduler.begin_pass(
-            changes_follow=changes_follow, hands_over=self._hands_over
-        )
-        if not parts.scheduler.in_use and parts.steering.steer():
-            if parts.weights.overdraft_bytes:
-                parts.device_arena.trim()  # what was kept for reuse under the old limit
-            self._place_rest()
-            self._keep_from_disk()
-            measure.know(parts.scheduler.blocks)
-        if parts.scheduler.recall():
-            parts.take_gradients_along()
-        watch = measure.timed or parts.steering.wants_times(measure.stopwatch.uses)
-        parts.scheduler.stopwatch = measure.stopwatch if watch else None
-        parts.engine.stopwatch = parts.scheduler.stopwatch
-
-    def _pass_context(self, module: nn.Module) -> ExitStack:
-        stack = ExitStack()
-        stack.enter_context(self._casts)
-        if self._settings.inference_mode:
-            stack.enter_context(torch.no_grad())
-        elif torch.is_grad_enabled():
-            stack.enter_context(self._saved.hooks())
-        if self._watches and id(module) not in self._known:
-            self._watched = id(module)
-            watch = StrayUses(
-                self._owners,
-                self._rows,
-                bring=self._bring_stray,
-                let_go=self._parts.scheduler.after,
-            )
-            stack.enter_context(watch)
-        return stack
-
-    def end_pass(self) -> None:
-        """See `PassListener.end_pass`."""
-        strays, self._strays = self._strays, []
-        watched, self._watched = self._watched, None
-        if watched is not None and sys.exc_info()[0] is None:
-            self._known.add(watched)  # a pass that failed did not show all
-        self._parts.scheduler.release_fetched()  # by a backward inside of a forward
-        try:
-            self._parts.scheduler.end_pass()
-            if self._gradients is not None:
-                self._gradients.settle()
-        finally:
-            self._tenancy.end(failed=sys.exc_info()[0] is not None)
-        self._measure.end_pass()
-        if strays:
-            self._keep(strays)
-
-    def _keep(self, strays: Sequence[Block]) -> None:
-        """Let weights that others read stay; without room, look out for them again."""
-        try:
-            self._parts.steering.keep(strays)
-        except StagehandOOMError as error:
-            self._known.clear()
-            if not self._warned:
-                self._warned = True
-                warnings.warn(
-                    f"{len(strays)} blocks, {strays[0].name!r} first, are read by"
-                    " modules that do not own them and do not fit the budget together"
-                    f" ({error}): every call is watched from now on, which is slow;"
-                    " name the modules that read them in opaque=, or raise the budget",
-                    StagehandWarning,
-                    stacklevel=2,
-                )
-
-    def abort_pass(self) -> None:
-        """See `PassListener.abort_pass`."""
-        self._strays = []
-        self._watched = None
-        self._parts.scheduler.reset_uses()
-
-    def _bring_stray(self, block: Block) -> None:
-        """A module reads a weight that is not its own."""
-        self._parts.scheduler.before(block)
-        if block not in self._strays:
-            self._strays.append(block)
-
-    def _prepare(self) -> None:
-        """Pin what is streamed, as far as the pool allows, and place what stays."""
-        parts = self._parts
-        empty = next((b for b in parts.blocks if b.store is None), None)
-        if empty is not None:
-            raise ConfigError(
-                f"block {empty.name!r} has no values: it is on the meta device; call"
-                " convert_registry_to_file_backed_sharded() before the first pass"
-            )
-        if not self._device.is_host:
-            self._take_in()
-            self._wires.prepare(trains=self._took_gradients)
-            staged = parts.masters.pin_all(parts.streamed, self._settings.lookahead)
-            parts.loader.set_slabs(*staged)
-            self._wires.open()
-            self._keep_from_disk()
-        self._ready = True
-        self._place_rest()
-
-    def _account(self, *, trains: bool) -> None:
-        """Count weights in host memory that are not those of their files any more."""
-        if self._files is None or self._parts.scheduler.in_use:
-            return
-        if self._host_memory.account(
-            self._files.overlay_bytes,
-            trains=trains,
-            gradient_bytes=self._missing_for_gradients(),
-        ):
-            self._make_room()
-            self._keep_from_disk()
-
-    def _keep_from_disk(self) -> None:
-        self._host_memory.keep(self._missing_for_gradients())
-
-    def _missing_for_gradients(self) -> int:
-        return 0 if self._gradients is None else self._gradients.missing_bytes
-
-    def _place_rest(self) -> None:
-        """Bring what always stays to the device; what has no values yet comes later.
-
-        Before anything is pinned, that is only what is never pinned.
-        """
-        parts = self._parts
-        staying = parts.scheduler.staying() if self._ready else parts.blocks[:1]
-        parts.scheduler.settle(b for b in staying if b.store is not None and b.tensors)
-        parts.place_odd()
-        self._parts.take_gradients_along()
-
-    def _take_in(self) -> None:
-        """Take in what was assigned to the `.data` of tensors, wherever they are."""
-        for block in self._parts.blocks:
-            self._parts.scheduler.take_in(block)
-
-    def _make_room(self) -> None:
-        marks, parts = self._settings.watermarks, self._parts
-        allocated = self._device.allocated_bytes()
-        if marks is not None and allocated is not None:
-            held = parts.weights.held_bytes
-            target = marks.target(self._marked_bytes, held, allocated)
-            self._marked_bytes = max(
-                min(target, self._budget_bytes),
-                parts.steering.smallest_budget() + parts.apart_bytes,
-            )
-        target = min(
-            self._tenancy.limit_bytes,
-            self._marked_bytes,
-            self._host_memory.slots_bytes,
-        )
-        if target != parts.weights.limit_bytes:
-            self._limit_to(target)
 
     # Steps
 
