@@ -36,6 +36,7 @@ PLAN: dict[int, dict[str, tuple[str, ...]]] = {
             "files",
             "pages",
             "safetensors",
+            "pickled",
             "wired",
             *("packed_stream", "packed_layout", "packing_triton", "unpacking"),
             *("packing", "packed", "packed_files"),

@@ -228,8 +228,9 @@ def wired_store(
     """
     kind = parts.device.torch_device.type
     packed = [w if isinstance(w, PackedWeight) else None for w in weights]
-    wire = packed_wire(block.layout, hosts, packed, files, kind)
+    before, layout = block.store, block.layout
+    wire = packed_wire(layout, hosts, packed, files, kind, before=before)
     if wire is None:
         quantized = [w if isinstance(w, QuantizedWeight) else None for w in weights]
-        wire = quantized_wire(block.layout, hosts, quantized, files, kind)
-    return WiredStore(block.layout, hosts, wire)
+        wire = quantized_wire(layout, hosts, quantized, files, kind, before=before)
+    return WiredStore(layout, hosts, wire)

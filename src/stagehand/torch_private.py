@@ -27,6 +27,9 @@
 - `torch._C._accelerator_{getDeviceStats,isAllocatorInitialized}`: how many bytes are
   allocated, without turning all statistics into a flat table. Without them, asking
   takes several times as long.
+- `torch._subclasses.fake_tensor.FakeTensorMode` and a storage's `_checkpoint_offset`:
+  where in a file of `torch.save` a tensor lies, as torch's documentation says. Without
+  them, such files are refused.
 - `torch._disable_dynamo`: leave a function out of compiled graphs without importing the
   compiler. Without it, compiled blocks warn of what they cannot trace.
 
@@ -36,6 +39,7 @@ Tried with torch 2.9 to 2.13.
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -53,6 +57,8 @@ __all__ = [
     "has_more_hooks",
     "in_backward",
     "is_last_hook",
+    "load_places",
+    "place_of",
     "pop_saved_hooks",
     "push_saved_hooks",
     "sequence_number",
@@ -209,6 +215,26 @@ def without_modes() -> Iterator[None]:
     finally:
         while modes:
             torch._C._push_on_torch_dispatch_stack(modes.pop())
+
+
+def load_places(path: Path) -> Any:
+    """Return what a file of `torch.save` holds: plain values, and tensors without any.
+
+    Raises:
+        OSError: If it cannot be read.
+        RuntimeError: If it is none, or damaged.
+        pickle.UnpicklingError: If there are other objects in it.
+    """
+    # Not at import: it takes a second.
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        return torch.load(path, weights_only=True)
+
+
+def place_of(tensor: torch.Tensor) -> int | None:
+    """Return the byte of its file where the storage of such a tensor begins."""
+    return getattr(tensor.untyped_storage(), "_checkpoint_offset", None)
 
 
 def skipped(function: _Function) -> _Function:

@@ -2,6 +2,8 @@
 
 import gc
 import json
+import os
+import re
 import shutil
 from copy import deepcopy
 from pathlib import Path
@@ -22,10 +24,12 @@ from stagehand.errors import (
     StagehandOOMError,
     StagehandWarning,
     TensorMismatchError,
+    TruncatedShardError,
 )
 from stagehand.residency import blocks
 from stagehand.stores.checkpoint import Checkpoint
 from stagehand.stores.converting import convert_to_packed, convert_to_squareq
+from stagehand.stores.files import FileSet
 from stagehand.stores.squareq import SquareQ
 from stagehand.stores.squareq_layout import dequantized
 from stagehand.streamer.layers import describe
@@ -502,6 +506,53 @@ def test_file_that_changes_while_it_streams_is_noticed(opened, files, sim, form)
     save_file({k: v.clone() for k, v in held.items()}, path)
     with pytest.raises(ShardChangedError, match=r"model\.safetensors"):
         run(model)
+
+
+def test_file_cut_off_while_a_wire_is_read_is_an_error_that_names_the_tensor(
+    opened, files, sim, monkeypatch
+):
+    """What is not packed was read from a mapping once: that would end the process."""
+    model = load(files, "packed", "hpu")
+    opened(model)
+    run(model)
+    path = files / "packed" / "model.safetensors"
+    name = "layers.1.up.bias"
+    content, stat = path.read_bytes(), path.stat()
+    end = Checkpoint.open(path)[name].offset + 10
+    block = next(b for b in blocks_of(model) if b.name == "layers.1.up")
+    memory = torch.empty(block.link_nbytes, dtype=torch.uint8)
+    fill = FileSet.fill
+
+    def fill_and_cut(self, *arguments):
+        nbytes = fill(self, *arguments)
+        monkeypatch.setattr(FileSet, "fill", fill)
+        os.truncate(path, end)
+        return nbytes
+
+    monkeypatch.setattr(FileSet, "fill", fill_and_cut)
+    message = f"'{name}' in {path} is truncated: expected 512 bytes, found 10;"
+    with pytest.raises(TruncatedShardError, match=re.escape(message)):
+        block.wire.read_into(memory)
+    os.truncate(path, 4096)
+    with pytest.raises(TruncatedShardError, match=r"'layers\.1\.up\.weight\.packed\."):
+        block.wire.read_into(memory)
+    path.write_bytes(content)
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    assert block.wire.read_into(memory) > 0
+
+
+def test_raw_part_of_a_wire_is_what_the_host_says_once_it_was_edited(
+    opened, files, sim
+):
+    model = load(files, "packed", "hpu")
+    opened(model)
+    expected = net()
+    for each in (model, expected):
+        run(each, next(each.parameters()).device)
+        with torch.no_grad():
+            each.layers[1].up.bias += 1
+    expected = expected_of(expected, "hpu")
+    assert_passes_equal(model, expected, TOKENS.to("hpu"), passes=2)
 
 
 def test_quantized_file_that_changes_is_noticed_though_all_of_it_was_read(

@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,12 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from stagehand.core.layout import same_bits
-from stagehand.errors import CheckpointError, ConfigError, ReadError
+from stagehand.errors import (
+    CheckpointError,
+    ConfigError,
+    ReadError,
+    TruncatedShardError,
+)
 from stagehand.stores import converting
 from stagehand.stores.checkpoint import Checkpoint
 from stagehand.stores.converting import convert_to_packed, convert_to_squareq
@@ -171,6 +177,93 @@ def test_file_of_torch_save_runs_no_code(tmp_path, convert):
     assert not (tmp_path / "target").exists()
 
 
+def test_tensors_of_a_torch_save_are_what_they_were_however_they_lie(tmp_path):
+    base = normal(40, 50)
+    saved = {
+        "turned": base.t(),
+        "part": base[3:9, 5:31:2],
+        "one": base[7, 7],
+        "none": base[:0],
+        "channels": normal(2, 3, 8, 8).contiguous(memory_format=torch.channels_last),
+        "parameter": torch.nn.Parameter(normal(4)),
+        "flag": torch.tensor([True, False]),
+    }
+    torch.save(saved, tmp_path / "model.pt")
+    written = convert_to_packed(tmp_path / "model.pt", tmp_path / "target")
+    found, _ = decoded(written.path)
+    assert found.keys() == saved.keys()
+    for name, tensor in saved.items():
+        assert same_bits(found[name], tensor.detach())
+
+
+def rewritten(path, change=lambda name, content: content, how=zipfile.ZIP_STORED):
+    with zipfile.ZipFile(path) as archive:
+        held = {name: archive.read(name) for name in archive.namelist()}
+    with zipfile.ZipFile(path, "w", how) as archive:
+        for name, content in held.items():
+            archive.writestr(name, change(name, content))
+
+
+def compressed(path):
+    torch.save(tensors(), path)
+    rewritten(path, how=zipfile.ZIP_DEFLATED)
+
+
+def in_another_archive(path):
+    """Where torch would have put a record says nothing then."""
+    torch.save(tensors(), path)
+    rewritten(path)
+
+
+def from_another_machine(path):
+    torch.save(tensors(), path)
+    rewritten(path, lambda name, it: b"big" if name.endswith("order") else it)
+
+
+def short_of_a_record(path):
+    torch.save({"a.weight": normal(200, 128)}, path)
+    rewritten(path, lambda name, it: it[:-2] if name.endswith("data/0") else it)
+
+
+def in_the_old_format(path):
+    torch.save(tensors(), path, _use_new_zipfile_serialization=False)
+
+
+def with_a_sparse_tensor(path):
+    torch.save({"a.weight": torch.eye(3).to_sparse()}, path)
+
+
+def with_a_conjugate(path):
+    torch.save({"a.weight": torch.ones(2, dtype=torch.complex64).conj()}, path)
+
+
+def on_meta(path):
+    torch.save({"a.weight": torch.empty(3, device="meta")}, path)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "found"),
+    [
+        (compressed, "found record .* compressed"),
+        (in_another_archive, "expected 514 bytes at .* found a record of 0"),
+        (from_another_machine, "numbers in the byte order 'big'"),
+        (short_of_a_record, "'a.weight' .* expected 51200 bytes .* record of 51198"),
+        (in_the_old_format, "not a zip file"),
+        (with_a_sparse_tensor, "'a.weight' .* a dense one .* torch.sparse_coo"),
+        (with_a_conjugate, "'a.weight' .* not marked as conj.*complex64"),
+        (on_meta, "'a.weight' .* a dense one with values"),
+    ],
+)
+def test_torch_save_that_would_be_misread_is_refused(tmp_path, spoil, found):
+    path = tmp_path / "model.pt"
+    spoil(path)
+    with pytest.raises(CheckpointError, match=found) as caught:
+        convert_to_packed(path, tmp_path / "target")
+    assert str(path) in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "target").exists()
+
+
 @pytest.mark.parametrize("value", [[1, 2], {"a": 5}, {5: torch.ones(2)}])
 def test_file_of_other_things_is_refused(tmp_path, value):
     path = tmp_path / "model.pt"
@@ -289,18 +382,21 @@ def test_configuration_that_cannot_be_copied_takes_the_weights_along(
     assert not {n for n in names if "model" in n or "unfinished" in n}
 
 
+@pytest.mark.parametrize("name", ["model.safetensors", "model.pt"])
 @pytest.mark.parametrize("convert", CONVERSIONS)
 def test_source_that_shrinks_meanwhile_is_an_error_and_leaves_nothing(
-    source, tmp_path, convert
+    source, tmp_path, convert, name
 ):
     """A mapping of it would end the process, and leave an unfinished file."""
-    file = source / "model.safetensors"
+    file = source / name
+    torch.save(tensors(), source / "model.pt")
 
     def shrink(done, total):
         os.truncate(file, 5000)
 
-    with pytest.raises(CheckpointError, match=re.escape(str(file))):
-        convert(source, tmp_path / "target", progress=shrink)
+    message = rf"tensor '\S+' in {re.escape(str(file))} is truncated: expected \d+ b"
+    with pytest.raises(TruncatedShardError, match=message):
+        convert(file, tmp_path / "target", progress=shrink)
     assert not (tmp_path / "target").exists()
 
 

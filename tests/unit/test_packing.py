@@ -43,7 +43,8 @@ def shuffled(words: torch.Tensor, seed: int = 0) -> torch.Tensor:
 def packed(tensor: torch.Tensor) -> packing.PackedTensor:
     found = pack(tensor)
     assert found is not None
-    found.header.check(found.stream, "it")
+    found.header.check_nbytes(len(found.stream), "it")
+    found.header.check_escapes(found.header.escapes_in(found.stream), "it")
     assert PackedHeader.read(found.stream, "it") == found.header
     return found
 
@@ -508,7 +509,7 @@ def test_header_that_no_encoder_writes_is_an_error(change, message):
 def test_truncated_stream_is_an_error():
     found = packed(normal(100_000))
     with pytest.raises(CheckpointError, match=r"'w': .* expected \d+"):
-        found.header.check(found.stream[:-1], "'w'")
+        found.header.check_nbytes(len(found.stream) - 1, "'w'")
 
 
 @pytest.mark.parametrize("position", [-1, 0, 100_000, 1 << 40])
@@ -517,7 +518,7 @@ def test_escape_out_of_order_or_beyond_the_tensor_is_an_error(position):
     assert found.header.escapes > 1
     found.header.escapes_in(found.stream)[-1] = position << 16
     with pytest.raises(CheckpointError, match=r"'w': .* do not ascend"):
-        found.header.check(found.stream, "'w'")
+        found.header.check_escapes(found.header.escapes_in(found.stream), "'w'")
 
 
 def test_stream_of_another_tensor_is_an_error():

@@ -1,6 +1,8 @@
 """SquareQ: what is quantized how, which files are believed, and exact decoders."""
 
 import json
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -555,9 +557,32 @@ class Evil:
 def test_first_version_runs_no_code(tmp_path):
     path = tmp_path / "it.fpk"
     torch.save({"manifest": Evil(tmp_path / "mark")}, path)
-    with pytest.raises(CheckpointError, match="tensors and plain values only"):
+    with pytest.raises(CheckpointError, match=r"no other objects.* Unsupported global"):
         SquareQ.open(path)
     assert not (tmp_path / "mark").exists()
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_codes_of_a_file_that_shrank_are_an_error_that_names_them(
+    target, tmp_path, version
+):
+    """Read from a mapping they would end the process."""
+    path = target
+    if version == 1:
+        path = tmp_path / "it.slab"
+        torch.save(payload(), path)
+    slab = SquareQ.open(path)
+    layer = slab.layers["layers.0.up"]
+    assert torch.equal(layer.codes_of(slab.files), payload_codes("layers.0.up"))
+    os.truncate(path, layer.codes.offset + 100)
+    message = f"'layers.0.up.qweight' in {path} is truncated: expected 4480 bytes, "
+    with pytest.raises(TruncatedShardError, match=f"{re.escape(message)}found 100;"):
+        layer.codes_of(slab.files)
+    slab.files.close()
+
+
+def payload_codes(layer):
+    return payload()["layers"][layer]["qweight"]
 
 
 @pytest.mark.parametrize("keep", [0, 10, 1000, -1])

@@ -18,7 +18,7 @@ from stagehand.pretrained.naming import Made, Naming, same_tensors
 from stagehand.pretrained.operators import on_meta
 from stagehand.pretrained.scratch import PREFIX, shapes_of
 from stagehand.stores.files import FileSet
-from stagehand.stores.safetensors import host_tensor
+from stagehand.stores.safetensors import read_tensor
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -220,11 +220,11 @@ def _are_equal(one: Extent, other: Extent, checkpoint: Checkpoint) -> bool:
         return False
     files = FileSet(checkpoint.files)
     try:
-        pairs = [
-            host_tensor(files, e).reshape(-1).view(torch.uint8) for e in (one, other)
-        ]
-        pieces = (torch.split(tensor, _COMPARED_BYTES) for tensor in pairs)
-        return all(torch.equal(a, b) for a, b in zip(*pieces, strict=True))
+        for at in range(0, one.nbytes, _COMPARED_BYTES):
+            pair = [e.between(at, at + _COMPARED_BYTES) for e in (one, other)]
+            if not torch.equal(*(read_tensor(files, piece) for piece in pair)):
+                return False
+        return True
     finally:
         files.close()
 

@@ -16,7 +16,7 @@ from stagehand.errors import CheckpointError
 from stagehand.pretrained.naming import Made, meta_tensors
 from stagehand.stores.checkpoint import Checkpoint
 from stagehand.stores.files import FileSet
-from stagehand.stores.safetensors import host_tensor
+from stagehand.stores.safetensors import read_tensor
 from stagehand.units import format_bytes
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def write(
     files = FileSet(checkpoint.files)
     try:
         for number, made in enumerate(all_made):
-            sources = {k: host_tensor(files, checkpoint[k]) for k in made.sources}
+            sources = {k: read_tensor(files, checkpoint[k]) for k in made.sources}
             tensors = {
                 PREFIX + name: tensor.contiguous()
                 for name, tensor in made.compute(sources).items()

@@ -83,6 +83,13 @@ class Store(Protocol):
     def hosts(self) -> list[torch.Tensor]:
         """One host tensor per layout entry, where a parameter points while away."""
 
+    def value(self, index: int) -> torch.Tensor:
+        """Return the values of one entry: a host tensor, or memory of its own.
+
+        May run on a worker thread. What a file has is read, not looked at where it is
+        mapped: a file that shrinks would end the process.
+        """
+
     @property
     def pinned(self) -> torch.Tensor | None:
         """The truth itself, where it already lies in pinned memory in this layout."""

@@ -36,6 +36,8 @@ _COMPARED = 5000
 class Extent:
     """One tensor's bytes in a file."""
 
+    name: str
+    """The tensor's name there."""
     path: Path
     """The file."""
     offset: int
@@ -46,6 +48,19 @@ class Extent:
     """Element type."""
     shape: tuple[int, ...]
     """Sizes; the elements lie in row-major order."""
+
+    def between(self, start: int, end: int) -> "Extent":
+        """Return the bytes from `start` to `end` of it, as such."""
+        start, end = (min(at, self.nbytes) for at in (start, end))
+        nbytes = end - start
+        return Extent(
+            name=self.name,
+            path=self.path,
+            offset=self.offset + start,
+            nbytes=nbytes,
+            dtype=torch.uint8,
+            shape=(nbytes,),
+        )
 
 
 class Checkpoint(Mapping[str, Extent]):
@@ -139,6 +154,7 @@ class Checkpoint(Mapping[str, Extent]):
                 f"element type that torch {torch.__version__} has; convert it"
             )
         return Extent(
+            name=name,
             path=header.path,
             offset=header.data_offset + span.start,
             nbytes=span.end - span.start,

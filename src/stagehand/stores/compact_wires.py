@@ -6,6 +6,7 @@ import torch
 
 from stagehand.core.layout import BlockLayout
 from stagehand.stores import dequantizing, unpacking
+from stagehand.stores.base import Store
 from stagehand.stores.file_wire import FileWire, Piece
 from stagehand.stores.files import FileSet
 from stagehand.stores.packed_files import PackedWeight
@@ -24,6 +25,8 @@ def packed_wire(
     weights: Sequence[PackedWeight | None],
     files: FileSet,
     device_type: str,
+    *,
+    before: Store | None,
 ) -> FileWire | None:
     """Return the wire of a block of which some weights are packed; None without any.
 
@@ -33,6 +36,7 @@ def packed_wire(
         weights: For each entry what a file holds of it, if it is packed there.
         files: The open files.
         device_type: What decodes them.
+        before: The store of which some host tensors are, if there was one.
     """
     headers = [
         weight.header if weight and may and entry.is_contiguous else None
@@ -54,6 +58,7 @@ def packed_wire(
         hosts,
         form,
         pieces,
+        before=before,
         streams=_entries_at(layout, {place.offset for place in form.packed}),
         files=files,
         decode=unpacking.unpack_image,
@@ -67,6 +72,8 @@ def quantized_wire(
     weights: Sequence[QuantizedWeight | None],
     files: FileSet,
     device_type: str,
+    *,
+    before: Store | None,
 ) -> FileWire | None:
     """Return the wire of a block of which some weights are quantized.
 
@@ -78,6 +85,7 @@ def quantized_wire(
         weights: For each entry what a file holds of it, if it is quantized.
         files: The open files.
         device_type: What decodes them.
+        before: The store of which some host tensors are, if there was one.
     """
     chosen = [
         weight
@@ -102,6 +110,7 @@ def quantized_wire(
         hosts,
         form,
         pieces,
+        before=before,
         streams=_entries_at(layout, {place.offset for place in form.quantized}),
         files=files,
         decode=dequantizing.dequantize_image,

@@ -5,10 +5,9 @@ when it is complete; a manifest follows its file.
 """
 
 import json
-import pickle
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,11 +15,12 @@ from pathlib import Path
 import torch
 
 from stagehand.core.layout import plain_tensors
-from stagehand.errors import CheckpointError, ConfigError, ReadError
+from stagehand.errors import CheckpointError, ConfigError
 from stagehand.stores.checkpoint import Checkpoint
 from stagehand.stores.files import FileSet
 from stagehand.stores.packed_files import is_packed, packed_name
 from stagehand.stores.packing import pack
+from stagehand.stores.pickled import Pickled
 from stagehand.stores.safetensors import read_tensor
 from stagehand.stores.squareq import MANIFEST_SUFFIX, find_manifest, manifest_of
 from stagehand.stores.squareq_layout import Rows
@@ -361,9 +361,12 @@ def _copy(file: Path, target: Path) -> None:
 def _opened(source: str | Path) -> Iterator[_Tensors]:
     path = Path(source).expanduser().absolute()
     if path.suffix in _PICKLED and path.is_file():
-        tensors = _unpickled(path)
-        sizes = {name: tensor.to("meta") for name, tensor in tensors.items()}
-        yield _Tensors(path, sizes, tensors.__getitem__)
+        file, found = _unpickled(path)
+        sizes = {name: _like(t.shape, t.dtype) for name, t in found.items()}
+        try:
+            yield _Tensors(path, sizes, lambda name: file.read(name, found[name]))
+        finally:
+            file.files.close()
         return
     checkpoint = Checkpoint.open(path)
     if _is_smaller(path, checkpoint):
@@ -371,10 +374,7 @@ def _opened(source: str | Path) -> Iterator[_Tensors]:
             f"{path} is packed or quantized already: expected a plain checkpoint;"
             " convert the one that it was made from"
         )
-    sizes = {
-        name: torch.empty(extent.shape, dtype=extent.dtype, device="meta")
-        for name, extent in checkpoint.items()
-    }
+    sizes = {name: _like(e.shape, e.dtype) for name, e in checkpoint.items()}
     files = FileSet(checkpoint.files)
     try:
         yield _Tensors(path, sizes, lambda name: read_tensor(files, checkpoint[name]))
@@ -402,16 +402,13 @@ def _is_quantized(path: Path) -> bool:
     return manifest_of(path).exists()
 
 
-def _unpickled(path: Path) -> dict[str, torch.Tensor]:
-    try:
-        found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except OSError as error:
-        raise ReadError(f"{path} cannot be read: {error}") from error
-    except (RuntimeError, pickle.UnpicklingError, EOFError, ValueError) as error:
-        raise CheckpointError(
-            f"{path} cannot be converted: expected tensors by name as torch.save writes"
-            f" them, and no other objects; found {error}"
-        ) from error
+def _like(shape: Iterable[int], dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(tuple(shape), dtype=dtype, device="meta")
+
+
+def _unpickled(path: Path) -> tuple[Pickled, dict[str, torch.Tensor]]:
+    file = Pickled(path)
+    found = file.content
     if not isinstance(found, dict) or not all(
         isinstance(name, str) and isinstance(value, torch.Tensor)
         for name, value in found.items()
@@ -420,7 +417,7 @@ def _unpickled(path: Path) -> dict[str, torch.Tensor]:
             f"{path} cannot be converted: expected a dictionary of tensors by name,"
             f" found {type(found).__name__}; save the model's state_dict()"
         )
-    return found
+    return file, found
 
 
 @contextmanager

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from stagehand.core.layout import BlockLayout, copy_values, placed, plain_tensors
+from stagehand.stores.base import Store
 from stagehand.stores.checkpoint import Extent
-from stagehand.stores.files import FileSet
+from stagehand.stores.files import FileSet, naming
 from stagehand.stores.packed_layout import RawRun
 from stagehand.stores.pages import was_written
 from stagehand.stores.reading import Part
@@ -52,6 +53,7 @@ class FileWire:
     Args:
         layout: The block's.
         hosts: Its host tensors; views of files for what is not raw.
+        before: The store of which some of them are; None if there was none.
         form: What lies where on the wire.
         pieces: What is read, or copied.
         streams: Which entries of the layout are not raw.
@@ -67,6 +69,7 @@ class FileWire:
         form: Form,
         pieces: Sequence[Piece],
         *,
+        before: Store | None,
         streams: Sequence[int],
         files: FileSet,
         decode: Callable[..., None],
@@ -75,6 +78,7 @@ class FileWire:
         self._layout = layout
         self._hosts = list(hosts)
         self._form = form
+        self._before = before
         self._files = files
         self._decode = decode
         self._scratch_nbytes = scratch_nbytes
@@ -82,11 +86,13 @@ class FileWire:
         self._is_old = False
         self._copies = [p for p in pieces if isinstance(p.source, torch.Tensor)]
         self._parts: dict[Path, list[Part]] = {}
+        self._extents: list[Extent] = []
         for piece in pieces:
             source = piece.source
             if isinstance(source, Extent):
                 part = Part(source.offset, piece.target, source.nbytes)
                 self._parts.setdefault(source.path, []).append(part)
+                self._extents.append(source)
         self._raw = [
             (index, target)
             for index in range(len(layout.entries))
@@ -110,9 +116,11 @@ class FileWire:
         return None
 
     def edited(self, index: int) -> None:
-        """Say that a host tensor was changed; what is raw is read from it anyway."""
+        """Say that a host tensor was changed; what is raw comes from it then."""
         if index in self._streams:
             self._is_old = True
+        elif self._before is not None:
+            self._before.edited(index)
 
     def is_current(self) -> bool:
         """See `Wire.is_current`."""
@@ -133,7 +141,8 @@ class FileWire:
             self._is_old = True
             return None
         room = (ctypes.c_ubyte * memory.numel()).from_address(memory.data_ptr())
-        nbytes = self._files.fill(self._parts, memoryview(room).cast("B"))
+        with naming(self._extents):
+            nbytes = self._files.fill(self._parts, memoryview(room).cast("B"))
         with plain_tensors():
             for piece in self._copies:
                 _copy_bytes(piece, memory)
@@ -147,8 +156,15 @@ class FileWire:
                     entry.shape,
                     entry.stride,
                 )
-                copy_values(view, self._hosts[index])
+                copy_values(view, self._value(index))
         return nbytes
+
+    def _value(self, index: int) -> torch.Tensor:
+        """Return the values of a raw entry."""
+        host = self._hosts[index]
+        if self._before is not None and self._before.hosts[index] is host:
+            return self._before.value(index)
+        return host
 
     def decode(
         self, wire: torch.Tensor, image: torch.Tensor, scratch: torch.Tensor | None

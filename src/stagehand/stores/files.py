@@ -1,11 +1,12 @@
 """The open files of a checkpoint: exact reads, private mappings, change detection."""
 
+import contextlib
 import ctypes
 import itertools
 import mmap
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError
 from pathlib import Path
 
@@ -14,12 +15,17 @@ import torch
 
 from stagehand.core.layout import contiguous_stride, own_storage, plain_tensors
 from stagehand.core.workers import WorkerGroup
-from stagehand.errors import ClosedError, ReadError, ShardChangedError
+from stagehand.errors import (
+    ClosedError,
+    ReadError,
+    ShardChangedError,
+    TruncatedShardError,
+)
 from stagehand.stores.checkpoint import Extent
 from stagehand.stores.headers import FileStamp
 from stagehand.stores.reading import Chunk, OpenFile, Part, Scratch, Sectors, cut
 
-__all__ = ["FileSet"]
+__all__ = ["FileSet", "naming"]
 
 _READERS = 4  # threads: what a fast disk needs to be busy; a slow one needs fewer
 _SHARED_BYTES = 1 << 20  # less is read before a thread has woken up
@@ -257,3 +263,28 @@ class FileSet:
                 f"{path} changed since its header was read: expected {expected}, found "
                 f"{found}; load the model again"
             )
+
+
+@contextlib.contextmanager
+def naming(extents: Iterable[Extent]) -> Iterator[None]:
+    """Name the tensor, where a file that is read turns out to be shorter than it was.
+
+    Args:
+        extents: What is read.
+
+    Raises:
+        TruncatedShardError: For the first of them that the file does not hold.
+    """
+    try:
+        yield
+    except TruncatedShardError as error:
+        with contextlib.suppress(OSError):  # the path may be gone
+            for extent in extents:
+                found = extent.path.stat().st_size - extent.offset
+                if found < extent.nbytes:
+                    raise TruncatedShardError(
+                        f"tensor {extent.name!r} in {extent.path} is truncated:"
+                        f" expected {extent.nbytes} bytes, found {max(found, 0)}; the"
+                        " file was longer when its header was read: get it again"
+                    ) from error
+        raise

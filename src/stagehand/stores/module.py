@@ -60,6 +60,10 @@ class ModuleStore:
         """One host tensor per layout entry, where a parameter points while away."""
         return self._hosts
 
+    def value(self, index: int) -> torch.Tensor:
+        """Return a host tensor."""
+        return self._hosts[index]
+
     @property
     def pinned(self) -> torch.Tensor | None:
         """The image, if there is one."""

@@ -16,7 +16,7 @@ from stagehand.errors import TensorMismatchError
 from stagehand.stores.checkpoint import Checkpoint, Extent
 from stagehand.stores.files import FileSet
 from stagehand.stores.packed_stream import HEAD_NBYTES, PackedHeader
-from stagehand.stores.safetensors import host_tensor
+from stagehand.stores.safetensors import read_tensor
 from stagehand.stores.unpacking import unpack_into
 
 __all__ = ["PackedWeight", "is_packed", "packed_name", "packed_weights"]
@@ -39,8 +39,8 @@ class PackedWeight:
 
     def decoded(self, files: FileSet) -> torch.Tensor:
         """Return the weight, in host memory."""
-        weight = torch.empty(self.shape, dtype=torch.bfloat16)
-        unpack_into(host_tensor(files, self.extent), self.header, weight)
+        weight = torch.empty(self.shape, dtype=torch.bfloat16, device="cpu")
+        unpack_into(read_tensor(files, self.extent), self.header, weight)
         return weight
 
 
@@ -81,13 +81,15 @@ def packed_weights(checkpoint: Checkpoint, files: FileSet) -> dict[str, PackedWe
                 f"{what}: expected a packed stream of uint8 in one dimension, found"
                 f" {extent.dtype} {list(extent.shape)}; pack it again"
             )
-        stream = host_tensor(files, extent)
-        header = PackedHeader.read(stream[:HEAD_NBYTES], what)
+        head = read_tensor(files, extent.between(0, HEAD_NBYTES))
+        header = PackedHeader.read(head, what)
         if header.numel != prod(shape):
             raise TensorMismatchError(
                 f"{what}: expected {prod(shape)} weights for {list(shape)}, found"
                 f" {header.numel}; pack it again"
             )
-        header.check(stream, what)
+        header.check_nbytes(extent.nbytes, what)
+        escapes = extent.between(header.escapes_offset, header.escapes_end)
+        header.check_escapes(read_tensor(files, escapes).view(torch.int64), what)
         found[name] = PackedWeight(name=name, shape=shape, extent=extent, header=header)
     return found

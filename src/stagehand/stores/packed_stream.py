@@ -120,7 +120,7 @@ class PackedHeader:
         return [
             (HEAD_NBYTES + 2 * self.half, self.codes_offset),
             (self.codes_offset + self.half, self.escapes_offset),
-            (self.escapes_offset + 8 * self.escapes, self.nbytes),
+            (self.escapes_end, self.nbytes),
         ]
 
     @property
@@ -181,20 +181,26 @@ class PackedHeader:
         head[PAIRS_OFFSET:] = self._pairs().view(torch.uint8)
         return head
 
-    def check(self, stream: torch.Tensor, what: str) -> None:
-        """Do nothing if a stream in host memory is safe to decode with this header.
+    def check_nbytes(self, nbytes: int, what: str) -> None:
+        """Do nothing if a stream of so many bytes holds what this header says.
+
+        Raises:
+            CheckpointError: Otherwise.
+        """
+        if nbytes < self.nbytes:
+            raise CheckpointError(
+                f"{what}: a packed stream has {nbytes} bytes: expected {self.nbytes}"
+            )
+
+    def check_escapes(self, escapes: torch.Tensor, what: str) -> None:
+        """Do nothing if escapes in host memory are safe to decode with this header.
 
         An escape beyond the tensor would be a wild write on the device.
 
         Raises:
-            CheckpointError: If the stream is too short, or an escape is not in order.
+            CheckpointError: If one is not in order.
         """
-        if stream.numel() < self.nbytes:
-            raise CheckpointError(
-                f"{what}: a packed stream has {stream.numel()} bytes: "
-                f"expected {self.nbytes}"
-            )
-        positions = self.escapes_in(stream) >> 16
+        positions = escapes >> 16
         edges = torch.tensor([-1]), torch.tensor([self.numel])
         if not (torch.cat([edges[0], positions, edges[1]]).diff() > 0).all():
             raise CheckpointError(
@@ -202,10 +208,14 @@ class PackedHeader:
                 f"from 0 to {self.numel - 1}: pack it again"
             )
 
+    @property
+    def escapes_end(self) -> int:
+        """Byte of the stream where the escapes end."""
+        return self.escapes_offset + 8 * self.escapes
+
     def escapes_in(self, stream: torch.Tensor) -> torch.Tensor:
         """Return the escapes of a stream, as int64."""
-        at = self.escapes_offset
-        return stream[at : at + 8 * self.escapes].view(torch.int64)
+        return stream[self.escapes_offset : self.escapes_end].view(torch.int64)
 
     def row(
         self,

@@ -29,7 +29,7 @@ from stagehand.errors import (
 )
 from stagehand.stores.base import Skew
 from stagehand.stores.checkpoint import Extent
-from stagehand.stores.files import FileSet
+from stagehand.stores.files import FileSet, naming
 from stagehand.stores.pages import was_written
 from stagehand.stores.reading import Part
 
@@ -79,6 +79,16 @@ class SafetensorsStore:
         """One host tensor per layout entry: a view of its file, private to us."""
         return self._hosts
 
+    def value(self, index: int) -> torch.Tensor:
+        """Return the values of an entry: from its file, unless they were changed.
+
+        Raises:
+            CheckpointError: If the file changed or cannot be read.
+        """
+        if index in self._edited or was_written(self._hosts[index]):
+            return self._hosts[index]
+        return read_tensor(self._files, self._extents[index])
+
     @property
     def pinned(self) -> None:
         """None: the truth is in files."""
@@ -100,7 +110,8 @@ class SafetensorsStore:
         """
         self._find_edits()
         views = self._layout.views(image)
-        read = self._files.fill(self._parts, _writable(image))
+        with naming(self._extents):
+            read = self._files.fill(self._parts, _writable(image))
         for index, entry in enumerate(self._layout.entries):
             if index not in self._edited and not entry.is_contiguous:
                 tensor = read_tensor(self._files, self._extents[index])
@@ -282,8 +293,9 @@ def read_tensor(files: FileSet, extent: Extent) -> torch.Tensor:
         CheckpointError: If the file changed or cannot be read.
     """
     with plain_tensors():
-        buffer = torch.empty(extent.nbytes, dtype=torch.uint8)
-        files.read(extent.path, extent.offset, _writable(buffer))
+        buffer = torch.empty(extent.nbytes, dtype=torch.uint8, device="cpu")
+        with naming([extent]):
+            files.read(extent.path, extent.offset, _writable(buffer))
         return buffer.view(extent.dtype).view(extent.shape)
 
 

@@ -1,6 +1,5 @@
 """Opens weights that SquareQ quantized to INT8: `.fpk` and `.slab` (v1), and v2."""
 
-import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,11 +7,11 @@ from typing import Any
 
 import torch
 
-from stagehand.errors import CheckpointError, ManifestError, ReadError
+from stagehand.errors import ManifestError
 from stagehand.stores.checkpoint import Checkpoint, Extent
 from stagehand.stores.files import FileSet
-from stagehand.stores.headers import FileStamp
-from stagehand.stores.safetensors import host_tensor, read_tensor
+from stagehand.stores.pickled import Pickled
+from stagehand.stores.safetensors import read_tensor
 from stagehand.stores.squareq_layout import Rows
 from stagehand.stores.squareq_manifest import (
     LayerSpec,
@@ -35,9 +34,6 @@ _V1_VERSIONS = ("squareq_bp8_v1", "bp8")
 _V1_LAYOUTS = ("rowwise_sym_int8", "rowwise")
 _LISTED = 5
 
-Source = Extent | torch.Tensor
-"""Where bytes lie: in a file, or in a tensor that a file is mapped to."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class QuantizedWeight:
@@ -47,7 +43,7 @@ class QuantizedWeight:
     """The module's path in the model."""
     rows: Rows
     """The sizes of its weight."""
-    codes: Source
+    codes: Extent
     """INT8, rows by padded columns."""
     scales: torch.Tensor
     """float32, one a row."""
@@ -59,10 +55,12 @@ class QuantizedWeight:
     """What the weight was before, as far as is known."""
 
     def codes_of(self, files: FileSet) -> torch.Tensor:
-        """Return the codes as a matrix, mapped from their file."""
-        if isinstance(self.codes, Extent):
-            return host_tensor(files, self.codes)
-        return self.codes
+        """Return the codes as a matrix, in memory.
+
+        Raises:
+            CheckpointError: If the file changed or cannot be read.
+        """
+        return read_tensor(files, self.codes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,8 +170,7 @@ def _layer(
         return extent
 
     codes = find(layer.codes, torch.int8, rows.count, rows.padded)
-    # In memory, for they are sent with every load: a thread that reads a mapping of a
-    # file that shrinks ends the process.
+    # In memory, for they are sent with every load.
     scales = read_tensor(files, find(layer.scales, torch.float32, rows.count))
     zeros = read_tensor(files, find(layer.zeros, torch.float32, rows.count))
     bias = None
@@ -209,7 +206,19 @@ def _check_values(
 
 
 def _open_v1(path: Path) -> SquareQ:
-    payload = _payload(path)
+    file = Pickled(path)
+    try:
+        layers = _layers_v1(file)
+    except BaseException:
+        file.files.close()
+        raise
+    return SquareQ(path=path, layers=layers, files=file.files, manifest=None)
+
+
+def _layers_v1(file: Pickled) -> dict[str, QuantizedWeight]:
+    path, payload = file.path, file.content
+    if not isinstance(payload, dict):
+        refuse(path, "the file", "a dictionary", type(payload).__name__)
     manifest = _part(path, payload, "manifest", dict, "the file")
     version = manifest.get("quant_version")
     if version not in _V1_VERSIONS:
@@ -221,33 +230,20 @@ def _open_v1(path: Path) -> SquareQ:
         refuse(path, "layout of the manifest", expected, repr(layout))
     listed = _part(path, manifest, "layers", list, "the manifest")
     tensors = _part(path, payload, "layers", dict, "the file")
-    layers = [_layer_v1(path, fields, tensors) for fields in listed]
+    layers = [_layer_v1(file, fields, tensors) for fields in listed]
     named = {layer.name: layer for layer in layers}
     if len(named) != len(listed) or set(named) != set(tensors):
         odd = sorted(set(tensors) ^ set(named)) or ["one of them twice"]
         what = "layers of the manifest"
         found = f"{len(listed)}, without or besides {odd[:_LISTED]}"
         refuse(path, what, f"the {len(tensors)} that the file holds", found)
-    files = FileSet({path: FileStamp.of(path)})
-    return SquareQ(path=path, layers=named, files=files, manifest=None)
+    return named
 
 
-def _payload(path: Path) -> Mapping[str, Any]:
-    try:
-        payload = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except OSError as error:
-        raise ReadError(f"{path} cannot be read: {error}") from error
-    except (RuntimeError, pickle.UnpicklingError, EOFError, ValueError) as error:
-        raise CheckpointError(
-            f"{path} is cut off, or no file of SquareQ v1 (a zip archive as torch.save"
-            f" writes it, of tensors and plain values only): {error}"
-        ) from error
-    if not isinstance(payload, dict):
-        refuse(path, "the file", "a dictionary", type(payload).__name__)
-    return payload
-
-
-def _layer_v1(path: Path, fields: Any, tensors: Mapping[str, Any]) -> QuantizedWeight:
+def _layer_v1(
+    file: Pickled, fields: Any, tensors: Mapping[str, Any]
+) -> QuantizedWeight:
+    path = file.path
     if not isinstance(fields, dict) or not isinstance(fields.get("name"), str):
         refuse(path, "a layer of the manifest", "a dictionary with a name", fields)
     name = fields["name"]
@@ -272,14 +268,15 @@ def _layer_v1(path: Path, fields: Any, tensors: Mapping[str, Any]) -> QuantizedW
         if tensor.dtype != dtype or tuple(tensor.shape) != tuple(shape):
             found = f"{tensor.dtype} {list(tensor.shape)}"
             refuse(path, f"{key} of {where}", f"{dtype} {list(shape)}", found)
-    _check_values(path, name, held["scale"], held[zero])
+    scales, zeros = (file.read(f"{name}.{key}", held[key]) for key in ("scale", zero))
+    _check_values(path, name, scales, zeros)
     return QuantizedWeight(
         name=name,
         rows=rows,
-        codes=held["qweight"].contiguous(),
-        scales=held["scale"],
-        zeros=held[zero],
-        bias=held["bias"] if "bias" in wanted else None,
+        codes=file.extent(f"{name}.qweight", held["qweight"]),
+        scales=scales,
+        zeros=zeros,
+        bias=file.read(f"{name}.bias", held["bias"]) if "bias" in wanted else None,
         dtype=torch.bfloat16,
     )
 

@@ -66,6 +66,10 @@ class LayerStore:
         """None: nothing points to the host between uses."""
         return []
 
+    def value(self, index: int) -> torch.Tensor:
+        """Refuse: there are no host tensors."""
+        raise StagehandInternalError(f"layer {self._layer} has no tensor {index}")
+
     @property
     def pinned(self) -> None:
         """None: the truth is in files."""
