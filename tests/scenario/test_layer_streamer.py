@@ -1,6 +1,7 @@
 """`LayerStreamer` gives what resident weights give, in order, within its depths."""
 
 import copy
+import ctypes
 import gc
 import random
 import threading
@@ -33,6 +34,7 @@ from stagehand.compat import layer_streamer as compat
 from stagehand.core.device import AcceleratorDevice
 from stagehand.core.transfer import Ticket
 from stagehand.errors import ClosedError, ConfigError, StagehandWarning
+from stagehand.stores import reading
 from stagehand.streamer import pipeline
 
 DEPTHS = {
@@ -257,6 +259,41 @@ def test_files_are_read_once_if_there_is_memory_for_all_layers(
         streamer.run_pass(0, lambda x, weights, layer: x)
     read = streamer.telemetry.totals()["disk_bytes"]
     assert read == streamer.read_bytes
+
+
+@pytest.mark.parametrize(
+    ("place", "depths"),
+    [("hpu", {}), ("hpu", {"n_cpu": 1}), ("cpu", {"n_cpu": 1})],
+    ids=["pinned", "pinned and ordinary", "ordinary"],
+)
+def test_layers_past_the_page_cache_are_read_where_they_wait_without_a_copy(
+    sim, stream, tmp_path, monkeypatch, place, depths
+):
+    """A memory copy of each byte would cost what the disk has to wait for."""
+    layers = {f"layers.{n}.w": torch.full((1 << 18,), float(n)) for n in range(LAYERS)}
+    save_file(layers, tmp_path / "model.safetensors", metadata={"note": "x" * 37})
+    streamer = stream(place, tmp_path, past_cache=True, **depths)
+    if not streamer._files._descriptor(tmp_path / "model.safetensors").is_direct:
+        pytest.skip("the file system of the tests has no O_DIRECT")
+    copied, real = [], ctypes.memmove
+
+    def memmove(target, source, nbytes):
+        copied.append(nbytes)
+        real(target, source, nbytes)
+
+    def check(x, found, layer):
+        assert found["w"].unique().tolist() == [layer]
+        return x
+
+    monkeypatch.setattr(reading.OpenFile, "_is_cached", lambda self, chunk: False)
+    monkeypatch.setattr(ctypes, "memmove", memmove)
+    for _ in range(2):
+        streamer.run_pass(0, check)
+    streamer.settle()
+    read = streamer.telemetry.counters.disk_bytes
+    read += streamer.telemetry.totals()["disk_bytes"]
+    assert read >= 2 * streamer.read_bytes
+    assert 0 < sum(copied) < 0.01 * read, "only the ends that share sectors"
 
 
 @places

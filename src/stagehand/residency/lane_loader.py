@@ -51,8 +51,7 @@ class _Slab:
         buffer, nbytes = self.lease.buffer, block.link_nbytes
         start = 0
         if block.wire is None and block.store is not None and block.store.skew:
-            past, of = block.store.skew
-            start = (past - buffer.data_ptr()) % of
+            start = block.store.skew.start_in(buffer)
             if start + nbytes > min(buffer.numel(), _SKEWED_BYTES):
                 start = 0
         return buffer[start : start + nbytes]

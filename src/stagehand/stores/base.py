@@ -13,6 +13,10 @@ class Skew(NamedTuple):
     past: int
     of: int
 
+    def start_in(self, buffer: torch.Tensor) -> int:
+        """Return the first byte of a buffer at which such an image can begin."""
+        return (self.past - buffer.data_ptr()) % self.of
+
 
 class Wire(Protocol):
     """The bytes of a block as they cross the link, where they are fewer than its image.

@@ -6,6 +6,7 @@ import itertools
 import mmap
 import os
 import sys
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError
 from pathlib import Path
@@ -21,6 +22,7 @@ from stagehand.errors import (
     ShardChangedError,
     TruncatedShardError,
 )
+from stagehand.stores.base import Skew
 from stagehand.stores.checkpoint import Extent
 from stagehand.stores.headers import FileStamp
 from stagehand.stores.reading import Chunk, OpenFile, Part, Scratch, Sectors, cut
@@ -182,6 +184,26 @@ class FileSet:
         """
         file = self._descriptor(path)
         return file.sectors if file.is_direct else Sectors(1, 1)
+
+    def skew(self, parts: Mapping[Path, Sequence[Part]], widest: int) -> Skew | None:
+        """Return where an image begins if the most bytes are to be read in place.
+
+        Args:
+            parts: All that is read into it.
+            widest: Bytes of the widest element that lies there.
+
+        Raises:
+            CheckpointError: If a file changed or cannot be opened.
+        """
+        votes: Counter[Skew] = Counter()
+        for path, wanted in parts.items():
+            of = self.sectors(path).memory
+            for part in wanted:
+                votes[Skew((part.source - part.target) % of, of)] += part.nbytes
+        if not votes:
+            return None
+        ((skew, _),) = votes.most_common(1)
+        return None if skew.past % widest or skew.of % widest else skew
 
     def map_tensor(self, extent: Extent) -> torch.Tensor:
         """Return a tensor that a file holds, as private, writable memory.

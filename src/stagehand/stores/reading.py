@@ -33,7 +33,7 @@ __all__ = ["Chunk", "OpenFile", "Part", "Scratch", "Sectors", "cut"]
 # Bytes of one read. Larger ones gain nothing, smaller ones lose to whoever holds the
 # interpreter lock in between.
 _CHUNK_BYTES = 16 << 20
-_BUFFER_BYTES = 4 << 20
+_BUFFER_BYTES = 4 << 20  # of it, where it goes through the thread's buffer
 _IN_PLACE_BYTES = 256 << 10  # a smaller tensor is read with its neighbours
 _GAP_BYTES = 64 << 10  # reading so much too much is cheaper than a second read
 
@@ -150,12 +150,12 @@ def _gathered(parts: Sequence[Part]) -> Iterator[Chunk]:
         while at < part.end:
             if together and (
                 at - together[-1].end > _GAP_BYTES
-                or at - together[0].source >= _BUFFER_BYTES
+                or at - together[0].source >= _CHUNK_BYTES
             ):
                 yield Chunk(tuple(together))
                 together = []
             first = together[0].source if together else at
-            end = min(part.end, first + _BUFFER_BYTES)
+            end = min(part.end, first + _CHUNK_BYTES)
             together.append(part.between(at, end))
             at = end
     if together:
@@ -252,24 +252,36 @@ class OpenFile:
                 (part,) = chunk.parts
                 piece = target[part.target : part.target + part.nbytes]
                 self._read_exactly(self._direct, piece, part.source, len(piece))
-                return True
-            buffer, address = scratch.get()
-            start = chunk.start // self.sectors.file * self.sectors.file
-            end = -(-chunk.end // self.sectors.file) * self.sectors.file
-            piece = buffer[: end - start]
-            self._read_exactly(self._direct, piece, start, chunk.end - start)
+            else:
+                self._read_through_buffer(chunk, target, scratch)
         except ReadError as error:
             cause = error.__cause__
             if isinstance(cause, OSError) and cause.errno in _REFUSALS:
                 self._refuses = True  # other threads may be reading: it stays open
                 return False
             raise
-        for part in chunk.parts:
-            into = ctypes.c_ubyte.from_buffer(target, part.target)
-            ctypes.memmove(
-                ctypes.addressof(into), address + part.source - start, part.nbytes
-            )
         return True
+
+    def _read_through_buffer(
+        self, chunk: Chunk, target: memoryview, scratch: Scratch
+    ) -> None:
+        """Read whole sectors into the thread's buffer, and copy what is wanted."""
+        buffer, address = scratch.get()
+        first = chunk.start // self.sectors.file * self.sectors.file
+        for start in range(first, chunk.end, _BUFFER_BYTES):
+            stop = min(start + _BUFFER_BYTES, chunk.end)
+            end = -(-stop // self.sectors.file) * self.sectors.file
+            self._read_exactly(self._direct, buffer[: end - start], start, stop - start)
+            for part in chunk.parts:
+                piece = part.between(max(part.source, start), min(part.end, stop))
+                if piece.nbytes <= 0:
+                    continue
+                into = ctypes.c_ubyte.from_buffer(target, piece.target)
+                ctypes.memmove(
+                    ctypes.addressof(into),
+                    address + piece.source - start,
+                    piece.nbytes,
+                )
 
     def _read_exactly(
         self, number: int, target: memoryview, offset: int, needed: int

@@ -9,7 +9,6 @@ is marked as edited its truth is the host tensor, and the file is not read for i
 
 import ctypes
 import warnings
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -67,7 +66,8 @@ class SafetensorsStore:
         self._edited: set[int] = set()
         self._hosts = _host_tensors(layout, self._extents, files)
         self._parts = self._find_parts()
-        self._skew = self._find_skew()
+        widest = max((entry.dtype.itemsize for entry in layout.entries), default=1)
+        self._skew = files.skew(self._parts, widest)
 
     @property
     def skew(self) -> Skew | None:
@@ -183,19 +183,6 @@ class SafetensorsStore:
     def can_drop(self) -> bool:
         """Return True: the files and the overlay hold every byte."""
         return True
-
-    def _find_skew(self) -> Skew | None:
-        """Return what the most bytes have in common."""
-        votes: Counter[Skew] = Counter()
-        for path, parts in self._parts.items():
-            of = self._files.sectors(path).memory
-            for part in parts:
-                votes[Skew((part.source - part.target) % of, of)] += part.nbytes
-        if not votes:
-            return None
-        ((skew, _),) = votes.most_common(1)
-        widest = max(entry.dtype.itemsize for entry in self._layout.entries)
-        return None if skew.past % widest or skew.of % widest else skew
 
     def _find_parts(self) -> dict[Path, list[Part]]:
         """Return what fills all contiguous entries that are not edited."""

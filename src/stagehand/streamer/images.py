@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from stagehand.core.layout import BlockLayout
+    from stagehand.stores.base import Skew
     from stagehand.stores.checkpoint import Extent
     from stagehand.stores.files import FileSet
 
@@ -91,6 +92,15 @@ class LayerImage:
             cut = self._first_cut()
             what = f"layer {self.name!r}" + (f", tensor {cut!r}" if cut else "")
             raise type(error)(f"{what}: {error}") from error
+
+    def skew(self, files: FileSet) -> Skew | None:
+        """Return where the image begins if the most bytes are to be read in place.
+
+        Raises:
+            CheckpointError: If a file changed or cannot be opened.
+        """
+        widest = max((p.dtype.itemsize for p in self._layout.entries), default=1)
+        return files.skew(self._parts, widest)
 
     def _first_cut(self) -> str | None:
         """Return the first tensor that goes on where its file ends now."""

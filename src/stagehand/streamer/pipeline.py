@@ -52,8 +52,9 @@ class Pipeline:
 
     Memory, with `B` the bytes of the largest layer: at most `(n_gpu + 1) * B` on the
     device, and what a layer needs in another element type; `(n_cpu_pinned + 1) * B` of
-    pinned memory; `(n_cpu + 1) * B` of ordinary memory. Without the pinned stage layers
-    wait in ordinary memory for the device.
+    pinned memory; `(n_cpu + 1) * B` of ordinary memory; for each layer that waits a
+    sector more where files are read past the page cache. Without the pinned stage
+    layers wait in ordinary memory for the device.
 
     A layer whose tensors somebody keeps is left to him: its slot gets new memory.
 
@@ -81,6 +82,11 @@ class Pipeline:
         self._closed = False
         count = len(images)
         self._nbytes = max(image.nbytes for image in images)
+        skews = (image.skew(files) for image in images)
+        self._staged_bytes = max(
+            image.nbytes + (skew.of if skew else 0)
+            for image, skew in zip(images, skews, strict=True)
+        )
         self._slots = min(depths.n_gpu + 1, count)
         waiting = depths.n_cpu_pinned or depths.n_cpu or 0
         self._slabs = 0 if device.is_host else min(waiting + 1, count)
@@ -100,7 +106,7 @@ class Pipeline:
 
     def _make_arenas(self) -> None:
         slots = self._slots * self._nbytes + self._cast_bytes
-        slabs = self._slabs * self._nbytes
+        slabs = self._slabs * self._staged_bytes
         self.device_account = Account("device memory for layers", slots)
         # Tensors in another type are made anew for each use, one layer at a time.
         self.device_account.grant(self._cast_bytes, "tensors in another type")
@@ -109,7 +115,7 @@ class Pipeline:
         )
         self.host_account = Account(
             "ordinary memory for layers",
-            self._buffers * self._nbytes + (0 if self._is_pinned else slabs),
+            self._buffers * self._staged_bytes + (0 if self._is_pinned else slabs),
         )
         self._device_arena = Arena(
             "device memory", self._engine.allocate, self.device_account
@@ -209,7 +215,7 @@ class Pipeline:
                 layers=len(self._images),
                 buffers=self._buffers,
                 batch=self._depths.batch_cpu or 1,
-                nbytes=self._nbytes,
+                nbytes=self._staged_bytes,
                 arena=self._host_arena,
                 workers=parts.ahead_workers,
             )
@@ -219,7 +225,7 @@ class Pipeline:
             block.set_store(LayerStore(layer, source))
             parts.blocks.append(block)
         parts.loader = self._loader(parts)
-        parts.loader.set_slabs(self._slabs, self._nbytes)
+        parts.loader.set_slabs(self._slabs, self._staged_bytes)
         if self._slabs == len(parts.blocks):
             parts.loader.keep(parts.blocks)  # read once
         parts.scheduler = Scheduler(

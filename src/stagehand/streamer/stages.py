@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from stagehand.core.arena import Arena, Lease
     from stagehand.core.workers import WorkerGroup
+    from stagehand.stores.base import Skew
     from stagehand.stores.files import FileSet
     from stagehand.streamer.images import LayerImage
 
@@ -30,6 +31,9 @@ class Source(Protocol):
 
     def take(self, layer: int, image: torch.Tensor) -> int:
         """Fill an image with a layer; return the bytes read from files for it."""
+
+    def skew(self, layer: int) -> Skew | None:
+        """Where in memory files fill a layer's image without a copy."""
 
 
 class FileSource:
@@ -48,6 +52,10 @@ class FileSource:
         """See `Source.take`."""
         return self._images[layer].read(self._files, image)
 
+    def skew(self, layer: int) -> Skew | None:
+        """See `Source.skew`."""
+        return self._images[layer].skew(self._files)
+
 
 class LayerStore:
     """The store of one layer: read only, and with no tensors on the host.
@@ -60,6 +68,7 @@ class LayerStore:
     def __init__(self, layer: int, source: Source) -> None:
         self._layer = layer
         self._source = source
+        self._skew = source.skew(layer)
 
     @property
     def hosts(self) -> list[torch.Tensor]:
@@ -89,9 +98,9 @@ class LayerStore:
         return self._source.take(self._layer, image)
 
     @property
-    def skew(self) -> None:
-        """None: an image may begin anywhere."""
-        return None
+    def skew(self) -> Skew | None:
+        """Where a disk can write the layer without a copy, if not everywhere."""
+        return self._skew
 
     def holds(self, image: torch.Tensor) -> bool:
         """Return True: nothing changes a layer that has no parameters."""
@@ -123,7 +132,7 @@ class ReadAhead:
         layers: How many layers there are.
         buffers: For how many there is memory.
         batch: How many are read before the first of them is handed on.
-        nbytes: Bytes of the largest layer.
+        nbytes: Bytes of the largest layer, and of its skew.
         arena: Ordinary memory.
         workers: Threads that read.
     """
@@ -140,6 +149,7 @@ class ReadAhead:
         workers: WorkerGroup,
     ) -> None:
         self._source = source
+        self._skews = [source.skew(layer) for layer in range(layers)]
         self._layers = layers
         self._batch = batch
         self._keeps = buffers >= layers
@@ -180,9 +190,15 @@ class ReadAhead:
 
     def _read(self, batch: range) -> dict[int, int]:
         """Read a batch, in a worker thread; return each layer's bytes."""
-        return {
-            layer: self._source.take(layer, self._held[layer].buffer) for layer in batch
-        }
+        return {layer: self._source.take(layer, self._place(layer)) for layer in batch}
+
+    def _place(self, layer: int) -> torch.Tensor:
+        """Return the memory that holds a layer, from where its image begins."""
+        buffer, skew = self._held[layer].buffer, self._skews[layer]
+        return buffer[skew.start_in(buffer) :] if skew else buffer
+
+    def skew(self, layer: int) -> None:
+        """See `Source.skew`. What is copied may go anywhere."""
 
     def take(self, layer: int, image: torch.Tensor) -> int:
         """See `Source.take`. What could not be read ahead is read now."""
@@ -220,7 +236,7 @@ class ReadAhead:
         except CheckpointError:
             self._give_back(layer, failed=True)
             return self._source.take(layer, image)
-        image.copy_(self._held[layer].buffer[: image.numel()])
+        image.copy_(self._place(layer)[: image.numel()])
         with self._changed:
             if layer in self._uncounted:
                 self._uncounted.remove(layer)
