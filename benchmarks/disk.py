@@ -1,15 +1,21 @@
-"""The disk's own rate: what all readers are held against."""
+"""What all readers are held against: the disk's own rate, and that of memory.
 
-import mmap
+Both with the same threads, over the same bytes, and into the same memory as a reader:
+a small buffer would stay in the processor's caches, and no model fits there.
+"""
+
+import ctypes
 import os
-import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-__all__ = ["CHUNK_BYTES", "drop_cache", "read_raw"]
+import torch
 
-CHUNK_BYTES = 8 << 20
+__all__ = ["Rival", "drop_cache"]
 
-_memory: list[mmap.mmap] = []
+_CHUNK_BYTES = 16 << 20
+_PAGE = 4096
 
 
 def drop_cache(path: Path) -> None:
@@ -22,28 +28,65 @@ def drop_cache(path: Path) -> None:
         os.close(file)
 
 
-def read_raw(path: Path, *, direct: bool) -> None:
-    """Read a file with two threads into memory that is used over and over."""
-    if not _memory:
-        for _ in range(2):
-            anonymous = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-            _memory.append(mmap.mmap(-1, 2 * CHUNK_BYTES, flags=anonymous))
-            _memory[-1].madvise(mmap.MADV_HUGEPAGE)
-            _memory[-1].write(bytes(2 * CHUNK_BYTES))
-    size = path.stat().st_size
-    try:
-        file = os.open(path, os.O_RDONLY | (os.O_DIRECT if direct else 0))
-    except OSError:  # a file system without
-        file = os.open(path, os.O_RDONLY)
+class Rival:
+    """Fills pieces of memory from a file or from memory, as two threads do it best.
 
-    def read(turn: int) -> None:
-        view = memoryview(_memory[turn])[:CHUNK_BYTES]
-        for start in range(turn * CHUNK_BYTES, size, 2 * CHUNK_BYTES):
-            os.preadv(file, [view], start)
+    Args:
+        path: The file.
+        slabs: Memory to fill, one after the other; it was touched before.
+        nbytes: How much of a slab is filled from one piece of the file.
+    """
 
-    threads = [threading.Thread(target=read, args=(turn,)) for turn in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    os.close(file)
+    def __init__(self, path: Path, slabs: Sequence[torch.Tensor], nbytes: int) -> None:
+        self._nbytes = nbytes // _PAGE * _PAGE
+        self._places = [-(-slab.data_ptr() // _PAGE) * _PAGE for slab in slabs]
+        self._threads = ThreadPoolExecutor(2)
+        self._through = os.open(path, os.O_RDONLY)
+        try:
+            self._past = os.open(path, os.O_RDONLY | os.O_DIRECT)
+        except OSError:  # a file system without
+            self._past = os.dup(self._through)
+        self._source: torch.Tensor | None = None
+
+    def read(self, pieces: range, *, direct: bool) -> None:
+        """Read some pieces of the file, the n-th from its n-th part of these bytes."""
+        file = self._past if direct else self._through
+
+        def read(place: int, start: int, nbytes: int) -> None:
+            memory = (ctypes.c_ubyte * nbytes).from_address(place)
+            os.preadv(file, [memory], start)
+
+        self._run(pieces, read)
+
+    def copy(self, pieces: range) -> None:
+        """Copy as many bytes from memory that is as large as what is read at once."""
+        if self._source is None:
+            size = len(self._places) * self._nbytes
+            self._source = torch.ones(size, dtype=torch.uint8)
+        source, size = self._source.data_ptr(), len(self._source)
+        self._run(
+            pieces,
+            lambda place, start, nbytes: ctypes.memmove(
+                place, source + start % size, nbytes
+            ),
+        )
+
+    def _run(self, pieces: range, fill: Callable[[int, int, int], object]) -> None:
+        jobs = [
+            self._threads.submit(
+                fill,
+                self._places[number % len(self._places)] + at,
+                number * self._nbytes + at,
+                min(_CHUNK_BYTES, self._nbytes - at),
+            )
+            for number in pieces
+            for at in range(0, self._nbytes, _CHUNK_BYTES)
+        ]
+        for job in jobs:
+            job.result()
+
+    def close(self) -> None:
+        """Close the file, and end the threads."""
+        self._threads.shutdown()
+        os.close(self._through)
+        os.close(self._past)

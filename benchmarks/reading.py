@@ -1,17 +1,15 @@
 """Reading blocks from files, beside the disk's best rate, a copy, and other readers.
 
 A block is read from a checkpoint into memory that is used over and over, as a load
-does. Cold, the page cache holds nothing of the files; warm, it holds all.
+does, three blocks in a turn. Cold, the page cache holds nothing of the files; warm, it
+holds all.
 """
 
 from __future__ import annotations
 
-import ctypes
 import os
 import statistics
 import tempfile
-import threading
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,9 +17,9 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from benchmarks.disk import drop_cache, read_raw
+from benchmarks.disk import Rival, drop_cache
 from benchmarks.results import Result
-from benchmarks.timing import Times
+from benchmarks.timing import Times, by_the_wall
 from stagehand.core.device import host_memory
 from stagehand.core.layout import layout_of
 from stagehand.core.workers import WorkerGroup
@@ -31,7 +29,8 @@ from stagehand.stores.safetensors import SafetensorsStore
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
-    from concurrent.futures import Future
+
+    _Way = Callable[[range], object]
 
 __all__ = ["measure"]
 
@@ -51,41 +50,49 @@ def measure(
         save_file(_weights(blocks, block_bytes), path)
         os.sync()
         reader = _Blocks(path, blocks, block_bytes)
-        ways: dict[str, Callable[[], object]] = {
+        rival = Rival(path, reader.slabs, block_bytes)
+        ways: dict[str, _Way] = {
             "blocks": reader.read,
             "safe_open and a copy": reader.by_safe_open,
             "torch's mapping and a copy": reader.by_mapping,
         }
-        raw = {
-            "raw read": lambda: read_raw(path, direct=False),
-            "raw read past the cache": lambda: read_raw(path, direct=True),
+        raw: dict[str, _Way] = {
+            "raw read": lambda some: rival.read(some, direct=False),
+            "raw read past the cache": lambda some: rival.read(some, direct=True),
         }
-        copy = {
-            "copy by one thread": lambda: reader.copy(1),
-            "copy by two threads": lambda: reader.copy(2),
-        }
-        nbytes = path.stat().st_size
-        cold = _take_turns({**ways, **raw}, rounds, lambda: drop_cache(path))
+        copy: dict[str, _Way] = {"copy by two threads": rival.copy}
+        turns = [
+            range(first, min(first + _SLABS, blocks))
+            for _ in range(rounds + 1)
+            for first in range(0, blocks, _SLABS)
+        ]
+        nbytes = _SLABS * block_bytes
+        uncounted = -(-blocks // _SLABS)
+        cold = by_the_wall(
+            {**ways, **raw}, turns, lambda: drop_cache(path), uncounted=uncounted
+        )
         yield from _compare("cold", cold, raw, nbytes, _COLD_TARGET)
-        warm = _take_turns({**ways, **copy}, rounds, lambda: None)
+        warm = by_the_wall({**ways, **raw, **copy}, turns, uncounted=uncounted)
         yield from _compare("warm", warm, copy, nbytes, _WARM_TARGET)
+        rival.close()
         reader.close()
 
 
 def _compare(
     when: str,
-    times: dict[str, Times],
+    seconds: dict[str, list[float]],
     best_of: Mapping[str, object],
     nbytes: int,
     target: float,
 ) -> Iterator[Result]:
-    best = min(best_of, key=lambda name: times[name].smallest)
-    yield Result.of(f"{best} of a GB, {when}", times[best], "ms", scale=1e12 / nbytes)
-    for name, found in times.items():
+    best = min(best_of, key=lambda name: min(seconds[name]))
+    times = Times(min(seconds[best]), statistics.median(seconds[best]))
+    yield Result.of(f"{best} of a GB, {when}", times, "ms", scale=1e12 / nbytes)
+    for name, found in seconds.items():
         if name not in best_of:
             yield Result.of(
                 f"{name} over the {best}, {when}",
-                found.part_of(times[best]),
+                Times.ratio(found, seconds[best]),
                 "x",
                 target=target if name == "blocks" else None,
             )
@@ -111,59 +118,39 @@ class _Blocks:
             self._layout = layout_of(list(zip(names, empty, strict=True)))
             self._stores.append(SafetensorsStore(self._layout, extents, self._files))
         nbytes = self._layout.nbytes + _PAGE
-        self._slabs = [host_memory(nbytes).zero_() for _ in range(_SLABS)]
+        self.slabs = [host_memory(nbytes).zero_() for _ in range(_SLABS)]
         self._workers = WorkerGroup("reader", 2)
-        self._source = host_memory(self._layout.nbytes).fill_(1)
 
-    def read(self) -> None:
-        """Read as loads do: two blocks at a time, into slabs that are free again."""
-        jobs: list[Future[int]] = []
-        for number in range(len(self._stores)):
-            if number >= _SLABS:
-                jobs[number - _SLABS].result()
-            jobs.append(self._workers.submit(self._fill, number))
+    def read(self, some: range) -> None:
+        """Read as loads do: two blocks at a time, each into a slab."""
+        jobs = [self._workers.submit(self._fill, number) for number in some]
         for job in jobs:
             job.result()
 
     def _fill(self, number: int) -> int:
-        store, slab = self._stores[number], self._slabs[number % _SLABS]
+        store, slab = self._stores[number], self.slabs[number % _SLABS]
         start = 0
         if store.skew is not None:
             start = (store.skew.past - slab.data_ptr()) % store.skew.of
         return store.read_into(slab[start : start + self._layout.nbytes])
 
-    def by_safe_open(self) -> None:
+    def by_safe_open(self, some: range) -> None:
         """Get each tensor, and copy it to where it is wanted."""
         with safe_open(self._path, "pt") as file:
-            for number, names in enumerate(self._names):
-                views = self._layout.views(self._slabs[number % _SLABS])
-                for view, name in zip(views, names, strict=True):
+            for number in some:
+                views = self._layout.views(self.slabs[number % _SLABS])
+                for view, name in zip(views, self._names[number], strict=True):
                     view.copy_(file.get_tensor(name))
 
-    def by_mapping(self) -> None:
+    def by_mapping(self, some: range) -> None:
         """Let torch map the file, and copy from there."""
         size = self._path.stat().st_size
         whole = torch.from_file(str(self._path), size=size, dtype=torch.uint8)
         start = size - len(self._names) * self._layout.nbytes
-        for number in range(len(self._names)):
+        for number in some:
             at = start + number * self._layout.nbytes
             piece = whole[at : at + self._layout.nbytes]
-            self._slabs[number % _SLABS][: len(piece)].copy_(piece)
-
-    def copy(self, count: int) -> None:
-        """Copy as many bytes from memory, with some threads."""
-        share = self._layout.nbytes // count
-
-        def run(part: int) -> None:
-            for number in range(len(self._stores)):
-                target = self._slabs[number % _SLABS].data_ptr() + part * share
-                ctypes.memmove(target, self._source.data_ptr() + part * share, share)
-
-        threads = [threading.Thread(target=run, args=(i,)) for i in range(count)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+            self.slabs[number % _SLABS][: len(piece)].copy_(piece)
 
     def close(self) -> None:
         """Close the files, and end the threads."""
@@ -182,21 +169,3 @@ def _weights(blocks: int, block_bytes: int) -> dict[str, torch.Tensor]:
         for key in ("n1", "n2"):
             weights[f"layers.{number}.{key}"] = torch.ones(1020, dtype=torch.bfloat16)
     return weights
-
-
-def _take_turns(
-    ways: Mapping[str, Callable[[], object]], rounds: int, prepare: Callable[[], None]
-) -> dict[str, Times]:
-    """Time the ways in turn, by the wall clock: they wait for the disk."""
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
-    for number in range(rounds + 1):
-        for name, run in ways.items():
-            prepare()
-            start = time.perf_counter()
-            run()
-            if number:  # memory is touched for the first time in the first
-                seconds[name].append(time.perf_counter() - start)
-    return {
-        name: Times(min(values), statistics.median(values))
-        for name, values in seconds.items()
-    }

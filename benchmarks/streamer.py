@@ -13,28 +13,29 @@ import statistics
 import struct
 import tempfile
 import threading
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from benchmarks.disk import drop_cache, read_raw
+from benchmarks.disk import Rival, drop_cache
 from benchmarks.results import Result
-from benchmarks.timing import Times
+from benchmarks.timing import Times, by_the_wall
 from stagehand import LayerStreamer
+from stagehand.core.device import host_memory
 
 __all__ = ["measure"]
 
 _AHEAD = 3
-_PASSES = 4  # of the streamer in one run: the last one begins a fifth
 _TARGET = 1.1  # times as long as the best raw read
+
+_Way = Callable[[range], object]
 
 
 def measure(
-    rounds: int = 5, layers: int = 12, layer_bytes: int = 64 << 20
+    rounds: int = 8, layers: int = 8, layer_bytes: int = 64 << 20
 ) -> Iterator[Result]:
     """Yield each way's time over that of the best raw read, cold and warm.
 
@@ -45,40 +46,51 @@ def measure(
         path = Path(folder) / "model.safetensors"
         save_file(_weights(layers, layer_bytes), path)
         os.sync()
+        slabs = [host_memory(layer_bytes + 4096).zero_() for _ in range(_AHEAD)]
+        rival = Rival(path, slabs, layer_bytes)
         for name in ("cold", "warm"):
-            yield from _compare(path, name, rounds)
+            yield from _compare(path, rival, name, range(layers), rounds)
+        rival.close()
 
 
-def _compare(path: Path, name: str, rounds: int) -> Iterator[Result]:
+def _compare(
+    path: Path, rival: Rival, name: str, layers: range, rounds: int
+) -> Iterator[Result]:
     is_cold = name == "cold"
     with LayerStreamer.from_pretrained(
         path, device="cpu", track_progress=False, past_cache=is_cold
     ) as streamer:
-        ways = {
-            "raw": lambda: read_raw(path, direct=False),
-            "raw, past the cache": lambda: read_raw(path, direct=True),
-            "streamed": lambda: _stream(streamer),
+        raw: dict[str, _Way] = {
+            "raw": lambda some: rival.read(some, direct=False),
+            "raw, past the cache": lambda some: rival.read(some, direct=True),
+        }
+        ways: dict[str, _Way] = {
+            "streamed": lambda _: _stream(streamer),
             "three threads": _three_threads(path),
             "safe_open": _safe_open(path),
         }
-        times = _take_turns(ways, path, rounds, is_cold=is_cold)
-    raw = min((times.pop(way) for way in list(times)[:2]), key=lambda t: t.smallest)
+        seconds = by_the_wall(
+            {**raw, **ways},
+            [layers] * (rounds + 1),
+            (lambda: drop_cache(path)) if is_cold else (lambda: None),
+        )
+    best = seconds[min(raw, key=lambda way: min(seconds[way]))]
+    times = Times(min(best), statistics.median(best))
     nbytes = path.stat().st_size
-    yield Result.of(f"raw read of a GB, {name}", raw, "ms", scale=1e12 / nbytes)
-    for way, found in times.items():
+    yield Result.of(f"raw read of a GB, {name}", times, "ms", scale=1e12 / nbytes)
+    for way in ways:
         yield Result.of(
             f"layers by {way} over the raw read, {name}",
-            found.part_of(raw),
+            Times.ratio(seconds[way], best),
             "x",
             target=_TARGET if way == "streamed" and is_cold else None,
         )
 
 
 def _stream(streamer: LayerStreamer) -> None:
-    """Run passes that begin with nothing loaded, so that all is in the time."""
-    streamer._pipeline.reset(orderly=True)
-    for _ in range(_PASSES):
-        streamer.run_pass(0, lambda x, weights, layer: x)
+    """Run a pass among many: from loaded ahead to loaded ahead."""
+    streamer.run_pass(0, lambda x, weights, layer: x)
+    streamer.settle()
 
 
 def _weights(layers: int, layer_bytes: int) -> dict[str, torch.Tensor]:
@@ -90,26 +102,6 @@ def _weights(layers: int, layer_bytes: int) -> dict[str, torch.Tensor]:
         )
         for number in range(layers)
         for key in ("q", "k", "v", "o")
-    }
-
-
-def _take_turns(
-    ways: Mapping[str, Callable[[], object]], path: Path, rounds: int, *, is_cold: bool
-) -> dict[str, Times]:
-    """Time the ways in turn, by the wall clock: they wait for the disk."""
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
-    for number in range(rounds + 1):
-        for name, run in ways.items():
-            if is_cold:
-                drop_cache(path)
-            start = time.perf_counter()
-            run()
-            if number:  # memory is touched for the first time in the first
-                count = _PASSES if name == "streamed" else 1
-                seconds[name].append((time.perf_counter() - start) / count)
-    return {
-        name: Times(min(values), statistics.median(values))
-        for name, values in seconds.items()
     }
 
 
@@ -126,11 +118,11 @@ def _layers(path: Path) -> list[dict[str, tuple[int, int]]]:
     return [layers[number] for number in sorted(layers)]
 
 
-def _safe_open(path: Path) -> Callable[[], None]:
+def _safe_open(path: Path) -> _Way:
     layers = _layers(path)
     target: dict[str, torch.Tensor] = {}
 
-    def run() -> None:
+    def run(_: range) -> None:
         with safe_open(path, "pt") as file:
             for layer in layers:
                 for name in layer:
@@ -143,7 +135,7 @@ def _safe_open(path: Path) -> Callable[[], None]:
     return run
 
 
-def _three_threads(path: Path) -> Callable[[], None]:
+def _three_threads(path: Path) -> _Way:
     layers = _layers(path)
     sizes = [nbytes for _, nbytes in layers[0].values()]
 
@@ -155,7 +147,7 @@ def _three_threads(path: Path) -> Callable[[], None]:
 
     free = [pool() for _ in range(3)]
 
-    def run() -> None:
+    def run(_: range) -> None:
         full: list[queue.Queue[list[torch.Tensor]]] = [queue.Queue() for _ in free]
 
         def read() -> None:

@@ -2,10 +2,13 @@
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
-__all__ = ["Times", "take_turns"]
+__all__ = ["Times", "by_the_wall", "take_turns"]
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +31,43 @@ class Times:
     def part_of(self, other: "Times") -> "Times":
         """Return the ratio of these to the other's."""
         return Times(self.smallest / other.smallest, self.median / other.median)
+
+    @classmethod
+    def ratio(cls, mine: Sequence[float], other: Sequence[float]) -> "Times":
+        """Return the ratio of the smallest, and the median of each turn's ratio.
+
+        A turn is short, so both of its times are of the same mood of the machine.
+        """
+        turns = zip(mine, other, strict=True)
+        return cls(min(mine) / min(other), statistics.median(m / o for m, o in turns))
+
+
+def by_the_wall(
+    ways: Mapping[str, Callable[[_T], object]],
+    turns: Sequence[_T],
+    prepare: Callable[[], object] = lambda: None,
+    *,
+    uncounted: int = 1,
+) -> dict[str, list[float]]:
+    """Time by the wall clock what waits for a disk: each way in each turn.
+
+    Args:
+        ways: What to time, by name.
+        turns: What each way is called with, turn for turn.
+        prepare: Called before each.
+        uncounted: The first turns do not count: memory is touched for the first time.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    names = list(ways)
+    for number, turn in enumerate(turns):
+        for name in names:
+            prepare()
+            start = time.perf_counter()
+            ways[name](turn)
+            if number >= uncounted:
+                seconds[name].append(time.perf_counter() - start)
+        names.append(names.pop(0))  # nobody always comes after the same one
+    return seconds
 
 
 def take_turns(

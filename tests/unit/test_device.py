@@ -10,7 +10,12 @@ import torch
 
 from stagehand import torch_private
 from stagehand.core import device as device_module
-from stagehand.core.device import AcceleratorDevice, HostDevice, find_device
+from stagehand.core.device import (
+    AcceleratorDevice,
+    HostDevice,
+    find_device,
+    host_memory,
+)
 from stagehand.errors import ConfigError, StagehandWarning
 
 MIB = 1 << 20
@@ -222,6 +227,16 @@ def cudart(monkeypatch):
     monkeypatch.setattr(torch.cuda, "cudart", lambda: fake)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: fake.log.append(("sync",)))
     return fake
+
+
+@pytest.mark.parametrize("nbytes", [2 * MIB, 2 * MIB + 1, 4 * MIB + 8192, 5 * MIB - 1])
+def test_large_host_memory_begins_at_a_huge_page_whatever_its_size(nbytes):
+    """A disk writes into small pages at two thirds of its rate."""
+    pieces = [host_memory(nbytes) for _ in range(3)]
+    for piece in pieces:
+        assert piece.data_ptr() % (2 * MIB) == 0
+        assert piece.numel() == piece.untyped_storage().nbytes() == nbytes
+        assert not piece.any()
 
 
 def registering():

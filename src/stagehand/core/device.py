@@ -287,7 +287,9 @@ class _RegisteredMemory(mmap.mmap):
 def _registered_memory(nbytes: int) -> torch.Tensor:
     size = -(-nbytes // _HUGE_PAGE) * _HUGE_PAGE if nbytes >= _HUGE_PAGE else nbytes
     memory = _RegisteredMemory(-1, size, flags=_ANONYMOUS)
-    whole = _in_huge_pages(memory)
+    if size >= _HUGE_PAGE:
+        _advise_huge_pages(memory, 0, size)
+    whole = torch.frombuffer(memory, dtype=torch.uint8)
     whole.zero_()  # touched by all of PyTorch's threads: present pages lock faster
     memory.lock(whole.data_ptr(), size)
     return whole[:nbytes]
@@ -296,19 +298,22 @@ def _registered_memory(nbytes: int) -> torch.Tensor:
 def host_memory(nbytes: int) -> torch.Tensor:
     """Return uninitialized host memory; large pieces lie in huge pages.
 
-    A disk that writes into memory without the processor does so faster into these.
+    A disk that writes into memory without the processor does so faster into these:
+    by a third where all of a piece does. So it begins at one, for which addresses are
+    spent, and no memory.
     """
     with torch.inference_mode(False):
         if nbytes < _HUGE_PAGE:
             return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-        return _in_huge_pages(mmap.mmap(-1, nbytes, flags=_ANONYMOUS))
+        memory = mmap.mmap(-1, nbytes + _HUGE_PAGE, flags=_ANONYMOUS)
+        start = -torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % _HUGE_PAGE
+        _advise_huge_pages(memory, start, nbytes // _HUGE_PAGE * _HUGE_PAGE)
+        return torch.frombuffer(memory, dtype=torch.uint8, count=nbytes, offset=start)
 
 
-def _in_huge_pages(memory: mmap.mmap) -> torch.Tensor:
-    if len(memory) >= _HUGE_PAGE:
-        with contextlib.suppress(OSError):  # a kernel without them: slower to lock
-            memory.madvise(_MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=torch.uint8)
+def _advise_huge_pages(memory: mmap.mmap, start: int, nbytes: int) -> None:
+    with contextlib.suppress(OSError):  # a kernel without them
+        memory.madvise(_MADV_HUGEPAGE, start, nbytes)
 
 
 class _HostEvent:

@@ -163,7 +163,7 @@ def _gathered(parts: Sequence[Part]) -> Iterator[Chunk]:
 
 
 class Scratch(threading.local):
-    """The buffer of each thread that reads: `_BUFFER_BYTES` and two sectors."""
+    """The buffer of each thread that reads: `_BUFFER_BYTES`, all in huge pages."""
 
     def __init__(self) -> None:
         self._memory: torch.Tensor | None = None
@@ -171,7 +171,7 @@ class Scratch(threading.local):
     def get(self) -> tuple[memoryview, int]:
         """Return the calling thread's buffer and its address."""
         if self._memory is None:
-            self._memory = host_memory(_BUFFER_BYTES + 2 * _CAREFUL)
+            self._memory = host_memory(_BUFFER_BYTES)
         memory = self._memory
         view = (ctypes.c_ubyte * memory.numel()).from_address(memory.data_ptr())
         return memoryview(view).cast("B"), memory.data_ptr()
