@@ -59,7 +59,7 @@ SUITES: dict[str, tuple[Suite, Suite]] = {
     "packing": (packing.measure, lambda: packing.measure(rounds=1, weights=1 << 20)),
     "reading": (
         reading.measure,
-        lambda: reading.measure(rounds=1, blocks=3, block_bytes=4 << 20),
+        lambda: reading.measure(rounds=1, blocks=6, block_bytes=4 << 20),
     ),
     "streamer": (
         streamer.measure,

@@ -1,8 +1,8 @@
 """Reading blocks from files, beside the disk's best rate, a copy, and other readers.
 
 A block is read from a checkpoint into memory that is used over and over, as a load
-does, three blocks in a turn. Cold, the page cache holds nothing of the files; warm, it
-holds all.
+does, half of the file in a turn. Cold, the page cache holds nothing of the file; warm,
+it holds all.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from stagehand.stores.safetensors import SafetensorsStore
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
+    from concurrent.futures import Future
 
     _Way = Callable[[range], object]
 
@@ -61,13 +62,10 @@ def measure(
             "raw read past the cache": lambda some: rival.read(some, direct=True),
         }
         copy: dict[str, _Way] = {"copy by two threads": rival.copy}
-        turns = [
-            range(first, min(first + _SLABS, blocks))
-            for _ in range(rounds + 1)
-            for first in range(0, blocks, _SLABS)
-        ]
-        nbytes = _SLABS * block_bytes
-        uncounted = -(-blocks // _SLABS)
+        parts = [range(blocks // 2), range(blocks // 2, blocks)]
+        turns = parts * (rounds + 1)
+        nbytes = path.stat().st_size // 2
+        uncounted = len(parts)
         cold = by_the_wall(
             {**ways, **raw}, turns, lambda: drop_cache(path), uncounted=uncounted
         )
@@ -122,8 +120,12 @@ class _Blocks:
         self._workers = WorkerGroup("reader", 2)
 
     def read(self, some: range) -> None:
-        """Read as loads do: two blocks at a time, each into a slab."""
-        jobs = [self._workers.submit(self._fill, number) for number in some]
+        """Read as loads do: two blocks at a time, into slabs that are free again."""
+        jobs: list[Future[int]] = []
+        for number in some:
+            if len(jobs) >= _SLABS:
+                jobs[-_SLABS].result()
+            jobs.append(self._workers.submit(self._fill, number))
         for job in jobs:
             job.result()
 

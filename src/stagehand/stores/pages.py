@@ -36,7 +36,8 @@ def was_written(tensor: torch.Tensor) -> bool:
             raw = os.pread(file.fileno(), (last - first + 1) * _BITS, first * _BITS)
     except OSError:
         return False
-    return bool(_are_own(raw).any()) if raw else False
+    # Mostly nothing of a mapping is in memory, and all is zero.
+    return raw != bytes(len(raw)) and bool(_are_own(raw).any())
 
 
 def some_elements(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
