@@ -184,7 +184,7 @@ class Account:
     def free_bytes(self) -> int:
         """How many more bytes a holder without floor or ceiling would get now."""
         with self._lock:
-            return max(0, self.soft_limit_bytes - self._promised)
+            return max(0, self._beside(0, _HARD))
 
     @property
     def overdraft_bytes(self) -> int:
@@ -275,19 +275,35 @@ class Account:
 
     def _room(self, party: _Party, mode: Mode) -> int:
         """Return how many bytes a holder can get; -1 if not even none."""
-        own = max(0, party.floor - party.held)
+        room, left = self._beside(max(0, party.floor - party.held), mode), party.left
+        return room if left is None else min(room, left)
+
+    def _beside(self, own: int, mode: Mode) -> int:
+        """Return how many bytes can be had beside all promises, but for own ones."""
         limit = self.soft_limit_bytes if mode in _BELOW_SOFT else self._limit
         spare = limit - self._promised
-        room = own + spare if spare >= 0 else own or -1
-        left = party.left
-        return room if left is None else min(room, left)
+        return own + spare if spare >= 0 else own or -1
 
     def _fits_floor(self, party: _Party, nbytes: int) -> bool:
         floor = party.floor + nbytes
         if party.ceilings and floor > min(party.ceilings):
             return False
-        more = max(party.held, floor) - party.promised
+        return self._can_promise(max(party.held, floor) - party.promised)
+
+    def _can_promise(self, more: int) -> bool:
         return self._promised + more <= self._limit
+
+    def _keep(self, name: str, nbytes: int) -> None:
+        """Keep bytes for a part, who has checked that they can be; 0 ends it."""
+        with self._lock:
+            party = self._parties.setdefault(name, _Party())
+            before, party.floor = party.promised, nbytes
+            self._promised += party.promised - before
+            self._forget_idle(name, party)
+
+    def _forget_idle(self, name: str, party: _Party) -> None:
+        if not (party.grants or party.floor):
+            del self._parties[name]
 
     def _book(self, party: _Party, grant: Grant, sign: int) -> None:
         """Enter a grant in the books, or take it out."""
@@ -423,8 +439,7 @@ class Account:
         del self._grants[grant]
         party = self._parties[grant._party]
         self._book(party, grant, -1)
-        if not party.grants:
-            del self._parties[grant._party]
+        self._forget_idle(grant._party, party)
 
     def _checked(self, nbytes: int, what: str) -> int:
         if nbytes < 0:
@@ -438,7 +453,8 @@ class Account:
 class SubAccount(Account):
     """One part's bytes of an account that several share: the whole grants them, too.
 
-    The whole's lock is taken inside of this one's, never the other way round.
+    The whole keeps what floors keep here, in this part's name. Its lock is taken inside
+    of this one's, never the other way round.
 
     Args:
         name: Who this part is: the holder of its bytes in the whole.
@@ -449,21 +465,21 @@ class SubAccount(Account):
     def __init__(self, name: str, limit_bytes: int, whole: Account) -> None:
         self.whole = whole
         self._above: dict[Grant, Grant] = {}
+        self._floors = 0  # grants of that kind
+        self._kept = 0  # what the whole keeps
+        self._detached = False
         super().__init__(name, limit_bytes)
-
-    @property
-    def free_bytes(self) -> int:
-        """See `Account.free_bytes`; what the whole has not counts less."""
-        return min(super().free_bytes, self.whole.room_for(self.name))
 
     @property
     def overdraft_bytes(self) -> int:
         """See `Account.overdraft_bytes`; what is freed here helps the whole, too."""
         return max(super().overdraft_bytes, self.whole.overdraft_bytes)
 
-    def room_for(self, holder: str, mode: Mode = _HARD) -> int:
-        """See `Account.room_for`."""
-        return min(super().room_for(holder, mode), self.whole.room_for(self.name, mode))
+    def _beside(self, own: int, mode: Mode) -> int:
+        return min(super()._beside(own, mode), self.whole._beside(own, mode))
+
+    def _can_promise(self, more: int) -> bool:
+        return super()._can_promise(more) and self.whole._can_promise(more)
 
     def _grant(
         self,
@@ -474,26 +490,38 @@ class SubAccount(Account):
         until: Phase | None,
         recall: Callable[[Grant], None] | None,
     ) -> Grant | None:
-        if mode is _SOFT:
-            nbytes = min(nbytes, self.whole.room_for(self.name, mode))
-        peak = self._peak
-        grant = super()._grant(nbytes, holder, mode, priority, until, recall)
-        if grant is None or mode in (Mode.FLOOR, Mode.CEILING):
-            return grant
-        asked = Mode.BURST if mode is Mode.BURST else _HARD
-        above = self.whole._at_once(grant.nbytes, self.name, asked, priority)
-        if above is None:
-            super()._remove(grant)
-            self._peak = peak
-            return None
-        self._above[grant] = above
+        with self.whole._lock:
+            peak = self._peak
+            grant = super()._grant(nbytes, holder, mode, priority, until, recall)
+            if grant is None or mode in (Mode.FLOOR, Mode.CEILING):
+                return grant
+            asked = Mode.BURST if mode is Mode.BURST else _HARD
+            above = self.whole._at_once(grant.nbytes, self.name, asked, priority)
+            if above is None:  # it has a ceiling for this part
+                super()._remove(grant)
+                self._peak = peak
+                return None
+            self._above[grant] = above
         return grant
+
+    def _book(self, party: _Party, grant: Grant, sign: int) -> None:
+        super()._book(party, grant, sign)
+        if grant.mode is Mode.FLOOR:
+            self._floors += sign
+        kept = self._promised if self._floors and not self._detached else 0
+        if kept != self._kept:
+            self._kept = kept
+            self.whole._keep(self.name, kept)
 
     def detach(self) -> None:
         """Grant nothing more, and let the whole forget what is held here."""
         self.close()
         with self._lock:
+            self._detached = True
             above, self._above = self._above, {}
+            if self._kept:
+                self._kept = 0
+                self.whole._keep(self.name, 0)
         for grant in above.values():
             grant.release()
 
