@@ -49,7 +49,7 @@ PLAN: dict[int, dict[str, tuple[str, ...]]] = {
         "residency": (
             *("residency", "blocks", "finding", "masters", "order"),
             *("timeline", "spread", "plan", "keeping"),
-            *("holds", "turns", "shares", "shared"),
+            *("holds", "turns", "shares", "seats", "shared"),
             *("loader", "lane_loader", "host_loader"),
             *("slots", "mover", "lookahead", "scheduler", "steering"),
         )

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from stagehand.residency.shared import Holding
+from stagehand.residency.seats import Holding
 from stagehand.units import format_bytes
 
 __all__ = ["Report", "advise"]

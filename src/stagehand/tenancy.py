@@ -12,7 +12,7 @@ from stagehand.residency.timeline import Timeline
 
 if TYPE_CHECKING:
     from stagehand.assembly import Parts
-    from stagehand.residency.shared import Holding
+    from stagehand.residency.seats import Holding
     from stagehand.weights.edges import Edges
 
 __all__ = ["Tenancy"]
@@ -47,6 +47,7 @@ class Tenancy:
         self._budget = budget_bytes
         self._parts = parts
         self._edges = weakref.ref(edges)
+        self._begins = False  # a pass that has used nothing yet
         self._basis: tuple[object, ...] = ()
         self._claim = self.claim()
         self.number = self.shared.join(self)
@@ -75,7 +76,11 @@ class Tenancy:
         Raises:
             StagehandOOMError: If they need not give up what it needs to run.
         """
-        turn = self.shared.begin(self.number)
+        self._begins = True
+        try:
+            turn = self.shared.begin(self.number)
+        finally:
+            self._begins = False
         self.limit_bytes = turn.limit
         return turn.hands_over
 
@@ -130,15 +135,16 @@ class Tenancy:
             for tensor in parts.blocks[index].tensors
         )
 
-    def give_up(self, keep_bytes: int) -> bool:
+    def give_up(self, keep_bytes: int, *, leaves: bool = False) -> bool:
         """See `Tenant.give_up`."""
         edges = self._edges()
         if edges is None or not edges.try_lock():
             return False
         try:
             scheduler = self._parts.scheduler
-            running = edges.is_busy or bool(scheduler.in_use)
-            all_of_it = not running and not self._trains_what_stays()
+            passes = edges.is_busy and not self._begins
+            running = passes or bool(scheduler.in_use)
+            all_of_it = not running and (leaves or not self._trains_what_stays())
             scheduler.give_up(keep_bytes, all_of_it=all_of_it)
             if not running and self._parts.weights.held_bytes > keep_bytes:
                 self._parts.engine.rest_wires()  # the next load has it again

@@ -190,12 +190,12 @@ class AnyOrder(RuleBasedStateMachine):
         found = {name: nbytes for name, nbytes in whole.holders().items() if nbytes}
         assert found == {name: nbytes for name, nbytes in held.items() if nbytes}
         with self.shared._changed if self.runtimes else nullcontext():
-            self.shared._holds.check()
+            self.shared._seats.holds.check()
 
     @invariant()
     def reservations_fit_together(self):
         if self.shared is not None and self.runtimes:
-            holds = self.shared._holds.reserved.values()
+            holds = self.shared._seats.holds.reserved.values()
             cap = max(r._tenancy.claim().budget for r in self.runtimes)
             biggest = max((held.nbytes for held in holds), default=0)
             assert biggest <= 9 * LAYER_BYTES

@@ -1,16 +1,17 @@
 """What may go wrong between models that share a device: edits, threads, dead passes."""
 
 import threading
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import pytest
 import torch
 from small import LAYER_BYTES, WIDTH, batch, run_resident, runtime_of
-from test_sharing import crowd, in_threads, varied
+from test_sharing import crowd, in_threads, varied, wide_model
 from torch import nn
 
 import stagehand
 from architectures.trees import assert_bitwise_equal
+from stagehand.residency.shared import SharedDevice
 
 __all__ = ["crowd"]
 
@@ -46,8 +47,8 @@ def let_go_when_asked(runtime, over, monkeypatch):
     """End what the other thread does once it is asked for its memory, in vain."""
     give_up = runtime._tenancy.give_up
 
-    def asked(keep_bytes):
-        given = give_up(keep_bytes)
+    def asked(keep_bytes, **leaves):
+        given = give_up(keep_bytes, **leaves)
         if not given:
             over.set()
         return given
@@ -110,6 +111,81 @@ def test_a_block_that_another_thread_uses_by_hand_is_waited_for(crowd, monkeypat
         some.run(1)
 
 
+@pytest.mark.parametrize("how", ["PRIMARY", "SECONDARY", "kept"])
+def test_what_is_held_stays_while_its_own_model_waits_for_more_room(
+    crowd, monkeypatch, how
+):
+    """Its hold is newer than what the other one has, whose lock is taken."""
+    some = crowd("hpu", [4, 9], 6 * LAYER_BYTES)
+    some.run(0, 1, 0, 1, 1)
+    mine, other = some.runtimes
+    here = mine._parts.weights.held_bytes
+    assert 0 < here < 4 * LAYER_BYTES
+    assert other._parts.weights.held_bytes > 2 * LAYER_BYTES
+    lock, withs = other._edges.lock, ExitStack()
+    if how == "kept":
+        withs.enter_context(mine.keep_resident())
+    else:
+        mine.reserve_for_resident(priority=stagehand.ResidentPriority[how])
+    with withs, elsewhere(lock.acquire, lock.release) as over:
+        let_go_when_asked(other, over, monkeypatch)
+        loaded = some.loads(0, lambda: some.run(0))
+    assert loaded == 4 * LAYER_BYTES - here
+
+
+def test_room_that_is_missing_in_the_middle_of_a_pass_is_waited_for(crowd, monkeypatch):
+    """Another thread has taken it by hand since the pass began."""
+    some = crowd("hpu", [6, 7], ONE)
+    some.run(0)
+    first = some.runtimes[0]
+    block = first.block_ids[2]
+    withs = ExitStack()
+
+    def take(*_):
+        over = withs.enter_context(
+            elsewhere(
+                lambda: first.before_block(block), lambda: first.after_block(block)
+            )
+        )
+        let_go_when_asked(first, over, monkeypatch)
+
+    hook = some.models[1][0].register_forward_pre_hook(take)
+    with withs:
+        some.run(1)
+    hook.remove()
+    some.run(0, 1)
+
+
+def test_room_that_nobody_can_give_in_the_middle_of_a_pass_is_not_waited_for(crowd):
+    """Who has it waits for the model that needs it."""
+    some = crowd("hpu", [6, 7], ONE)
+    some.run(0)
+    first, second = some.runtimes
+    withs = ExitStack()
+
+    def begin():
+        first.before_block(first.block_ids[2])
+        thread = threading.current_thread()
+        waits.append(lambda: second._edges.lock.is_awaited_by(thread))
+
+    def end():
+        with second._edges.lock:
+            first.after_block(first.block_ids[2])
+
+    def take(*_):
+        over = withs.enter_context(elsewhere(begin, end))
+        over.set()
+        while not waits[0]():
+            threading.Event().wait(0.001)
+
+    waits = []
+    hook = some.models[1][0].register_forward_pre_hook(take)
+    with withs, torch.no_grad(), pytest.raises(stagehand.StagehandOOMError):
+        some.models[1](batch())
+    hook.remove()
+    some.run(0, 1)
+
+
 def test_a_block_that_is_used_by_hand_is_named_where_nobody_can_end_it(crowd):
     """The thread that uses it waits for the model that needs its memory."""
     some = crowd("hpu", [6, 7], ONE)
@@ -151,6 +227,73 @@ def test_a_model_may_join_while_a_pass_of_another_one_has_all_the_room(crowd):
     runtime_of(model).shutdown()
 
 
+class Topped(nn.Sequential):
+    """A stack with a parameter of its own, which always stays on the device."""
+
+    def __init__(self):
+        super().__init__(*varied(4, 0))
+        self.top = nn.Parameter(torch.full((WIDTH, WIDTH), 0.1), requires_grad=False)
+
+    def forward(self, x):
+        return super().forward(x @ self.top)
+
+
+@pytest.mark.parametrize("held", ["not", "SECONDARY", "kept"])
+def test_who_waits_for_room_gives_what_is_not_held_to_who_cannot_go_on_without(
+    sim, monkeypatch, held
+):
+    """A thread waits for a pass that needs, for a model inside of it, what it has."""
+    topped, other, wide = Topped(), varied(6, 1), wide_model()
+    models = {topped: 0, other: 0, wide: 0}
+    expected = {model: run_resident(model, "hpu", batch()) for model in models}
+    for model in models:
+        stagehand.layer(model, vram_budget=3 * LAYER_BYTES, device="hpu")
+
+    def run(model):
+        with torch.no_grad():
+            assert_bitwise_equal(model(batch()), expected[model], "output")
+
+    for model in (wide, other, topped):
+        run(model)
+    runtime, withs = runtime_of(topped), ExitStack()
+    waiting, errors = threading.Event(), []
+    wait = SharedDevice._wait
+
+    def noted(device, seat):
+        waiting.set()
+        wait(device, seat)
+
+    def cross(*_):
+        hook.remove()
+        runtime.place()
+        if held == "kept":
+            withs.enter_context(runtime.keep_resident())
+        elif held != "not":
+            runtime.reserve_for_resident(priority=stagehand.ResidentPriority[held])
+        thread.start()
+        assert waiting.wait(timeout=30)
+        assert runtime._parts.weights.held_bytes == LAYER_BYTES - 256
+        try:
+            run(wide)
+        except stagehand.StagehandOOMError as error:
+            errors.append(str(error))
+            assert runtime._parts.weights.held_bytes == LAYER_BYTES - 256
+
+    monkeypatch.setattr(SharedDevice, "_wait", noted)
+    hook = other[3].register_forward_pre_hook(cross)
+    thread = threading.Thread(target=run, args=(topped,))
+    with withs:
+        run(other)
+        thread.join(timeout=30)
+        assert not thread.is_alive()
+    assert len(errors) == (held == "kept")
+    assert all("kept resident" in error for error in errors)
+    for model in models:
+        run(model)
+    for model in models:
+        runtime_of(model).shutdown()
+
+
 def test_a_pass_that_died_with_its_thread_is_not_waited_for(crowd):
     """`SystemExit` and the like skip the hooks that would have ended the pass."""
     some = crowd("hpu", [6, 7], ONE)
@@ -185,7 +328,7 @@ def test_a_model_may_be_dropped_in_the_middle_of_a_division(crowd):
     some = crowd("hpu", [3, 4])
     some.run(0, 1)
     with some.device._changed:
-        seats = iter(some.device._seats.values())
+        seats = iter(some.device._seats._seats.values())
         next(seats)
         del some.models[1], some.plain[1]
         next(seats)  # still the same dictionary

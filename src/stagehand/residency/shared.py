@@ -1,14 +1,16 @@
 """One device and all runtimes that share it: one ledger, one pair of lanes, one cap.
 
-Everything here is about who may have how much; memory is moved by the tenants.
+Everything here is about who may have how much, and about waiting for it; the books are
+kept in `seats.py`, and memory is moved by the tenants.
 
 Note "Locks". A runtime's own lock comes first, then the device's lock here, then, by
 trying only, the locks of other runtimes, and last the accounts'. Nobody waits for a
 runtime's lock while holding the device's. Waiting for room lets go of the device's lock
 but not of the own runtime's, so before that everything is given up that others could
-want, and a circle of such waits is an error, not a standstill. The garbage collector
-ends a dropped model's tenant in the middle of anything, accounts' locks held: it waits
-for nothing, and who is in the middle of something here sees to it later.
+want, but for what is held; and a circle of such waits is an error, not a standstill,
+once all who are in it have given what nobody can hold against others. The garbage
+collector ends a dropped model's tenant in the middle of anything, accounts' locks held:
+it waits for nothing, and who is in the middle of something here sees to it later.
 """
 
 from __future__ import annotations
@@ -16,63 +18,26 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from stagehand.core.ledger import Ledger
-from stagehand.errors import StagehandOOMError
-from stagehand.residency.holds import Holds, Reservation, ResidentPriority
-from stagehand.residency.shares import Claim, Share, divide
-from stagehand.residency.turns import Turns
+from stagehand.residency.seats import Seats
 from stagehand.torch_private import waits_for_backward
-from stagehand.units import format_at_least, format_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable
 
     import torch
 
     from stagehand.core.device import Device, Stream
-    from stagehand.core.ledger import SubAccount
+    from stagehand.residency.holds import ResidentPriority
+    from stagehand.residency.seats import AnyThread, Holding, Seat, Tenant
 
-__all__ = [
-    "Holding",
-    "SharedDevice",
-    "Tenant",
-    "Turn",
-    "shared_bytes",
-    "shared_device",
-]
+__all__ = ["SharedDevice", "Turn", "shared_bytes", "shared_device"]
 
-_Thread = Any  # the house lets only the worker group name its type
 _NO_CAP = 1 << 62
 _LOOK_SECONDS = 0.05
-
-
-class Tenant(Protocol):
-    """What the device needs of a runtime."""
-
-    name: str
-    account: SubAccount
-
-    def claim(self) -> Claim:
-        """Say what it could use; the same object as long as nothing has changed."""
-
-    def give_up(self, keep_bytes: int) -> bool:
-        """Free device memory down to so many bytes, but for what is in use.
-
-        Returns:
-            False, at once, if another thread runs it.
-        """
-
-    def warm(self) -> None:
-        """Begin to load what its next pass begins with, unless it runs."""
-
-    def owner(self) -> _Thread | None:
-        """Return the thread that has its lock, if one has."""
-
-    def is_awaited_by(self, thread: _Thread) -> bool:
-        """Whether a thread waits for its lock."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,71 +50,11 @@ class Turn:
     """Whether another one is expected next: loading ahead for itself is in vain."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Holding:
-    """What one model holds of a device, and why."""
-
-    name: str
-    held_bytes: int
-    """Device bytes that it holds now."""
-    limit_bytes: int
-    """The most that it may hold while it runs."""
-    kept_bytes: int
-    """How many of them it keeps while others run."""
-    why: str
-    """"not held", "reserved, PRIMARY", "reserved, SECONDARY", "small" (of a pipeline),
-    "kept resident" or "a guest"."""
-
-    def __str__(self) -> str:
-        """Return a line of text."""
-        return (
-            f"{self.name} holds {format_bytes(self.held_bytes)}, keeps"
-            f" {format_bytes(self.kept_bytes)} ({self.why})"
-        )
-
-
-class _Seat:
-    """One tenant's place at the device."""
-
-    __slots__ = (
-        *("claim", "leaves", "limit", "number", "running", "tenant", "thread"),
-        "waits",
-    )
-
-    def __init__(self, number: int, tenant: Tenant) -> None:
-        self.number = number
-        self.tenant = tenant
-        self.claim = tenant.claim()
-        self.limit = 0
-        self.running = False
-        self.waits = False
-        self.leaves = False  # at the end of its pass: it was a guest
-        self.thread: _Thread | None = None  # in whose pass it is
-
-    @property
-    def held(self) -> int:
-        return self.tenant.account.held_bytes
-
-    def runs_elsewhere(self) -> bool:
-        """Whether another thread is in a pass of it, or waits to begin one."""
-        return self.thread is not None and self.thread is not _me()
-
-    def taken_by(self) -> _Thread | None:
-        """Return whose pass it is in, or who has its lock for anything else."""
-        return self.thread or self.tenant.owner()
-
-    def takes(self, share: Share) -> int:
-        """Return the bytes that a pass of another tenant must leave it."""
-        if not self.runs_elsewhere():
-            return share.kept
-        return self.held if self.waits else max(self.limit, self.held)
-
-
-def _me() -> _Thread:
+def _me() -> AnyThread:
     return threading.current_thread()
 
 
-def _is_autograds(thread: _Thread) -> bool:
+def _is_autograds(thread: AnyThread) -> bool:
     """Whether it is a thread of autograd's own.
 
     Python calls threads that it has not started by this name.
@@ -180,14 +85,9 @@ class SharedDevice:
         self._streams = device.new_stream(priority), device.new_stream(priority)
         # Reentrant: a tenant that gives up memory may find that its pass was left.
         self._changed = threading.Condition(threading.RLock())
-        self._seats: dict[int, _Seat] = {}
+        self._seats = Seats(self.ledger.device, device.torch_device)
         self._gone: deque[int] = deque()  # tenants that are to be forgotten
-        self._latest = -1
-        self._holds = Holds()
-        self._turns = Turns()
-        self._apart = False  # some run at once
-        self._refused = False  # a tenant was asked while another thread had its lock
-        self._shares: dict[int, Share] | None = None
+        self._refusing: list[Seat] = []  # another thread had their lock
 
     def __repr__(self) -> str:
         holdings = "; ".join(map(str, self.holdings()))
@@ -206,7 +106,7 @@ class SharedDevice:
     def name_for(self, name: str) -> str:
         """Return the name, with a number if it is taken."""
         with self._changed:
-            taken = {seat.tenant.name for seat in self._seats.values()}
+            taken = {seat.tenant.name for seat in self._seats.all()}
         number, free = 1, name
         while free in taken:
             number += 1
@@ -221,20 +121,16 @@ class SharedDevice:
         """
         with self._changed:
             self._let_go()
-            self._latest += 1
-            if not self._seats:
+            if not len(self._seats):
                 self.ledger.device.reset_peak()
-            seat = _Seat(self._latest, tenant)
-            self._seats[seat.number] = seat
-            self._renew()
-            firm = self._reserved_bytes(but=seat.number, firm=True)
-            missing = seat.claim.floor + firm - self.ledger.device.limit_bytes
-            if firm and missing > 0:
-                error = self._refusal(seat, missing, self._reservations())
+            seat = self._seats.add(tenant)
+            try:
+                self._seats.check_floor(seat)
+            except BaseException:
                 self._gone.append(seat.number)
                 self._let_go()
-                raise error
-            seat.limit = self._divided()[seat.number].limit
+                raise
+            seat.limit = self._seats.share_of(seat).limit
             return seat.number
 
     def leave(self, number: int) -> None:
@@ -244,36 +140,25 @@ class SharedDevice:
         that is done at the next occasion.
         """
         self._gone.append(number)
-        inside = self._changed._is_owned()  # type: ignore[attr-defined]
-        if not inside and self._changed.acquire(blocking=False):
+        if not self._is_inside() and self._changed.acquire(blocking=False):
             try:
                 self._let_go()
             finally:
                 self._changed.release()
 
+    def _is_inside(self) -> bool:
+        """Whether this thread is in the middle of something here."""
+        return self._changed._is_owned()  # type: ignore[attr-defined, no-any-return]
+
     def _let_go(self) -> None:
         while self._gone:
-            number = self._gone.popleft()
-            seat = self._seats.pop(number, None)
-            if seat is not None:
-                seat.tenant.account.detach()
-                self._holds.forget(number)
-                self._turns.forget(number)
-                self._apart = False
-                self._renew()
+            if self._seats.forget(self._gone.popleft()):
                 self._changed.notify_all()
 
     def renew(self) -> None:
         """A tenant's budget has changed."""
         with self._changed:
-            self._renew()
-
-    def _renew(self) -> None:
-        for seat in self._seats.values():
-            seat.claim = seat.tenant.claim()
-        cap = max((seat.claim.budget for seat in self._seats.values()), default=0)
-        self.ledger.device.set_limit(cap)
-        self._shares = None
+            self._seats.renew()
 
     # Passes
 
@@ -290,19 +175,15 @@ class SharedDevice:
         with self._changed:
             if self._gone:
                 self._let_go()
-            seat = self._seats[number]
-            if len(self._seats) == 1:
+            seats = self._seats
+            seat = seats[number]
+            if len(seats) == 1:
                 limit = min(seat.claim.budget, self.ledger.device.limit_bytes)
             else:
-                self._note_turn(seat)
+                seats.note_turn(seat)
                 limit = self._find_room(seat)
             seat.limit, seat.running, seat.thread = limit, True, _me()
-            return Turn(limit, self._next(seat) is not None)
-
-    def _note_turn(self, seat: _Seat) -> None:
-        claim = seat.tenant.claim()
-        if self._turns.begin(seat.number) or claim is not seat.claim:
-            seat.claim, self._shares = claim, None
+            return Turn(limit, seats.coming(seat) is not None)
 
     def end(self, number: int, *, failed: bool) -> None:
         """A tenant's pass is over; idempotent."""
@@ -312,74 +193,44 @@ class SharedDevice:
                 return
             seat.running, seat.thread = False, None
             if seat.leaves:
-                seat.leaves = not seat.tenant.give_up(0)
+                self._send_off(seat)
             elif len(self._seats) > 1 and not failed:
                 self._hand_over(seat)
             self._changed.notify_all()
 
-    def _hand_over(self, seat: _Seat) -> None:
+    def _send_off(self, seat: Seat) -> None:
+        """Let who is no guest any more leave the device, or else after its pass."""
+        seat.leaves = not seat.tenant.give_up(0, leaves=True)
+
+    def _hand_over(self, seat: Seat) -> None:
         """Give up the ring to who is expected next, and let it begin to load."""
-        coming = self._next(seat)
+        coming = self._seats.coming(seat)
         if coming is None or coming.runs_elsewhere():
             return
-        seat.tenant.give_up(self._divided()[seat.number].kept)
+        seat.tenant.give_up(self._seats.share_of(seat).kept)
         coming.tenant.warm()
 
-    def _next(self, seat: _Seat) -> _Seat | None:
-        """Return which other tenant takes its turn after this pass, if one will."""
-        number = self._turns.coming()
-        if self._apart or number is None or number == seat.number:
-            return None
-        return self._seats.get(number)
+    # Room
 
-    def _find_room(self, seat: _Seat) -> int:
-        others = self._others(seat)
-        if any(other.thread is not None for other in others) and not self._apart:
-            self._apart, self._shares = True, None
+    def _find_room(self, seat: Seat) -> int:
+        seats = self._seats
+        if any(other.thread is not None for other in seats.others(seat)):
+            seats.run_at_once()
         try:
             while True:
                 self._let_go()
-                self._refused = False
-                limit = self._limit_now(seat)
+                self._refusing.clear()
+                limit = seats.limit_now(seat)
                 if limit >= seat.claim.floor and self._clear(seat, limit):
                     return limit
                 self._wait(seat)
         finally:
-            seat.waits, seat.thread = False, None
+            seat.end_wait()
 
-    def _limit_now(self, seat: _Seat) -> int:
-        """Return what the tenant may hold beside those who run, and those who stay."""
-        shares = self._divided()
-        others = self._others(seat)
-        cap = self.ledger.device.limit_bytes
-        taken = sum(other.takes(shares[other.number]) for other in others)
-        limit = min(shares[seat.number].limit, cap - taken)
-        if limit >= seat.claim.floor:
-            return limit
-        return min(seat.claim.floor, cap - sum(self._hard(seat).values()))
-
-    def _hard(self, seat: _Seat) -> dict[int, int]:
-        """What nobody can make the others give up, by tenant."""
-        shares, stay = self._divided(), self._staying(seat)
-        hard = {}
-        for other in self._others(seat):
-            hard[other.number] = other.claim.bound
-            if other.number in stay or other.runs_elsewhere():
-                hard[other.number] = other.takes(shares[other.number])
-        return {number: nbytes for number, nbytes in hard.items() if nbytes}
-
-    def _staying(self, seat: _Seat) -> frozenset[int]:
-        """Tenants of which this one may take nothing."""
-        stay = self._holds.held
-        if seat.number in self._holds.guests:
-            stay |= self._holds.reserved.keys()
-        return stay - {seat.number}
-
-    def _clear(self, seat: _Seat, limit: int) -> bool:
+    def _clear(self, seat: Seat, limit: int) -> bool:
         """Let others give up until a limit is really there."""
-        shares = self._divided()
-        for other in self._others(seat):
-            kept = shares[other.number].kept
+        for other in self._seats.others(seat):
+            kept = self._seats.share_of(other).kept
             if other.held > kept and not other.runs_elsewhere():
                 self._ask(other, kept)
         return self._free(seat, limit - seat.held)
@@ -387,102 +238,90 @@ class SharedDevice:
     def make_room(self, number: int, nbytes: int) -> bool:
         """A tenant needs bytes now that its account should grant but the device lacks.
 
+        Waits for who has the lock of a tenant that has them, if that can end.
+
         Returns:
             Whether they are free.
         """
+        may_wait = not self._is_inside()
         with self._changed:
             seat = self._seats.get(number)
             if seat is None or seat.tenant.account.limit_bytes < seat.held + nbytes:
                 return False
-            return self._free(seat, nbytes)
+            self._refusing.clear()
+            while not self._free(seat, nbytes):
+                threads = self._threads_in(self._refusing, but=_me())
+                if not (may_wait and self._refusing) or self._are_stuck(threads):
+                    return False
+                self._refusing.clear()
+                self._changed.wait(_LOOK_SECONDS)
+            return True
 
     def are_others_busy(self, number: int) -> bool:
         """Whether another thread is in any other tenant than this one."""
         with self._changed:
-            seats = [s for s in self._seats.values() if s.number != number]
+            seats = [seat for seat in self._seats.all() if seat.number != number]
             return bool(self._threads_in(seats, but=_me()))
 
-    def _free(self, seat: _Seat, nbytes: int) -> bool:
-        whole = self.ledger.device
-        for other in self._givers(seat):
-            missing = seat.held + nbytes - (whole.limit_bytes - self._held_by(seat))
+    def _free(self, seat: Seat, nbytes: int) -> bool:
+        for other in self._seats.givers(seat):
+            missing = self._seats.missing(seat, nbytes)
             if missing <= 0:
                 return True
             self._ask(other, max(0, other.held - missing))
-        return seat.held + nbytes <= whole.limit_bytes - self._held_by(seat)
+        return self._seats.missing(seat, nbytes) <= 0
 
-    def _ask(self, seat: _Seat, keep_bytes: int) -> None:
+    def _ask(self, seat: Seat, keep_bytes: int) -> None:
         if not seat.tenant.give_up(keep_bytes):
-            self._refused = True
+            self._refusing.append(seat)
 
-    def _held_by(self, seat: _Seat) -> int:
-        """Bytes that are held by all but one tenant."""
-        return self.ledger.device.held_bytes - seat.held
-
-    def _givers(self, seat: _Seat) -> Iterator[_Seat]:
-        """Those who can give, in the order in which they are asked."""
-        shares, stay = self._divided(), self._staying(seat)
-        reserved = self._holds.reserved
-        yield from sorted(
-            (
-                other
-                for other in self._others(seat)
-                if other.number not in stay and not other.runs_elsewhere()
-            ),
-            key=lambda other: (
-                other.number in reserved,
-                other.held <= shares[other.number].kept,
-                -other.held,
-            ),
-        )
-
-    def _others(self, seat: _Seat) -> list[_Seat]:
-        return [other for other in self._seats.values() if other is not seat]
-
-    def _wait(self, seat: _Seat) -> None:
+    def _wait(self, seat: Seat) -> None:
         """Wait until another thread's pass ends, or it is done with a tenant's lock.
 
         Raises:
             StagehandOOMError: If none runs, or all of them wait for this thread.
         """
-        others = self._others(seat)
+        others = self._seats.others(seat)
         busy = [other for other in others if other.runs_elsewhere()]
         for other in busy:
             other.tenant.give_up(other.held)  # ends a pass that an interrupt has left
         if not all(other.runs_elsewhere() for other in busy):
             return
         threads = self._threads_in(others, but=_me())
-        if not threads and self._refused:
-            return  # who refused is done with it
-        if all(self._is_stuck(thread, {_me()}) for thread in threads):
-            if seat.waits and seat.held > seat.claim.bound:
-                # Others may wait for that, as this one does for what they have.
-                seat.tenant.give_up(0)
-                self._changed.notify_all()
-            else:
-                raise self._no_room(seat)
+        if not threads:
+            if self._refusing:
+                return  # who refused is done with it
+            raise self._seats.no_room(seat)
+        if self._are_stuck(threads):
+            # Others may wait for what is here, as this one does for what they have.
+            waiting = [seat, *(other for other in busy if other.waits)]
+            if all(one.gave or one.held <= self._seats.least(one) for one in waiting):
+                raise self._seats.no_room(seat)
+            for one in waiting:
+                one.asked = True
         seat.thread, seat.waits = _me(), True
-        seat.tenant.give_up(seat.claim.fixed)
+        self._give_while_waiting(seat)
         self._changed.wait(_LOOK_SECONDS)
 
-    def _no_room(self, seat: _Seat) -> StagehandOOMError:
-        hard = self._hard(seat)
-        missing = seat.claim.floor + sum(hard.values())
-        missing -= self.ledger.device.limit_bytes
-        text = "; ".join(
-            str(self._holding(other))
-            for other in self._others(seat)
-            if other.number in hard or other.running or other.taken_by()
-        )
-        return self._refusal(seat, max(1, missing), text)
+    def _give_while_waiting(self, seat: Seat) -> None:
+        seats, gave = self._seats, seat.gave
+        keep = seats.least(seat) if seat.asked else seats.at_ease(seat)
+        seat.gave = seat.asked
+        if seat.held > keep and not gave:
+            seat.tenant.give_up(keep)
+            self._changed.notify_all()
 
-    def _is_stuck(self, thread: _Thread, stuck: set[_Thread]) -> bool:
+    def _are_stuck(self, threads: Iterable[AnyThread]) -> bool:
+        """Whether all of some threads wait for this one."""
+        return all(self._is_stuck(thread, {_me()}) for thread in threads)
+
+    def _is_stuck(self, thread: AnyThread, stuck: set[AnyThread]) -> bool:
         """Whether a thread waits for one of those that are stuck, if they are."""
         if thread in stuck:
             return True
         if _is_autograds(_me()) and waits_for_backward(thread.ident or 0):
             return True  # for this one
-        seats = list(self._seats.values())
+        seats = self._seats.all()
         for seat in seats:
             if seat.tenant.is_awaited_by(thread):
                 owners = self._threads_in([seat], but=thread)
@@ -495,60 +334,22 @@ class SharedDevice:
         others = self._threads_in(seats, but=thread)
         return all(self._is_stuck(t, stuck | {thread}) for t in others)
 
-    def _threads_in(self, seats: list[_Seat], *, but: _Thread) -> list[_Thread]:
+    def _threads_in(self, seats: Iterable[Seat], *, but: AnyThread) -> list[AnyThread]:
         """Return the threads that are in some tenants, except one."""
         threads = [seat.taken_by() for seat in seats]
         return [thread for thread in threads if thread not in (None, but)]
-
-    def _divided(self) -> dict[int, Share]:
-        if self._shares is None:
-            claims = {
-                number: replace(seat.claim, passes=self._turns.passes(number))
-                for number, seat in self._seats.items()
-            }
-            self._shares = divide(
-                self.ledger.device.limit_bytes,
-                claims,
-                fixed=self._fixed_bytes(claims),
-                guests=self._holds.guests,
-                apart=self._apart,
-            )
-        return self._shares
-
-    def _fixed_bytes(self, claims: dict[int, Claim]) -> dict[int, int]:
-        """What reserved and kept tenants have for themselves.
-
-        Who is kept without a reservation leaves the others what they need to run.
-        """
-        reserved = self._holds.reserved
-        fixed = {
-            number: min(held.nbytes, claims[number].budget)
-            for number, held in reserved.items()
-        }
-        kept = sorted(self._holds.kept - fixed.keys())
-        others = claims.keys() - fixed.keys() - set(kept)
-        room = self.ledger.device.limit_bytes - sum(fixed.values())
-        room -= max((claims[number].floor for number in others), default=0)
-        for place, number in enumerate(kept):
-            later = sum(claims[other].floor for other in kept[place + 1 :])
-            claim = claims[number]
-            fixed[number] = max(claim.floor, min(claim.most, room - later))
-            room -= fixed[number]
-        return fixed
 
     # Holds
 
     def keep(self, number: int) -> None:
         """Take nothing of a tenant until `end_keep`."""
         with self._changed:
-            self._holds.keep(number)
-            self._shares = None
+            self._seats.keep(number)
 
     def end_keep(self, number: int) -> None:
         """End what `keep` began."""
         with self._changed:
-            self._holds.end_keep(number)
-            self._shares = None
+            self._seats.keep(number, ends=True)
 
     def reserve(
         self, number: int, priority: ResidentPriority, *, asked_for: bool = True
@@ -573,40 +374,14 @@ class SharedDevice:
         """
         with self._changed:
             self._let_go()
-            seat = self._seats[number]
-            seat.claim = claim = seat.tenant.claim()
-            cap = self.ledger.device.limit_bytes
-            reserved = self._reserved_bytes(but=number)
-            others = [
-                other.claim.floor
-                for other in self._others(seat)
-                if other.number not in self._holds.reserved
-            ]
-            floor = max(others, default=0)
-            whole = claim.weights <= claim.budget
-            wanted = claim.weights
-            if not whole:
-                wanted = max(claim.floor, min(claim.budget, cap - reserved - floor))
-            firm = priority is ResidentPriority.PRIMARY
-            missing = wanted + reserved + (floor if firm else 0) - cap
-            if missing > 0:
-                text = self._reservations(but=number)
-                if firm and floor:
-                    needs = f"{format_at_least(floor)} that another model needs to run"
-                    text = f"{text}; {needs}" if text else needs
-                raise self._refusal(seat, missing, text, wanted)
-            reservation = Reservation(
-                nbytes=wanted, priority=priority, asked_for=asked_for
+            return self._seats.reserve(
+                self._seats[number], priority, asked_for=asked_for
             )
-            self._holds.reserve(number, reservation)
-            self._shares = None
-            return wanted
 
     def release(self, number: int) -> None:
         """End a reservation; without one nothing happens."""
         with self._changed:
-            self._holds.release(number)
-            self._shares = None
+            self._seats.release(number)
 
     def begin_guest(self, number: int) -> None:
         """Let a tenant use only what is not reserved, until `end_guest`.
@@ -617,33 +392,14 @@ class SharedDevice:
         """
         with self._changed:
             self._let_go()
-            seat = self._seats[number]
-            seat.claim = seat.tenant.claim()
-            stay = self._holds.reserved.keys() | self._holds.held
-            shares = self._divided()
-            taken = sum(shares[n].kept for n in stay if n in shares and n != number)
-            missing = seat.claim.floor + taken - self.ledger.device.limit_bytes
-            self._holds.begin_guest(number)
-            self._shares = None
-            if missing > 0:
-                self.end_guest(number)
-                raise self._refusal(seat, missing, self._reservations())
+            self._seats.begin_guest(self._seats[number])
 
     def end_guest(self, number: int) -> None:
         """End what `begin_guest` began; who is no guest any more leaves the device."""
         with self._changed:
-            over = self._holds.end_guest(number)
-            seat = self._seats.get(number)
-            self._shares = None
-            if over and seat is not None:  # who runs in another thread leaves later
-                seat.leaves = not seat.tenant.give_up(0)
-
-    def _reserved_bytes(self, *, but: int, firm: bool = False) -> int:
-        return sum(
-            held.nbytes
-            for number, held in self._holds.reserved.items()
-            if number != but and (held.is_firm or not firm)
-        )
+            over, seat = self._seats.end_guest(number), self._seats.get(number)
+            if over and seat is not None:
+                self._send_off(seat)
 
     # Telling
 
@@ -651,44 +407,12 @@ class SharedDevice:
         """Return what each tenant holds, and why."""
         with self._changed:
             self._let_go()
-            return [self._holding(seat) for seat in self._seats.values()]
+            return [self._seats.holding(seat) for seat in self._seats.all()]
 
     def why(self, number: int) -> str:
         """Return why a tenant's blocks stay."""
         with self._changed:
-            return self._holds.why(number)
-
-    def _holding(self, seat: _Seat) -> Holding:
-        share = self._divided()[seat.number]
-        return Holding(
-            name=seat.tenant.name,
-            held_bytes=seat.held,
-            limit_bytes=share.limit,
-            kept_bytes=share.kept,
-            why=self._holds.why(seat.number),
-        )
-
-    def _reservations(self, but: int = -1) -> str:
-        return "; ".join(
-            f"{format_bytes(held.nbytes)} reserved for"
-            f" {self._seats[number].tenant.name}, {held.priority.name}"
-            for number, held in self._holds.reserved.items()
-            if number != but
-        )
-
-    def _refusal(
-        self, seat: _Seat, missing: int, holders: str, wanted: int | None = None
-    ) -> StagehandOOMError:
-        cap = self.ledger.device.limit_bytes
-        needed = seat.claim.floor if wanted is None else wanted
-        return StagehandOOMError(
-            f"{seat.tenant.name} needs {format_at_least(needed)} of the"
-            f" {format_bytes(cap)} that models on {self.device.torch_device} share, and"
-            f" {format_at_least(missing)} are missing: {holders or 'too few in all'};"
-            " release a reservation, shut a model down, or raise a vram_budget",
-            needed_bytes=cap + missing,
-            limit_bytes=cap,
-        )
+            return self._seats.holds.why(number)
 
 
 _devices: weakref.WeakValueDictionary[torch.device, SharedDevice] = (

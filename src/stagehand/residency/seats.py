@@ -1,0 +1,436 @@
+"""Who is at a device, and who may have how much of it: the books, without a lock.
+
+Nothing here waits or moves a byte. Callers hold the device's lock; see `shared.py`.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Protocol
+
+from stagehand.errors import StagehandOOMError
+from stagehand.residency.holds import Holds, Reservation, ResidentPriority
+from stagehand.residency.shares import Claim, Share, divide
+from stagehand.residency.turns import Turns
+from stagehand.units import format_at_least, format_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import torch
+
+    from stagehand.core.ledger import Account, SubAccount
+
+__all__ = ["AnyThread", "Holding", "Seat", "Seats", "Tenant"]
+
+AnyThread = Any  # the house lets only the worker group name its type
+
+
+class Tenant(Protocol):
+    """What the device needs of a runtime."""
+
+    name: str
+    account: SubAccount
+
+    def claim(self) -> Claim:
+        """Say what it could use; the same object as long as nothing has changed."""
+
+    def give_up(self, keep_bytes: int, *, leaves: bool = False) -> bool:
+        """Free device memory down to so many bytes, but for what is in use.
+
+        Args:
+            keep_bytes: Nothing that fits them has to go.
+            leaves: Whether what an optimizer may have its state beside goes, too.
+
+        Returns:
+            False, at once, if another thread runs it.
+        """
+
+    def warm(self) -> None:
+        """Begin to load what its next pass begins with, unless it runs."""
+
+    def owner(self) -> AnyThread | None:
+        """Return the thread that has its lock, if one has."""
+
+    def is_awaited_by(self, thread: AnyThread) -> bool:
+        """Whether a thread waits for its lock."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Holding:
+    """What one model holds of a device, and why."""
+
+    name: str
+    held_bytes: int
+    """Device bytes that it holds now."""
+    limit_bytes: int
+    """The most that it may hold while it runs."""
+    kept_bytes: int
+    """How many of them it keeps while others run."""
+    why: str
+    """"not held", "reserved, PRIMARY", "reserved, SECONDARY", "small" (of a pipeline),
+    "kept resident" or "a guest"."""
+
+    def __str__(self) -> str:
+        """Return a line of text."""
+        return (
+            f"{self.name} holds {format_bytes(self.held_bytes)}, keeps"
+            f" {format_bytes(self.kept_bytes)} ({self.why})"
+        )
+
+
+class Seat:
+    """One tenant's place at the device."""
+
+    __slots__ = (
+        *("asked", "claim", "gave", "leaves", "limit", "number", "running", "tenant"),
+        *("thread", "waits"),
+    )
+
+    def __init__(self, number: int, tenant: Tenant) -> None:
+        self.number = number
+        self.tenant = tenant
+        self.claim = tenant.claim()
+        self.limit = 0
+        self.running = False
+        self.leaves = False  # at the end of its pass: it was a guest
+        self.thread: AnyThread | None = None  # in whose pass it is
+        self.waits = False  # for room
+        self.asked = False  # for all that it can give while it waits
+        self.gave = False  # that
+
+    @property
+    def held(self) -> int:
+        """Bytes that it holds now."""
+        return self.tenant.account.held_bytes
+
+    def runs_elsewhere(self) -> bool:
+        """Whether another thread is in a pass of it, or waits to begin one."""
+        return self.thread is not None and self.thread is not threading.current_thread()
+
+    def taken_by(self) -> AnyThread | None:
+        """Return whose pass it is in, or who has its lock for anything else."""
+        return self.thread or self.tenant.owner()
+
+    def takes(self, share: Share) -> int:
+        """Return the bytes that a pass of another tenant must leave it."""
+        if not self.runs_elsewhere():
+            return share.kept
+        return self.held if self.waits else max(self.limit, self.held)
+
+    def end_wait(self) -> None:
+        """It has its room, or an error."""
+        self.waits = self.asked = self.gave = False
+        self.thread = None
+
+
+class Seats:
+    """Tenants, their holds and their turns, and what each may have.
+
+    Args:
+        account: Of the device's memory; its limit is the cap.
+        place: The device, for errors.
+    """
+
+    def __init__(self, account: Account, place: torch.device) -> None:
+        self.account = account
+        self.holds = Holds()
+        self._place = place
+        self._seats: dict[int, Seat] = {}
+        self._latest = -1
+        self._turns = Turns()
+        self._apart = False  # some run at once
+        self._shares: dict[int, Share] | None = None
+
+    def __repr__(self) -> str:
+        return "; ".join(str(self.holding(seat)) for seat in self.all())
+
+    def __len__(self) -> int:
+        """How many tenants there are."""
+        return len(self._seats)
+
+    def __getitem__(self, number: int) -> Seat:
+        """Return a tenant's place."""
+        return self._seats[number]
+
+    def get(self, number: int) -> Seat | None:
+        """Return a tenant's place, or None if it has left."""
+        return self._seats.get(number)
+
+    def all(self) -> list[Seat]:
+        """Return all places."""
+        return list(self._seats.values())
+
+    def others(self, seat: Seat) -> list[Seat]:
+        """Return all places but one."""
+        return [other for other in self._seats.values() if other is not seat]
+
+    # Who is here
+
+    def add(self, tenant: Tenant) -> Seat:
+        """Give a tenant a place."""
+        self._latest += 1
+        seat = self._seats[self._latest] = Seat(self._latest, tenant)
+        self.renew()
+        return seat
+
+    def forget(self, number: int) -> bool:
+        """Take a tenant's place, and all that was held for it; False if it had none."""
+        seat = self._seats.pop(number, None)
+        if seat is None:
+            return False
+        seat.tenant.account.detach()
+        self.holds.forget(number)
+        self._turns.forget(number)
+        self._apart = False
+        self.renew()
+        return True
+
+    def renew(self) -> None:
+        """Tenants or their budgets have changed: the cap is the largest of them."""
+        for seat in self._seats.values():
+            seat.claim = seat.tenant.claim()
+        cap = max((seat.claim.budget for seat in self._seats.values()), default=0)
+        self.account.set_limit(cap)
+        self._shares = None
+
+    def run_at_once(self) -> None:
+        """Note that two tenants run at once: each needs a ring of its own."""
+        if not self._apart:
+            self._apart, self._shares = True, None
+
+    def note_turn(self, seat: Seat) -> None:
+        """Note that a tenant's pass begins."""
+        claim = seat.tenant.claim()
+        if self._turns.begin(seat.number) or claim is not seat.claim:
+            seat.claim, self._shares = claim, None
+
+    def coming(self, seat: Seat) -> Seat | None:
+        """Return which other tenant takes its turn after this pass, if one will."""
+        number = self._turns.coming()
+        if self._apart or number is None or number == seat.number:
+            return None
+        return self._seats.get(number)
+
+    # Who may have how much
+
+    def share_of(self, seat: Seat) -> Share:
+        """Return what a tenant may have, and keep while others run."""
+        return self._divided()[seat.number]
+
+    def _divided(self) -> dict[int, Share]:
+        if self._shares is None:
+            claims = {
+                number: replace(seat.claim, passes=self._turns.passes(number))
+                for number, seat in self._seats.items()
+            }
+            self._shares = divide(
+                self.account.limit_bytes,
+                claims,
+                fixed=self._fixed_bytes(claims),
+                guests=self.holds.guests,
+                apart=self._apart,
+            )
+        return self._shares
+
+    def _fixed_bytes(self, claims: dict[int, Claim]) -> dict[int, int]:
+        """What reserved and kept tenants have for themselves.
+
+        Who is kept without a reservation leaves the others what they need to run.
+        """
+        reserved = self.holds.reserved
+        fixed = {
+            number: min(held.nbytes, claims[number].budget)
+            for number, held in reserved.items()
+        }
+        kept = sorted(self.holds.kept - fixed.keys())
+        others = claims.keys() - fixed.keys() - set(kept)
+        room = self.account.limit_bytes - sum(fixed.values())
+        room -= max((claims[number].floor for number in others), default=0)
+        for place, number in enumerate(kept):
+            later = sum(claims[other].floor for other in kept[place + 1 :])
+            claim = claims[number]
+            fixed[number] = max(claim.floor, min(claim.most, room - later))
+            room -= fixed[number]
+        return fixed
+
+    def limit_now(self, seat: Seat) -> int:
+        """Return what a tenant may hold beside those who run, and those who stay."""
+        cap = self.account.limit_bytes
+        taken = sum(other.takes(self.share_of(other)) for other in self.others(seat))
+        limit = min(self.share_of(seat).limit, cap - taken)
+        if limit >= seat.claim.floor:
+            return limit
+        return min(seat.claim.floor, cap - sum(self._hard(seat).values()))
+
+    def _hard(self, seat: Seat) -> dict[int, int]:
+        """What nobody can make the others give up, by tenant."""
+        stay = self._staying(seat)
+        hard = {}
+        for other in self.others(seat):
+            hard[other.number] = min(other.claim.bound, other.held)
+            if other.number in stay or other.runs_elsewhere():
+                hard[other.number] = other.takes(self.share_of(other))
+        return {number: nbytes for number, nbytes in hard.items() if nbytes}
+
+    def _staying(self, seat: Seat) -> frozenset[int]:
+        """Tenants of which this one may take nothing."""
+        stay = self.holds.held
+        if seat.number in self.holds.guests:
+            stay |= self.holds.reserved.keys()
+        return stay - {seat.number}
+
+    def givers(self, seat: Seat) -> Iterator[Seat]:
+        """Those who can give, in the order in which they are asked."""
+        stay, reserved = self._staying(seat), self.holds.reserved
+        yield from sorted(
+            (
+                other
+                for other in self.others(seat)
+                if other.number not in stay and not other.runs_elsewhere()
+            ),
+            key=lambda other: (
+                other.number in reserved,
+                other.held <= self.share_of(other).kept,
+                -other.held,
+            ),
+        )
+
+    def missing(self, seat: Seat, nbytes: int) -> int:
+        """Return how much others must give up before a tenant can have more bytes."""
+        return self.account.held_bytes + nbytes - self.account.limit_bytes
+
+    def least(self, seat: Seat) -> int:
+        """Return what a tenant that waits for room gives up for nobody."""
+        if seat.number in self.holds.held:
+            return self.share_of(seat).kept
+        return seat.claim.bound
+
+    def at_ease(self, seat: Seat) -> int:
+        """Return what it keeps as long as whoever it waits for can go on."""
+        if seat.number in self.holds.reserved:
+            return self.share_of(seat).kept
+        return max(self.least(seat), seat.claim.fixed)
+
+    # Holds
+
+    def keep(self, number: int, *, ends: bool = False) -> None:
+        """Let others take nothing of a tenant, or end that."""
+        self.holds.end_keep(number) if ends else self.holds.keep(number)
+        self._shares = None
+
+    def reserve(
+        self, seat: Seat, priority: ResidentPriority, *, asked_for: bool
+    ) -> int:
+        """See `SharedDevice.reserve`."""
+        seat.claim = claim = seat.tenant.claim()
+        cap = self.account.limit_bytes
+        reserved = self._reserved_bytes(but=seat.number)
+        others = [
+            other.claim.floor
+            for other in self.others(seat)
+            if other.number not in self.holds.reserved
+        ]
+        floor = max(others, default=0)
+        wanted = claim.weights
+        if wanted > claim.budget:
+            wanted = max(claim.floor, min(claim.budget, cap - reserved - floor))
+        firm = priority is ResidentPriority.PRIMARY
+        missing = wanted + reserved + (floor if firm else 0) - cap
+        if missing > 0:
+            text = self._reservations(but=seat.number)
+            if firm and floor:
+                needs = f"{format_at_least(floor)} that another model needs to run"
+                text = f"{text}; {needs}" if text else needs
+            raise self._refusal(seat, missing, text, wanted)
+        reservation = Reservation(nbytes=wanted, priority=priority, asked_for=asked_for)
+        self.holds.reserve(seat.number, reservation)
+        self._shares = None
+        return wanted
+
+    def release(self, number: int) -> None:
+        """End a reservation; without one nothing happens."""
+        self.holds.release(number)
+        self._shares = None
+
+    def begin_guest(self, seat: Seat) -> None:
+        """See `SharedDevice.begin_guest`."""
+        seat.claim = seat.tenant.claim()
+        stay = self.holds.reserved.keys() | self.holds.held
+        taken = sum(
+            self.share_of(other).kept
+            for other in self.others(seat)
+            if other.number in stay
+        )
+        missing = seat.claim.floor + taken - self.account.limit_bytes
+        self.holds.begin_guest(seat.number)
+        self._shares = None
+        if missing > 0:
+            self.end_guest(seat.number)
+            raise self._refusal(seat, missing, self._reservations())
+
+    def end_guest(self, number: int) -> bool:
+        """End what `begin_guest` began; return whether it is no guest any more."""
+        self._shares = None
+        return self.holds.end_guest(number)
+
+    def check_floor(self, seat: Seat) -> None:
+        """Raise if reservations leave a tenant less than it needs to run."""
+        firm = self._reserved_bytes(but=seat.number, firm=True)
+        missing = seat.claim.floor + firm - self.account.limit_bytes
+        if firm and missing > 0:
+            raise self._refusal(seat, missing, self._reservations())
+
+    def _reserved_bytes(self, *, but: int, firm: bool = False) -> int:
+        return sum(
+            held.nbytes
+            for number, held in self.holds.reserved.items()
+            if number != but and (held.is_firm or not firm)
+        )
+
+    # Telling
+
+    def holding(self, seat: Seat) -> Holding:
+        """Return what a tenant holds, and why."""
+        share = self.share_of(seat)
+        return Holding(
+            name=seat.tenant.name,
+            held_bytes=seat.held,
+            limit_bytes=share.limit,
+            kept_bytes=share.kept,
+            why=self.holds.why(seat.number),
+        )
+
+    def no_room(self, seat: Seat) -> StagehandOOMError:
+        """Return an error that says who leaves a tenant less than it needs to run."""
+        hard = self._hard(seat)
+        missing = seat.claim.floor + sum(hard.values()) - self.account.limit_bytes
+        text = "; ".join(
+            str(self.holding(other))
+            for other in self.others(seat)
+            if other.number in hard or other.running or other.taken_by()
+        )
+        return self._refusal(seat, max(1, missing), text)
+
+    def _reservations(self, but: int = -1) -> str:
+        return "; ".join(
+            f"{format_bytes(held.nbytes)} reserved for"
+            f" {self._seats[number].tenant.name}, {held.priority.name}"
+            for number, held in self.holds.reserved.items()
+            if number != but
+        )
+
+    def _refusal(
+        self, seat: Seat, missing: int, holders: str, wanted: int | None = None
+    ) -> StagehandOOMError:
+        cap = self.account.limit_bytes
+        needed = seat.claim.floor if wanted is None else wanted
+        return StagehandOOMError(
+            f"{seat.tenant.name} needs {format_at_least(needed)} of the"
+            f" {format_bytes(cap)} that models on {self._place} share, and"
+            f" {format_at_least(missing)} are missing: {holders or 'too few in all'};"
+            " release a reservation, shut a model down, or raise a vram_budget",
+            needed_bytes=cap + missing,
+            limit_bytes=cap,
+        )
