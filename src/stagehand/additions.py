@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from torch import nn
 
     from stagehand.assembly import Parts
-    from stagehand.core.ledger import Grant
 
 __all__ = ["Additions"]
 
@@ -43,7 +42,6 @@ class Additions:
         self._parts = parts
         self._home = home
         self._joined: dict[int, torch.Tensor] = {}  # by id
-        self._grant: Grant | None = None
         self._tables: list[dict[str, Any]] = []
         self._buffers: list[dict[str, Any]] = []
         self._held: list[Any] = []
@@ -124,8 +122,6 @@ class Additions:
     def _make_place(self, new: list[torch.Tensor]) -> None:
         """Plan with what is left of the budget, and move what has joined."""
         parts = self._parts
-        if self._grant is not None:
-            self._grant.release()
         limit = parts.weights.limit_bytes
         try:
             parts.steering.set_budget(limit - parts.odd_bytes)
@@ -133,10 +129,7 @@ class Additions:
             raise self._refusal(new, error.needed_bytes) from None
         parts.steering.steer()
         parts.device_arena.trim()  # what is kept for reuse counts, too
-        self._grant = parts.weights.grant(self.nbytes, "tensors that joined")
-        if self._grant is None and parts.scheduler.make_room(self.nbytes):
-            self._grant = parts.weights.grant(self.nbytes, "tensors that joined")
-        if self._grant is None:
+        if not parts.grant_odd():
             raise self._refusal(new, limit - parts.weights.free_bytes)
         parts.place_odd()
         for number, tensor in enumerate(parts.odd):
@@ -149,7 +142,7 @@ class Additions:
         limit, nbytes = parts.weights.limit_bytes, parts.odd_bytes
         for tensor in new:
             self._leave(tensor)
-        self._grant = parts.weights.grant(self.nbytes, "tensors that joined")
+        parts.grant_odd()
         parts.steering.set_budget(limit - parts.odd_bytes)
         self._held = []
         needed += nbytes

@@ -10,7 +10,7 @@ from torch import nn
 from stagehand.core.arena import Arena
 from stagehand.core.device import Device
 from stagehand.core.layout import layout_of
-from stagehand.core.ledger import SubAccount, Watermarks
+from stagehand.core.ledger import Grant, SubAccount, Watermarks
 from stagehand.core.telemetry import Counters
 from stagehand.core.transfer import TransferEngine
 from stagehand.core.workers import WorkerGroup
@@ -92,8 +92,9 @@ class Parts:
     scheduler: Scheduler
     steering: Steering
     odd: list[torch.Tensor] = field(default_factory=list)
-    """Tensors that are in no block; they are on the device for good."""
+    """Tensors that are in no block; they are on the device all the time."""
     odd_origin: list[torch.device] = field(default_factory=list)
+    odd_grant: Grant | None = None
     keep_pool: bool = False
     trains: bool = False
     """Whether gradients have been taken."""
@@ -122,11 +123,47 @@ class Parts:
         """Bytes of the budget that no slot can have."""
         return self.odd_bytes + self.wire_bytes
 
-    def place_odd(self) -> None:
-        """Move what is in no block to the device."""
+    def grant_odd(self) -> bool:
+        """Have memory for what is in no block; False if there is none."""
+        if self.odd_grant is not None:
+            self.odd_grant.release()
+        nbytes = self.odd_bytes
+        grant = self.weights.grant(nbytes, "tensors in no block")
+        if grant is None and self.scheduler.make_room(nbytes):
+            grant = self.weights.grant(nbytes, "tensors in no block")
+        self.odd_grant = grant
+        return grant is not None
+
+    def place_odd(self) -> bool:
+        """Move what is in no block to the device; return whether anything was moved.
+
+        While models in other threads leave no room for it, the next pass does so.
+
+        Raises:
+            StagehandOOMError: If there is no room, whoever is there.
+        """
+        if len(self.odd) == len(self.odd_origin):
+            return False
+        if self.odd_grant is None and not self.grant_odd():
+            if self.scheduler.others_are_busy():
+                return False
+            raise self._no_room_for_odd(self.odd_bytes)
         for tensor in self.odd[len(self.odd_origin) :]:
             self.odd_origin.append(tensor.device)
             tensor.data = tensor.data.to(self.device.torch_device)
+        return True
+
+    def _no_room_for_odd(self, nbytes: int) -> StagehandOOMError:
+        account = self.weights
+        needed = account.held_bytes + nbytes
+        return StagehandOOMError(
+            f"tensors in no block need {format_bytes(nbytes)} of device memory, but of"
+            f" {format_bytes(account.limit_bytes)} only"
+            f" {format_bytes(account.free_bytes)} are free; raise the budget to at"
+            f" least {format_at_least(needed)}",
+            needed_bytes=needed,
+            limit_bytes=account.limit_bytes,
+        )
 
     def take_gradients_along(self) -> None:
         """Let gradients of what is trained where it stays lie where it lies now."""
@@ -141,6 +178,9 @@ class Parts:
         for tensor, origin in zip(self.odd, self.odd_origin, strict=False):
             tensor.data = tensor.data.to(origin)
         self.odd_origin = []
+        if self.odd_grant is not None:
+            self.odd_grant.release()
+            self.odd_grant = None
 
     def close(self) -> None:
         """Stop threads and free memory without bringing anything home. Idempotent."""

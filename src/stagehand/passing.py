@@ -243,7 +243,8 @@ class Passing(PassListener):
             self._place_rest()
             self._keep_from_disk()
             measure.know(parts.scheduler.blocks)
-        if parts.scheduler.recall():
+        came_back = parts.scheduler.recall()
+        if parts.place_odd() or came_back:
             parts.take_gradients_along()
         watch = measure.timed or parts.steering.wants_times(measure.stopwatch.uses)
         parts.scheduler.stopwatch = measure.stopwatch if watch else None

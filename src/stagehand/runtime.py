@@ -125,9 +125,6 @@ class Runtime(Passing, Sharing, Storing, Conduct):
         self._edges = Edges(self, settings.device.torch_device)
         self._tenancy = Tenancy(parts, self._edges, settings.budget_bytes)
         self._marked_bytes = settings.budget_bytes  # by watermarks
-        parts.weights.grant(
-            min(parts.odd_bytes, settings.budget_bytes), "tensors of other kinds"
-        )
         self._saved = SavedTensors(
             parts.scheduler.slots_by_memory,
             self._owners,

@@ -107,7 +107,9 @@ class Sharing:
     def as_guest(self, model_or_runtime: nn.Module | Sharing) -> Iterator[None]:
         """Let another model use only device memory that nobody has reserved or keeps.
 
-        At the end of the `with` it leaves the device; its next pass brings it back.
+        At the end of the `with` all of it leaves the device; its next pass brings it
+        back. One that trains takes its gradients along: step its optimizer inside of
+        the `with`, where the optimizer's state lies beside its parameters.
 
         Args:
             model_or_runtime: The guest.

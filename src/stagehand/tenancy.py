@@ -149,6 +149,8 @@ class Tenancy:
             if not running and self._parts.weights.held_bytes > keep_bytes:
                 self._parts.engine.rest_wires()  # the next load has it again
                 self._parts.device_arena.trim()
+            if leaves and not running:
+                self._parts.take_home_odd()
             if all_of_it:
                 self._parts.take_gradients_along()
         finally:

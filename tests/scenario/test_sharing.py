@@ -452,6 +452,59 @@ def test_a_guest_is_gone_after_an_exception_and_at_the_end_of_the_outermost_with
     assert guest._tenancy.why == "not held"
 
 
+@places
+def test_what_joined_a_guest_is_gone_on_exit_too(sim, place):
+    """As the adapters do that a library adds to a streamed model."""
+    guest = stagehand.layer(varied(4, 1), vram_budget=4 * LAYER_BYTES, device=place)
+    host = stagehand.layer(varied(3, 0), vram_budget=4 * LAYER_BYTES, device=place)
+    guest.append(nn.Linear(WIDTH, WIDTH))
+    plain = deepcopy(guest)
+    expected = run_resident(plain, place, batch())
+    for _ in range(3):
+        with runtime_of(host).as_guest(guest), torch.no_grad():
+            assert_bitwise_equal(guest(batch()), expected, "output")
+        assert runtime_of(guest)._parts.weights.held_bytes == 0
+        assert guest[4].weight.device.type == "cpu"
+        with torch.no_grad():
+            host(batch())
+    shared = runtime_of(host)._tenancy.shared.ledger.device
+    assert shared.peak_bytes <= 4 * LAYER_BYTES
+    runtime_of(guest).shutdown()
+    runtime_of(host).shutdown()
+
+
+@places
+def test_a_guest_that_trains_is_gone_on_exit_with_what_stays(sim, place):
+    """Its norms and their gradients go home, and are back beside their optimizer's
+    state in its next pass.
+    """
+    plain = normed(4).to(place)
+    guest = stagehand.layer(
+        deepcopy(plain).cpu(), vram_budget=4 * LAYER_BYTES, device=place
+    )
+    host = stagehand.layer(varied(3, 0), vram_budget=4 * LAYER_BYTES, device=place)
+    held = runtime_of(guest)._parts.weights
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01) for m in (plain, guest)]
+
+    def step(model, optimizer):
+        model(batch().to(place)).square().mean().backward()
+        optimizer.step()
+
+    for _ in range(3):
+        with runtime_of(host).as_guest(guest):
+            step(guest, optimizers[1])
+            assert held.held_bytes > 0
+        step(plain, optimizers[0])
+        assert held.held_bytes == 0
+        assert {p.device.type for p in guest.parameters()} == {"cpu"}
+        assert {p.grad.device.type for p in guest.parameters()} == {"cpu"}
+        run_resident(host, place, batch())
+    runtime_of(guest).shutdown()
+    runtime_of(host).shutdown()
+    assert_bitwise_equal(guest.state_dict(), plain.cpu().state_dict(), "weights")
+    guest.zero_grad()
+
+
 def test_requests_that_contradict_each_other_are_refused(crowd):
     some = crowd("hpu", [4, 9])
     host, guest = some.runtimes

@@ -330,6 +330,11 @@ class Scheduler:
         """Let them give up so many bytes; return whether these are free."""
         return self._memory.make_room(nbytes)
 
+    def others_are_busy(self) -> bool:
+        """Whether another thread runs any of them: there may be room later."""
+        neighbours = self._memory.neighbours
+        return neighbours is not None and neighbours.are_busy()
+
     def give_up(self, keep_bytes: int, *, all_of_it: bool) -> None:
         """Free memory until no more than so many bytes are held.
 
@@ -474,8 +479,7 @@ class Scheduler:
         try:
             self._settle(blocks)
         except StagehandOOMError:
-            neighbours = self._memory.neighbours
-            if neighbours is None or not neighbours.are_busy():
+            if not self.others_are_busy():
                 raise
             self._gave_way = True
 
