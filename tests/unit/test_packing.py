@@ -19,6 +19,7 @@ from stagehand.errors import (
     CheckpointError,
     HeaderError,
     StagehandInternalError,
+    StagehandWarning,
     TensorMismatchError,
 )
 from stagehand.stores import packed_stream, packing, unpacking
@@ -430,7 +431,25 @@ def test_device_that_triton_does_not_know_uses_operators():
     assert unpacking.decoder_of("hpu") is None
 
 
-@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
+def test_gpu_without_a_compiler_uses_operators_and_says_so_once(monkeypatch):
+    """Triton builds its driver on the machine where it runs."""
+    triton = pytest.importorskip("triton", reason="no Triton")
+    from stagehand.stores import packing_triton
+
+    class NoCompiler:
+        @property
+        def active(self):
+            raise subprocess.CalledProcessError(1, ["gcc"])
+
+    monkeypatch.setattr(triton.runtime, "driver", NoCompiler())
+    packing_triton.runs_on.cache_clear()
+    with pytest.warns(StagehandWarning, match=r"GPU \(Command '\['gcc'\]'") as told:
+        found = [packing_triton.runs_on("cuda") for _ in range(2)]
+    assert found == [False, False]
+    assert len(told) == 1
+    packing_triton.runs_on.cache_clear()
+
+
 def test_kernels_compile_for_a_gpu_with_wide_loads_and_stores(monkeypatch, tmp_path):
     # What the interpreter accepts, the compiler may not: no GPU is needed to ask it.
     triton = pytest.importorskip("triton", reason="no Triton")
@@ -454,7 +473,8 @@ def test_kernels_compile_for_a_gpu_with_wide_loads_and_stores(monkeypatch, tmp_p
             attrs={(at,): [["tt.divisibility", 16]] for at in range(3)},
         )
         target = GPUTarget("cuda", 90, 32)
-        compiled = triton.compile(source, target=target, options={"num_warps": 8})
+        options = {"num_warps": 8, **packing_triton.EXACT}
+        compiled = triton.compile(source, target=target, options=options)
         assembly.append(compiled.asm["ptx"])
     assert assembly[0].count("st.global.v4.b32") == 4
     assert assembly[0].count("ld.global.v4.b32") == 3

@@ -214,6 +214,37 @@ def test_kernel_gives_the_reference_bits():
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.parametrize("arch", [75, 90])
+def test_kernel_compiles_for_a_gpu_and_rounds_after_each_step(
+    arch, monkeypatch, tmp_path
+):
+    # What the interpreter accepts, the compiler may not: no GPU is needed to ask it.
+    triton = pytest.importorskip("triton", reason="no Triton")
+    from triton.backends.compiler import GPUTarget
+
+    from stagehand.stores import squareq_triton as kernels
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    for element in kernels._TYPES.values():
+        signature = {
+            **dict.fromkeys(["scales", "zeros"], "*fp32"),
+            **dict.fromkeys(["columns", "padded"], "i32"),
+            **dict.fromkeys(["dtype", "tile"], "constexpr"),
+            "codes": "*i8",
+            "target": f"*{element.name.replace('int', 'i')}",
+        }
+        source = triton.compiler.ASTSource(
+            fn=kernels._decode_rows,
+            signature=signature,
+            constexprs={"dtype": element, "tile": kernels._TILE},
+        )
+        target = GPUTarget("cuda", arch, 32)
+        compiled = triton.compile(source, target=target, options=kernels.EXACT)
+        assembly = compiled.asm["ptx"]
+        assert "mul.f32" in assembly or "mul.rn.f32" in assembly
+        assert not any(found in assembly for found in ("fma.", ".ftz", "approx"))
+
+
 def test_scratch_memory_without_room_for_a_row_is_a_bug_that_is_named():
     form, wire, expected = block([torch.bfloat16], [(4, 100)])
     for scratch in (None, torch.empty(399, dtype=torch.uint8)):

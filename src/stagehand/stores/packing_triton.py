@@ -4,25 +4,50 @@ Import it only where Triton is: `unpacking` does. Like every kernel, these run o
 stream that is current for the device that is current.
 """
 
+import subprocess
+import warnings
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
 
+from stagehand.errors import StagehandWarning
 from stagehand.stores.packed_stream import HEAD_NBYTES, PAIRS_OFFSET, ROW_LENGTH, TILE
 
-__all__ = ["decode", "runs_on"]
+__all__ = ["EXACT", "decode", "runs_on"]
 
+EXACT = {"enable_fp_fusion": False}
+"""Of every launch: each step rounds by itself, whatever Triton's default is."""
+
+_REFUSALS = (
+    *(RuntimeError, AssertionError, ImportError, OSError),
+    subprocess.SubprocessError,
+)
 _TABLE = tl.constexpr(HEAD_NBYTES - PAIRS_OFFSET)
 _ROW = tl.constexpr(ROW_LENGTH)
 
 
-def runs_on(device: torch.device) -> bool:
-    """Return whether Triton's kernels take memory of this kind of device."""
+@cache
+def runs_on(device_type: str) -> bool:
+    """Return whether Triton's kernels take memory of this kind of device.
+
+    Triton builds its driver with the machine's C compiler and Python's headers: where
+    these are not, a GPU is left to torch's operators, with a warning.
+    """
     try:
         active = triton.runtime.driver.active.get_active_torch_device()
-    except RuntimeError:  # no driver: there is no device that Triton knows
+    except _REFUSALS as error:
+        if device_type == "cuda":  # else there is no device that Triton knows
+            warnings.warn(
+                f"Triton cannot run on this machine's GPU ({error}): what crosses the"
+                " link smaller is decoded with torch's operators, which takes the GPU"
+                " longer; install a C compiler and Python's headers",
+                StagehandWarning,
+                stacklevel=2,
+            )
         return False
-    return bool(active.type == device.type)
+    return bool(active.type == device_type)
 
 
 def decode(
@@ -45,10 +70,14 @@ def decode(
     rows = directory.numel() // ROW_LENGTH
     width = triton.next_power_of_2(rows)
     if tiles:
-        _decode_pairs[(tiles,)](wire, image, directory, rows, width, TILE, num_warps=8)
+        _decode_pairs[(tiles,)](
+            wire, image, directory, rows, width, TILE, num_warps=8, **EXACT
+        )
     # On the same stream: the escapes replace what the first launch wrote for them.
     if escape_tiles:
-        _write_escapes[(escape_tiles,)](wire, image, directory, rows, width, TILE)
+        _write_escapes[(escape_tiles,)](
+            wire, image, directory, rows, width, TILE, **EXACT
+        )
 
 
 # Not `tl.sum`: that is a kernel function too, and whether Triton's interpreter can run

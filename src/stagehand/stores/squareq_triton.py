@@ -7,6 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
+from stagehand.stores.packing_triton import EXACT
 from stagehand.stores.squareq_layout import QuantizedPlace
 
 __all__ = ["decode"]
@@ -38,6 +39,7 @@ def decode(wire: torch.Tensor, place: QuantizedPlace, image: torch.Tensor) -> No
         rows.padded,
         _TYPES[place.dtype],
         _TILE,
+        **EXACT,
     )
 
 

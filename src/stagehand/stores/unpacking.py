@@ -47,7 +47,7 @@ def decoder_of(device_type: str) -> Callable[..., None] | None:
         return None
     from stagehand.stores import packing_triton
 
-    if packing_triton.runs_on(torch.device(device_type)):
+    if packing_triton.runs_on(device_type):
         return packing_triton.decode
     return None
 
