@@ -38,11 +38,11 @@ def runs_on(device_type: str) -> bool:
     try:
         active = triton.runtime.driver.active.get_active_torch_device()
     except _REFUSALS as error:
-        if device_type == "cuda":  # else there is no device that Triton knows
+        if any(known.driver.is_active() for known in triton.backends.backends.values()):
             warnings.warn(
-                f"Triton cannot run on this machine's GPU ({error}): what crosses the"
-                " link smaller is decoded with torch's operators, which takes the GPU"
-                " longer; install a C compiler and Python's headers",
+                f"Triton cannot run on this machine's {device_type} device ({error}):"
+                " weights are decoded with torch's operators, which takes it longer;"
+                " install a C compiler and Python's headers",
                 StagehandWarning,
                 stacklevel=2,
             )
