@@ -86,6 +86,10 @@ class Passing(PassListener):
     def _clear_device(self) -> None:
         raise NotImplementedError
 
+    def check(self) -> None:
+        """See `PassListener.check`."""
+        self._device.refuse_capture("a pass of a streamed model")
+
     def begin_pass(self, module: nn.Module) -> AbstractContextManager[Any] | None:
         """See `PassListener.begin_pass`."""
         if module is self._model_ref() and not self._manual:

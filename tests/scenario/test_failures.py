@@ -20,6 +20,7 @@ from scenario.small import (
     assert_passes_equal,
     batch,
     blocks_of,
+    device_of,
     run_resident,
     runtime_of,
     smallest_budget,
@@ -28,6 +29,7 @@ from scenario.small import (
 )
 from stagehand.core.arena import live_leases
 from stagehand.core.states import BlockState
+from stagehand.errors import ConfigError
 
 BUDGET = 4 * LAYER_BYTES
 
@@ -55,6 +57,25 @@ def assert_whole(model, place):
             assert not block.bound
     assert_bitwise_equal(values(model), values(stack()), "the weights")
     assert_passes_equal(model, run_resident(stack(), place, batch()), batch())
+
+
+def test_capture_in_a_graph_is_refused_before_anything_is_queued(sim, monkeypatch):
+    """Events of a capture can be waited for by no stream outside of it."""
+    model = streamed_stack("hpu")
+    assert_whole(model, "hpu")
+    saved = stagehand.activations("1MB")
+    began, queued = sim.now_seconds(), sim.h2d_copies()
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        for device in (device_of(model), saved._parts.device):
+            patched.setattr(device, "_is_cuda", True)
+        for use in (lambda: model(batch()), saved.__enter__):
+            with pytest.raises(ConfigError, match="cannot be captured in a CUDA graph"):
+                use()
+    assert (sim.now_seconds(), sim.h2d_copies()) == (began, queued)
+    assert_whole(model, "hpu")
+    saved.close()
+    end(model)
 
 
 def end(model):

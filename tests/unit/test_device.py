@@ -241,7 +241,7 @@ def test_large_host_memory_begins_at_a_huge_page_whatever_its_size(nbytes):
 
 def registering():
     device = accelerator()
-    device._registers = True
+    device._is_cuda = True
     return device
 
 
@@ -257,7 +257,7 @@ def test_registered_memory_has_the_exact_size_and_is_locked_whole(sim, cudart, n
 
 def test_memory_is_locked_in_chunks_below_2_gib_without_gap_or_overlap(cudart):
     memory = device_module._RegisteredMemory(-1, 4096)
-    memory.lock(1 << 40, 5 * GIB + 4096)
+    memory.lock(1 << 40, 5 * GIB + 4096, 0)
     expected = 1 << 40
     for _, address, nbytes, _ in cudart.log:
         assert address == expected
@@ -279,6 +279,28 @@ def test_memory_is_unlocked_after_all_copies_and_before_it_is_unmapped(sim, cuda
     gc.collect()
     assert cudart.log[1:] == [("sync",), ("unlock", address, True)]
     assert not is_mapped(address)
+
+
+def test_memory_is_locked_and_unlocked_while_its_own_device_is_current(
+    cudart, monkeypatch
+):
+    """On another one CUDA would set a context up, and a wait would be of no use."""
+
+    @contextlib.contextmanager
+    def current(index):
+        cudart.log.append(("enter", index))
+        yield
+        cudart.log.append(("leave", index))
+
+    monkeypatch.setattr(torch.accelerator, "device_index", current)
+    device = registering()
+    device._index = 1
+    buffer = device.pinned(3 * MIB)
+    del buffer
+    gc.collect()
+    steps = ["enter", "lock", "leave", "enter", "sync", "unlock", "leave"]
+    assert [step[0] for step in cudart.log] == steps
+    assert {step[1] for step in cudart.log if step[0] == "enter"} == {1}
 
 
 def test_refused_chunk_unlocks_the_earlier_ones_and_falls_back(

@@ -56,6 +56,7 @@ class Spill(Room):
 
     def begin(self) -> Scope:
         """Return what stands for a forward."""
+        self._device.refuse_capture("a forward whose saved tensors may leave")
         with self._lock:
             self._tidy()
             self._prune()

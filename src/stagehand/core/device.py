@@ -91,6 +91,13 @@ class Device(Protocol):
     def on(self, stream: Stream) -> contextlib.AbstractContextManager[Any]:
         """Let this thread's operators run on `stream` inside the `with`."""
 
+    def refuse_capture(self, what: str) -> None:
+        """Do nothing unless this thread's operators are captured in a CUDA graph.
+
+        Raises:
+            ConfigError: Then; it names what cannot be captured.
+        """
+
     def allocated_bytes(self) -> int | None:
         """Return the bytes that this process's tensors hold on the device."""
 
@@ -132,7 +139,7 @@ class AcceleratorDevice:
         self.torch_device = torch.device(device.type, index)
         self._index = index
         self._warned = False
-        self._registers = device.type == "cuda"
+        self._is_cuda = device.type == "cuda"
 
     def __repr__(self) -> str:
         return f"AcceleratorDevice({str(self.torch_device)!r})"
@@ -146,13 +153,13 @@ class AcceleratorDevice:
         """See `Device.pinned`. Falls back to pageable memory with one warning."""
         with torch.inference_mode(False):
             try:
-                if self._registers and nbytes:
-                    return _registered_memory(nbytes)
+                if self._is_cuda and nbytes:
+                    return _registered_memory(nbytes, self._index)
                 return torch.empty(
                     nbytes, dtype=torch.uint8, device="cpu", pin_memory=True
                 )
             except RuntimeError as error:
-                if self._registers:
+                if self._is_cuda:
                     self._drain_error()
                 self._warn_unpinned(nbytes, error)
                 return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
@@ -205,6 +212,15 @@ class AcceleratorDevice:
         """See `Device.on`."""
         context: contextlib.AbstractContextManager[Any] = stream  # type: ignore[assignment]
         return context
+
+    def refuse_capture(self, what: str) -> None:
+        """See `Device.refuse_capture`."""
+        if self._is_cuda and torch.cuda.is_current_stream_capturing():
+            raise ConfigError(
+                f"{what} cannot be captured in a CUDA graph: which copies it needs"
+                " depends on what ran before, and they wait for work outside of the"
+                " graph; capture what computes between them, or run without a capture"
+            )
 
     def allocated_bytes(self) -> int | None:
         """See `Device.allocated_bytes`."""
@@ -261,17 +277,21 @@ class _RegisteredMemory(mmap.mmap):
     """
 
     _locked: list[int]
+    _index: int
+    """Of the device that copies it. Any other would be set up, at the price of some
+    hundred megabytes there, by a call while that is current."""
 
-    def lock(self, address: int, nbytes: int) -> None:
+    def lock(self, address: int, nbytes: int, index: int) -> None:
         runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        self._locked = []
-        for start in range(0, nbytes, _REGISTER_CHUNK):
-            size = min(_REGISTER_CHUNK, nbytes - start)
-            code = int(runtime.cudaHostRegister(address + start, size, 1))
-            if code:
-                self._unlock()
-                raise RuntimeError(f"cudaHostRegister gave error {code}")
-            self._locked.append(address + start)
+        self._locked, self._index = [], index
+        with torch.accelerator.device_index(index):
+            for start in range(0, nbytes, _REGISTER_CHUNK):
+                size = min(_REGISTER_CHUNK, nbytes - start)
+                code = int(runtime.cudaHostRegister(address + start, size, 1))
+                if code:
+                    self._unlock()
+                    raise RuntimeError(f"cudaHostRegister gave error {code}")
+                self._locked.append(address + start)
 
     def _unlock(self) -> None:
         runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
@@ -280,18 +300,19 @@ class _RegisteredMemory(mmap.mmap):
 
     def __del__(self) -> None:
         if getattr(self, "_locked", None):
-            torch.cuda.synchronize()  # a copy may still read what is to be unlocked
-            self._unlock()
+            with torch.accelerator.device_index(self._index):
+                torch.cuda.synchronize()  # a copy may still read what is to be unlocked
+                self._unlock()
 
 
-def _registered_memory(nbytes: int) -> torch.Tensor:
+def _registered_memory(nbytes: int, index: int) -> torch.Tensor:
     size = -(-nbytes // _HUGE_PAGE) * _HUGE_PAGE if nbytes >= _HUGE_PAGE else nbytes
     memory = _RegisteredMemory(-1, size, flags=_ANONYMOUS)
     if size >= _HUGE_PAGE:
         _advise_huge_pages(memory, 0, size)
     whole = torch.frombuffer(memory, dtype=torch.uint8)
     whole.zero_()  # touched by all of PyTorch's threads: present pages lock faster
-    memory.lock(whole.data_ptr(), size)
+    memory.lock(whole.data_ptr(), size, index)
     return whole[:nbytes]
 
 
@@ -385,6 +406,9 @@ class HostDevice:
     def on(self, stream: Stream) -> contextlib.AbstractContextManager[Any]:
         """See `Device.on`."""
         return self._nothing
+
+    def refuse_capture(self, what: str) -> None:
+        """See `Device.refuse_capture`. Nothing is captured on the host."""
 
     def allocated_bytes(self) -> int | None:
         """See `Device.allocated_bytes`. The host does not count."""

@@ -249,11 +249,13 @@ class LayerStreamer:
             What the last layer returned.
 
         Raises:
-            ConfigError: If a pass is under way, or `layer_fn` returns None.
+            ConfigError: If a pass is under way, or `layer_fn` returns None, or a CUDA
+                graph is captured.
             CheckpointError: If a layer cannot be read; it names layer and file.
             ClosedError: After `close()`.
         """
         self._refuse_if_busy("run_pass()")
+        self._device.refuse_capture("a pass of a streamer")
         with self._busy:
             progress = Progress("layers", self.num_layers, on=self.track_progress)
             try:

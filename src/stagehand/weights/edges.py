@@ -42,6 +42,9 @@ __all__ = ["Edges", "PassListener", "apart", "move_inputs"]
 class PassListener:
     """What happens at the edge of a pass; the runtime fills it in."""
 
+    def check(self) -> None:
+        """The model is about to be entered; refuse what cannot work."""
+
     def begin_pass(self, module: nn.Module) -> AbstractContextManager[Any] | None:
         """The model is entered; return a context for the whole pass, or None."""
 
@@ -160,6 +163,8 @@ class Edges:
         if in_backward():
             self.enter_backward()
             return self.moved_again(args, kwargs)
+        if not self.inside():
+            self._listener.check()
         self.lock.acquire()
         try:
             self._close_dead()
