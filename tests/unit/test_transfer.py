@@ -166,10 +166,24 @@ def free_by_a_holder_after_it_read(rig):
     rig.load(1)
     rig.use(rig.main)
     kept = rig.buffer[:100]
+    rig.engine.disown(rig.buffer, rig.slot)
     rig.engine.retire(rig.slot)
-    rig.engine.disown(rig.buffer)
     rig.buffer = None
     kept.sum()
+    del kept
+
+
+def free_by_a_holder_on_the_stream_that_read(rig):
+    """Who gave the slot up, for another model, runs on a stream of its own."""
+    rig.load(1)
+    rig.read(rig.side)
+    kept = rig.buffer[:100]
+    rig.engine.release(rig.slot, rig.main)
+    rig.engine.disown(rig.buffer, rig.slot)
+    rig.engine.retire(rig.slot)
+    rig.buffer = None
+    with rig.side:
+        kept.sum()
     del kept
 
 
@@ -234,7 +248,7 @@ HAZARDS = (
     *(read_after_reload_by_the_same_stream, read_by_a_second_stream, free_after_read),
     *(reuse_by_another_slot_after_read, free_by_a_holder_after_it_read),
     load_after_a_reader_that_went_on_with_another_stream,
-    load_after_a_release_on_another_stream,
+    *(load_after_a_release_on_another_stream, free_by_a_holder_on_the_stream_that_read),
 )
 
 # The line that closes each hazard, by the method it stands in.
@@ -256,7 +270,10 @@ GUARDS = {
     ("retire", "self.h2d.stream.wait_event(slot._drained)"): (
         *(free_after_read, reuse_by_another_slot_after_read),
     ),
-    ("disown", "buffer.record_stream(stream)"): (free_by_a_holder_after_it_read,),
+    ("disown", "buffer.record_stream(stream)"): (
+        *(free_by_a_holder_after_it_read, free_by_a_holder_on_the_stream_that_read),
+    ),
+    ("disown", "streams |= "): (free_by_a_holder_on_the_stream_that_read,),
     ("_send_home", "self.d2h.stream.wait_event(self._ready)"): (
         carry_home_what_a_stream_makes,
     ),

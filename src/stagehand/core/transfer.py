@@ -575,14 +575,23 @@ class TransferEngine:
         self.h2d.stream.synchronize()
         self.d2h.stream.synchronize()
 
-    def disown(self, buffer: torch.Tensor) -> None:
+    def disown(self, buffer: torch.Tensor, slot: Slot | None = None) -> None:
         """Keep memory that somebody else holds from reuse while the caller's stream
         reads.
 
         The holder will free it without telling the H2D lane.
+
+        Args:
+            buffer: The memory.
+            slot: Whose it was, before `retire`: streams that read it may go on to. The
+                caller's can be that of another model, which needs the room.
         """
-        stream = self._device.current_stream()
-        if not self._device.is_host:
+        if self._device.is_host:
+            return
+        streams: set[Stream | None] = {self._device.current_stream()}
+        if slot is not None:
+            streams |= {slot._seen_by, slot._reader}
+        for stream in streams - {None}:
             buffer.record_stream(stream)  # type: ignore[arg-type]
 
 

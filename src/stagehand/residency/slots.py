@@ -164,8 +164,8 @@ class SlotMemory:
         if lease is None:
             return
         self._counters.abandoned_slots += 1
+        self._engine.disown(lease.buffer, slot)
         self._engine.retire(slot)
-        self._engine.disown(lease.buffer)
         self._forget(slot)
         lease.abandon()
 
