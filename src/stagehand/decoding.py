@@ -20,7 +20,7 @@ from stagehand.core.layout import plain_tensors
 from stagehand.errors import ConfigError, StagehandWarning
 from stagehand.stores.checkpoint import Checkpoint
 from stagehand.stores.squareq_layout import dequantized
-from stagehand.stores.writing import check_room, safetensors_file
+from stagehand.stores.writing import check_room, replaced, safetensors_file
 from stagehand.units import MIB, format_bytes
 
 if TYPE_CHECKING:
@@ -118,7 +118,8 @@ def decode(
     path = folder / _FILE
     names = sorted(likes, key=lambda name: -likes[name].element_size())
     fillers = [f"{name}.filler" for name in names]
-    with safetensors_file(path, [*names, *fillers]) as body, plain_tensors():
+    file = safetensors_file(replaced(path), [*names, *fillers])
+    with file as body, plain_tensors():
         for name, filler in zip(names, fillers, strict=True):
             body.add(name, value(name))
             # Which pages of a mapping were written tells which tensors were: so none

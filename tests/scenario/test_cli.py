@@ -2,6 +2,7 @@
 
 import json
 import re
+from functools import partial
 
 import pytest
 import torch
@@ -140,7 +141,14 @@ def test_file_backed_run_writes_telemetry_and_trace(invoke, causal, tmp_path):
     assert "traceEvents" in json.loads(trace.read_text())
 
 
-@pytest.mark.parametrize("convert", [convert_to_packed, convert_to_squareq])
+@pytest.mark.parametrize(
+    "convert",
+    [
+        convert_to_packed,
+        partial(convert_to_packed, max_shard_size=100_000),
+        convert_to_squareq,
+    ],
+)
 def test_converted_model_continues_each_prompt_bitwise_resident(
     invoke, causal, tmp_path, convert
 ):

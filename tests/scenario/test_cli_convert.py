@@ -69,12 +69,15 @@ def resident(source, place, folder=None):
     return model.to(place)
 
 
+@pytest.mark.parametrize("shards", [(), ("--max-shard-size", "200KB")])
 @pytest.mark.parametrize("place", ["hpu", "cpu"])
 def test_packed_model_is_loaded_in_one_line_and_bitwise(
-    invoke, source, tmp_path, place
+    invoke, source, tmp_path, place, shards
 ):
-    result = invoke("--packed", source, tmp_path / "packed")
+    result = invoke("--packed", *shards, source, tmp_path / "packed")
     assert result.exit_code == 0, result.output
+    index = tmp_path / "packed" / "model.safetensors.index.json"
+    assert index.exists() == bool(shards)
     assert "22 tensors packed" in result.output
     model = stagehand.load(tmp_path / "packed", vram_budget="500KB", device=place)
     expected = output(resident(source, place), place)
@@ -118,10 +121,31 @@ def test_source_that_is_none_is_refused_in_one_line(invoke, tmp_path, options):
     assert not (tmp_path / "target").exists()
 
 
-def test_options_that_contradict_each_other_are_refused(invoke, source, tmp_path):
-    result = invoke("--packed", "--only", "x", source, tmp_path / "target")
+@pytest.mark.parametrize("place", ["hpu", "cpu"])
+def test_packed_shards_back_a_model_that_is_there(invoke, source, tmp_path, place):
+    invoke("--packed", "--max-shard-size", "200KB", source, tmp_path / "packed")
+    expected = output(resident(source, place), place)
+    model = stagehand.layer(resident(source, "cpu"), vram_budget="500KB", device=place)
+    runtime_of(model).convert_registry_to_file_backed_sharded(tmp_path / "packed")
+    for _ in range(2):
+        assert_bitwise_equal(output(model, place), expected, "logits")
+    runtime_of(model).shutdown()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--packed", "--only", "x"), "leave out either"),
+        (("--max-shard-size", "5GB"), "SquareQ v2 is one file"),
+        (("--packed", "--max-shard-size", "5"), "max_shard_size is '5'"),
+    ],
+)
+def test_options_that_contradict_each_other_are_refused(
+    invoke, source, tmp_path, options, words
+):
+    result = invoke(*options, source, tmp_path / "target")
     assert result.exit_code == 2
-    assert "leave out either" in result.output
+    assert words in result.output
     assert not (tmp_path / "target").exists()
 
 

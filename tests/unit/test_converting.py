@@ -1,5 +1,7 @@
 """What `stagehand convert` writes others can read, and what fails leaves nothing."""
 
+import contextlib
+import json
 import os
 import re
 import shutil
@@ -20,12 +22,12 @@ from stagehand.errors import (
     ReadError,
     TruncatedShardError,
 )
-from stagehand.stores import converting
 from stagehand.stores.checkpoint import Checkpoint
 from stagehand.stores.converting import convert_to_packed, convert_to_squareq
 from stagehand.stores.files import FileSet
 from stagehand.stores.packed_files import packed_name, packed_weights
 from stagehand.stores.writing import replaced, safetensors_file
+from stagehand.units import parse_bytes
 
 CONVERSIONS = [convert_to_packed, convert_to_squareq]
 
@@ -296,6 +298,172 @@ def test_progress_ends_with_all_bytes(source, tmp_path, convert):
         assert seen[-1][0] == seen[-1][1]
 
 
+# ------------------------------------------------------------------------------ shards
+
+
+def names_in(folder):
+    return {path.name for path in folder.iterdir()}
+
+
+def decoded_folder(folder):
+    """All tensors of packed files, under their own names."""
+    found = {}
+    for path in folder.glob("*.safetensors"):
+        found.update(decoded(path)[0])
+    return found
+
+
+@pytest.mark.parametrize("size", [1, 20_000, "80KB", "1TB"])
+def test_packed_shards_hold_every_bit_and_no_more_than_the_largest_size(
+    source, tmp_path, size
+):
+    target = tmp_path / "target"
+    written = convert_to_packed(source, target, max_shard_size=size)
+    found = decoded_folder(target)
+    assert found.keys() == tensors().keys()
+    assert all(same_bits(found[name], tensor) for name, tensor in tensors().items())
+    files = sorted(target.glob("*.safetensors"))
+    if size == "1TB":
+        assert [file.name for file in files] == ["model.safetensors"]
+        assert written.path == files[0]
+        return
+    assert written.path == target / "model.safetensors.index.json"
+    expected = [f"model-{i + 1:05}-of-{len(files):05}" for i in range(len(files))]
+    assert [file.stem for file in files] == expected
+    document = json.loads(written.path.read_text())
+    shards = {file.name: load_file(file) for file in files}
+    held = {name: file for file, mine in shards.items() for name in mine}
+    assert document["weight_map"] == held
+    nbytes = sum(t.nbytes for mine in shards.values() for t in mine.values())
+    assert document["metadata"]["total_size"] == nbytes
+    assert written.nbytes == sum(file.stat().st_size for file in files)
+    most = parse_bytes(size, name="size")
+    for file in files:
+        mine = decoded(file)[0]
+        assert len(mine) == 1 or sum(t.nbytes for t in mine.values()) <= most
+    if size == 1:
+        assert len(files) == len(tensors())
+
+
+def test_shard_is_as_large_as_it_may_be_to_the_byte(source, tmp_path):
+    names = list(Checkpoint.open(source))
+    most = sum(tensors()[name].nbytes for name in names[:5])
+    for less in (0, 1):
+        target = tmp_path / str(less)
+        convert_to_packed(source, target, max_shard_size=most - less)
+        first = min(target.glob("*.safetensors"))
+        assert decoded(first)[0].keys() == set(names[: 5 - less])
+
+
+@pytest.mark.parametrize("size", ["5 apples", 0, "-1GB"])
+def test_shard_size_that_is_none_is_refused(source, tmp_path, size):
+    with pytest.raises(ConfigError, match="max_shard_size is"):
+        convert_to_packed(source, tmp_path / "target", max_shard_size=size)
+    assert not (tmp_path / "target").exists()
+
+
+SIZES = {"one file": "1GB", "shards": 20_000, "other shards": 1000}
+
+
+@pytest.mark.parametrize("after", SIZES)
+@pytest.mark.parametrize("before", [*SIZES, "quantized"])
+def test_what_was_there_before_is_replaced_whole(source, tmp_path, before, after):
+    target, alone = tmp_path / "target", tmp_path / "alone"
+    if before == "quantized":
+        convert_to_squareq(source, target)
+    else:
+        convert_to_packed(source, target, max_shard_size=SIZES[before])
+    convert_to_packed(source, target, max_shard_size=SIZES[after])
+    convert_to_packed(source, alone, max_shard_size=SIZES[after])
+    assert names_in(target) == names_in(alone)
+    for path in alone.glob("*.safetensors*"):
+        assert (target / path.name).read_bytes() == path.read_bytes()
+
+
+def test_quantized_folder_keeps_no_shards_of_what_was_there_before(source, tmp_path):
+    convert_to_packed(source, tmp_path / "target", max_shard_size=1000)
+    convert_to_squareq(source, tmp_path / "target")
+    convert_to_squareq(source, tmp_path / "alone")
+    assert names_in(tmp_path / "target") == names_in(tmp_path / "alone")
+
+
+@pytest.mark.parametrize("there", [None, "1GB", 20_000])
+def test_shards_that_are_not_all_there_are_never_taken_for_a_model(
+    source, tmp_path, monkeypatch, there
+):
+    """The process ends after any number of renames; nothing is tidied up."""
+    renames = 0
+    replace = Path.replace
+    whole = refused = 0
+    for last in range(12):
+        target = tmp_path / str(last)
+        if there is not None:
+            convert_to_packed(source, target, max_shard_size=there)
+        renames = 0
+
+        def rename(self, other):
+            nonlocal renames
+            renames += 1
+            if renames > last:  # noqa: B023
+                raise KeyboardInterrupt
+            return replace(self, other)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(Path, "replace", rename)
+            patched.setattr(Path, "unlink", lambda *_, **__: None)
+            patched.setattr(shutil, "rmtree", lambda *_, **__: None)
+            with contextlib.suppress(KeyboardInterrupt):
+                convert_to_packed(source, target, max_shard_size=1000)
+        try:
+            found = set(Checkpoint.open(target))
+        except CheckpointError:
+            refused += 1
+            continue
+        whole += 1
+        own = {name.partition(".packed.")[0] for name in found}
+        assert own == set(tensors())
+    assert whole >= 1
+    assert refused >= 3
+
+
+@pytest.mark.parametrize("how", ["interrupt", "a target that is a folder"])
+def test_failure_in_the_middle_of_many_shards_leaves_none(source, tmp_path, how):
+    target = tmp_path / "target"
+    target.mkdir()
+
+    def stop(done, total):
+        if how == "interrupt" and done > 60_000:
+            raise KeyboardInterrupt
+
+    if how != "interrupt":
+        (target / "tokenizer.json").mkdir()
+    before = names_in(target)
+    with pytest.raises((KeyboardInterrupt, CheckpointError)):
+        convert_to_packed(source, target, max_shard_size=1000, progress=stop)
+    assert names_in(target) - {"1_Pooling"} == before
+
+
+@pytest.mark.parametrize("given", ["folder", "index", "shard"])
+def test_shards_of_the_source_are_never_replaced(tmp_path, given):
+    """They have the names that a conversion of them would write."""
+    folder = tmp_path / "source"
+    convert = {"max_shard_size": 20_000}
+    save_file(tensors(), tmp_path / "model.safetensors")
+    convert_to_packed(tmp_path / "model.safetensors", folder, **convert)
+    weight_map = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        plain, _ = decoded(path)
+        save_file(plain, path)
+        weight_map.update(dict.fromkeys(plain, path.name))
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": weight_map}))
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    source = {"folder": folder, "index": index, "shard": path}[given]
+    with pytest.raises(ConfigError, match="cannot be converted to"):
+        convert_to_packed(source, folder, **convert)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+
+
 # ------------------------------------------------------------------------ nothing stays
 
 
@@ -353,20 +521,13 @@ def test_disk_that_fills_up_leaves_nothing(source, tmp_path, convert, there):
         assert not target.exists()
 
 
-def test_manifest_that_cannot_be_written_takes_its_file_along(
-    source, tmp_path, monkeypatch
-):
-    def full(path):
-        if path.name.endswith(".manifest.json"):
-            raise CheckpointError("no")
-        return replaced(path)
-
-    monkeypatch.setattr(converting, "replaced", full)
+def test_manifest_that_cannot_be_written_takes_its_file_along(source, tmp_path):
+    """What is there under its name is a folder."""
     target = tmp_path / "target"
-    target.mkdir()
-    with pytest.raises(CheckpointError, match="no"):
+    (target / "model.manifest.json").mkdir(parents=True)
+    with pytest.raises(CheckpointError, match=r"manifest\.json cannot be written"):
         convert_to_squareq(source, target)
-    assert list(target.iterdir()) == []
+    assert names_in(target) - {"1_Pooling"} == {"model.manifest.json"}
 
 
 @pytest.mark.parametrize("convert", CONVERSIONS)
@@ -482,7 +643,7 @@ def test_source_that_is_not_there_is_an_error(tmp_path, convert):
 
 def test_file_is_seen_only_when_it_is_complete(tmp_path):
     path = tmp_path / "it.safetensors"
-    with safetensors_file(path, ["a"]) as body:
+    with safetensors_file(replaced(path), ["a"]) as body:
         body.add("a", torch.ones(4))
         assert not path.exists()
     assert torch.equal(load_file(path)["a"], torch.ones(4))

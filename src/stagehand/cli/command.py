@@ -24,6 +24,7 @@ from stagehand.cli.tasks import Embedding, Generation, Task, bitwise_equal
 from stagehand.errors import ConfigError, StagehandError, StagehandInternalError
 from stagehand.stores.converting import (
     EXCLUDED,
+    SHARD_SIZE,
     convert_to_packed,
     convert_to_squareq,
 )
@@ -171,6 +172,14 @@ def convert(
         bool,
         typer.Option("--packed", help="Pack bfloat16 losslessly; quantize nothing."),
     ] = False,
+    max_shard_size: Annotated[
+        str | None,
+        typer.Option(
+            help="With --packed: the most bytes of tensors in one file, as they are"
+            f" before they are packed; beyond it there are several, and an index."
+            f" Default: {SHARD_SIZE}."
+        ),
+    ] = None,
     only: Annotated[
         str | None,
         typer.Option(help="Quantize only weights in whose names this is found."),
@@ -194,6 +203,11 @@ def convert(
                 "--only and --exclude choose what is quantized, and --packed quantizes"
                 " nothing; leave out either"
             )
+        if max_shard_size is not None and not packed:
+            raise ConfigError(
+                "--max-shard-size is for --packed: SquareQ v2 is one file and its"
+                " manifest; leave it out"
+            )
         with Progress(
             *columns, console=Console(stderr=True), transient=True
         ) as progress:
@@ -203,7 +217,10 @@ def convert(
                 progress.update(bar, completed=done, total=total)
 
             if packed:
-                written = convert_to_packed(source, target, progress=tell)
+                size = max_shard_size or SHARD_SIZE
+                written = convert_to_packed(
+                    source, target, max_shard_size=size, progress=tell
+                )
             else:
                 written = convert_to_squareq(
                     source, target, only=only, exclude=exclude, progress=tell

@@ -1,16 +1,17 @@
 """Writes checkpoints in a smaller form: packed losslessly, or quantized to INT8.
 
-One tensor is in memory at a time. A file is written under another name and gets its own
-when it is complete; a manifest follows its file.
+One tensor is in memory at a time. Files are written under other names and get their own
+when all are complete.
 """
 
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 import torch
 
@@ -25,10 +26,18 @@ from stagehand.stores.safetensors import read_tensor
 from stagehand.stores.squareq import MANIFEST_SUFFIX, find_manifest, manifest_of
 from stagehand.stores.squareq_layout import Rows
 from stagehand.stores.squareq_manifest import PAD, LayerSpec, Manifest
-from stagehand.stores.writing import check_room, replaced, safetensors_file
+from stagehand.stores.writing import (
+    SafetensorsBody,
+    Together,
+    check_room,
+    safetensors_file,
+    together,
+)
+from stagehand.units import parse_bytes
 
 __all__ = [
     "EXCLUDED",
+    "SHARD_SIZE",
     "Written",
     "convert_to_packed",
     "convert_to_squareq",
@@ -39,6 +48,10 @@ __all__ = [
 EXCLUDED = r"embed|norm|(^|\.)wte\.|(^|\.)wpe\.|(^|\.)shared\."
 """What is not quantized by default: by names, embeddings and norms."""
 
+SHARD_SIZE = "5GB"
+"""The most bytes of tensors in a packed file by default, before they are packed."""
+
+_INDEX = ".index.json"
 _PICKLED = (".pt", ".pth", ".bin", ".ckpt")
 _WEIGHT = ".weight"
 _LEAST_SHARE = 0.75  # no packed checkpoint is smaller
@@ -57,7 +70,7 @@ class Written:
     """What a conversion wrote."""
 
     path: Path
-    """The file."""
+    """The file, or the index of several."""
     smaller: int
     """Tensors in the smaller form."""
     plain: int
@@ -65,11 +78,15 @@ class Written:
     source_bytes: int
     """Bytes of all tensors before."""
     nbytes: int
-    """Bytes of the file."""
+    """Bytes of the files."""
 
 
 def convert_to_packed(
-    source: str | Path, target: str | Path, *, progress: Progress | None = None
+    source: str | Path,
+    target: str | Path,
+    *,
+    max_shard_size: int | str = SHARD_SIZE,
+    progress: Progress | None = None,
 ) -> Written:
     """Write a checkpoint whose bfloat16 weights are packed, where they shrink.
 
@@ -78,41 +95,71 @@ def convert_to_packed(
     Args:
         source: A safetensors file or folder, or a file of `torch.save`.
         target: A folder, made if it is not there.
+        max_shard_size: The most bytes of tensors in one file, counted as they are
+            before they are packed: with more of them there are several, and an index.
+            A larger tensor has a file of its own.
         progress: Told after each tensor.
 
     Raises:
         CheckpointError: If the source is not sound, or the target cannot be written:
             nothing is left of it then.
-        ConfigError: If the source is in a smaller form already.
+        ConfigError: If the source is in a smaller form already, or a size is none.
     """
+    most = parse_bytes(max_shard_size, name="max_shard_size")
     with _opened(source) as tensors, _folder(target) as folder:
-        path = _free_path(folder, tensors)
-        names = list(tensors.sizes)
+        path = folder / tensors.file_name
         check_room(folder, int(_LEAST_SHARE * tensors.nbytes))
-        # The names of packed tensors are longer: there must be room for either.
-        longest = [packed_name(name, tensors.sizes[name].shape) for name in names]
-        packed = 0
-        with safetensors_file(path, longest, format="pt") as body:
-            # Streams are multiples of 256 bytes; what is left follows by element size.
-            left = []
-            for name in names:
-                tensor = tensors.read(name)
-                stream = None
-                if tensor.dtype == torch.bfloat16 and tensor.numel():
-                    stream = pack(tensor.contiguous())
-                if stream is None:
-                    left.append(name)
-                    continue
-                body.add(packed_name(name, tensor.shape), stream.stream)
-                packed += 1
-                tensors.tell(name, progress)
-            for name in tensors.by_width(left):
-                body.add(name, tensors.read(name))
-                tensors.tell(name, progress)
-        with _unless_failed(path):
-            manifest_of(path).unlink(missing_ok=True)  # of what was there before
-            tensors.copy_beside(folder)
-        return tensors.written(path, packed)
+        with _replacing(path, tensors) as files:
+            shards = {}
+            for shard, names in tensors.shards(path, most).items():
+                opened = files.file(shard)
+                shards[shard] = _write_packed(opened, tensors, names, progress)
+            if len(shards) > 1:
+                path = path.with_name(path.name + _INDEX)
+                _write_json(files, path, _index(shards))
+            tensors.copy_beside(folder, files)
+        packed = sum(is_packed(n) for body in shards.values() for n in body.header)
+        return tensors.written(path, shards, packed)
+
+
+def _write_packed(
+    opened: AbstractContextManager[BinaryIO],
+    tensors: "_Tensors",
+    names: Sequence[str],
+    progress: Progress | None,
+) -> SafetensorsBody:
+    # The names of packed tensors are longer: there must be room for either.
+    longest = [packed_name(name, tensors.sizes[name].shape) for name in names]
+    with safetensors_file(opened, longest, format="pt") as body:
+        # Streams are multiples of 256 bytes; what is left follows by element size.
+        left = []
+        for name in names:
+            tensor = tensors.read(name)
+            stream = None
+            if tensor.dtype == torch.bfloat16 and tensor.numel():
+                stream = pack(tensor.contiguous())
+            if stream is None:
+                left.append(name)
+                continue
+            body.add(packed_name(name, tensor.shape), stream.stream)
+            tensors.tell(name, progress)
+        for name in tensors.by_width(left):
+            body.add(name, tensors.read(name))
+            tensors.tell(name, progress)
+    return body
+
+
+def _index(shards: Mapping[Path, SafetensorsBody]) -> dict[str, object]:
+    weight_map = {
+        name: path.name for path, body in shards.items() for name in body.header
+    }
+    total = sum(body.nbytes for body in shards.values())
+    return {"metadata": {"total_size": total}, "weight_map": weight_map}
+
+
+def _write_json(files: Together, path: Path, document: Mapping[str, object]) -> None:
+    with files.file(path) as file:
+        file.write(json.dumps(document, indent=1).encode())
 
 
 def convert_to_squareq(
@@ -126,7 +173,8 @@ def convert_to_squareq(
     """Write SquareQ v2: weights of linear layers as INT8, all else as it is.
 
     Quantized is each matrix named `*.weight` of a floating-point type, but for the
-    excluded ones. That changes values: a row keeps 8 bits for its largest weight.
+    excluded ones. That changes values: a row keeps 8 bits for its largest weight. There
+    is one file of any size: the format is a file and its manifest.
 
     Args:
         source: A safetensors file or folder, or a file of `torch.save`.
@@ -156,22 +204,21 @@ def convert_to_squareq(
                 f" floating-point type named '*{_WEIGHT}', found none among"
                 f" {len(tensors.sizes)} tensors that --only and --exclude let through"
             )
-        path = _free_path(folder, tensors)
+        path = folder / tensors.file_name
         layers = [tensors.layer(name) for name in chosen]
         saved = sum(tensors.bytes_of(name) for name in chosen)
         codes = sum(la.rows.count * (la.rows.padded + 8) for la in layers)
         check_room(folder, tensors.nbytes - saved + codes)
-        _write_squareq(path, tensors, layers, progress)
-        manifest = Manifest.of(manifest_of(path), tensors.path.name, layers)
-        with _unless_failed(path, manifest.path):
-            with replaced(manifest.path) as file:
-                file.write(json.dumps(manifest.document(), indent=1).encode())
-            tensors.copy_beside(folder)
-        return tensors.written(path, len(layers))
+        with _replacing(path, tensors) as files:
+            _write_squareq(files.file(path), tensors, layers, progress)
+            manifest = Manifest.of(manifest_of(path), tensors.path.name, layers)
+            _write_json(files, manifest.path, manifest.document())
+            tensors.copy_beside(folder, files)
+        return tensors.written(path, [path], len(layers))
 
 
 def _write_squareq(
-    path: Path,
+    opened: AbstractContextManager[BinaryIO],
     tensors: "_Tensors",
     layers: list[LayerSpec],
     progress: Progress | None,
@@ -181,7 +228,7 @@ def _write_squareq(
     taken |= {layer.bias for layer in layers if layer.bias is not None}
     left = [name for name in tensors.sizes if name not in taken]
     scales: dict[str, torch.Tensor] = {}
-    with safetensors_file(path, [*keys, *left], format="pt") as body:
+    with safetensors_file(opened, [*keys, *left], format="pt") as body:
         # Codes are multiples of 64 bytes; what is left follows by element size.
         for layer in layers:
             name = layer.name + _WEIGHT
@@ -243,22 +290,30 @@ def _expression(option: str, text: str | None) -> re.Pattern[str] | None:
         ) from None
 
 
-def _free_path(folder: Path, tensors: "_Tensors") -> Path:
-    """Return the file to write, if it would be the only one there.
+@contextmanager
+def _replacing(path: Path, tensors: "_Tensors") -> Iterator[Together]:
+    """Write the files of a model, and remove those of the one that was there before.
 
     Raises:
-        ConfigError: Otherwise: who reads the folder would find two models in it.
+        ConfigError: If others are there, too: who reads the folder would find two
+            models in it.
     """
-    path = folder / tensors.file_name
-    others = sorted(p.name for p in folder.glob("*.safetensors") if p != path)
-    written = {folder.resolve(), path.resolve()}
-    if tensors.path.resolve() in written or others:
+    own = re.compile(
+        rf"{re.escape(path.stem)}(-\d+-of-\d+)?\.safetensors({re.escape(_INDEX)})?"
+    )
+    found = {p for end in ("", _INDEX) for p in path.parent.glob(f"*.safetensors{end}")}
+    source = {file.resolve() for file in tensors.files}
+    others = sorted(p.name for p in found if not own.fullmatch(p.name))
+    if others or source & {file.resolve() for file in {path, *found}}:
         raise ConfigError(
-            f"{folder} cannot be converted to: expected an empty folder, or one that"
-            f" holds {path.name} only, found {', '.join(others[:3]) or 'the source'};"
-            " choose another one"
+            f"{path.parent} cannot be converted to: expected an empty folder, or one"
+            f" that holds {path.name} only, found"
+            f" {', '.join(others[:3]) or 'the source'}; choose another one"
         )
-    return path
+    with together() as files:
+        yield files
+    for old in {*found, manifest_of(path)} - files.paths:
+        old.unlink(missing_ok=True)
 
 
 # Sources and targets
@@ -270,10 +325,13 @@ class _Tensors:
     def __init__(
         self,
         path: Path,
+        files: Iterable[Path],
         sizes: Mapping[str, torch.Tensor],
         read: Callable[[str], torch.Tensor],
     ) -> None:
         self.path = path
+        self.files = set(files)
+        """What `path` stands for."""
         self.sizes = sizes
         """Tensors on `meta`."""
         self.read = read
@@ -284,13 +342,13 @@ class _Tensors:
     def file_name(self) -> str:
         """What to call the file."""
         if self.path.is_dir():
-            index = next(self.path.glob("*.safetensors.index.json"), None)
+            index = next(self.path.glob(f"*.safetensors{_INDEX}"), None)
             if index is not None:
-                return index.name.removesuffix(".index.json")
+                return index.name.removesuffix(_INDEX)
             files = sorted(self.path.glob("*.safetensors"))
             return files[0].name if len(files) == 1 else "model.safetensors"
-        if self.path.name.endswith(".index.json"):
-            return self.path.name.removesuffix(".index.json")
+        if self.path.name.endswith(_INDEX):
+            return self.path.name.removesuffix(_INDEX)
         return self.path.with_suffix(".safetensors").name
 
     def layer(self, name: str) -> LayerSpec:
@@ -310,6 +368,29 @@ class _Tensors:
             dtype=like.dtype,
         )
 
+    def shards(self, path: Path, most: int) -> dict[Path, list[str]]:
+        """Return which tensors go to which file, in their order, `most` bytes in each.
+
+        Args:
+            path: The file if it is the only one.
+            most: What a single tensor may exceed.
+        """
+        parts: list[list[str]] = [[]]
+        room = most
+        for name in self.sizes:
+            nbytes = self.bytes_of(name)
+            if nbytes > room and parts[-1]:
+                parts.append([])
+                room = most
+            parts[-1].append(name)
+            room -= nbytes
+        if len(parts) == 1:
+            return {path: parts[0]}
+        return {
+            path.with_stem(f"{path.stem}-{i:05}-of-{len(parts):05}"): names
+            for i, names in enumerate(parts, start=1)
+        }
+
     def by_width(self, names: "set[str] | list[str]") -> list[str]:
         """Return names by element size, widest first: so every address is aligned."""
         return sorted(names, key=lambda name: (-self.sizes[name].element_size(), name))
@@ -322,7 +403,7 @@ class _Tensors:
         if progress is not None:
             progress(self._done, self.nbytes)
 
-    def copy_beside(self, folder: Path) -> None:
+    def copy_beside(self, folder: Path, files: Together) -> None:
         """Copy configuration and tokenizer, so that the folder is a whole model.
 
         Raises:
@@ -332,20 +413,20 @@ class _Tensors:
             return
         for pattern in _BESIDE:
             for file in self.path.glob(pattern):
-                if not file.name.endswith((".index.json", MANIFEST_SUFFIX)):
-                    _copy(file, folder / file.relative_to(self.path))
+                if not file.name.endswith((_INDEX, MANIFEST_SUFFIX)):
+                    _copy(file, folder / file.relative_to(self.path), files)
 
-    def written(self, path: Path, smaller: int) -> Written:
+    def written(self, path: Path, files: Iterable[Path], smaller: int) -> Written:
         return Written(
             path=path,
             smaller=smaller,
             plain=len(self.sizes) - smaller,
             source_bytes=self.nbytes,
-            nbytes=path.stat().st_size,
+            nbytes=sum(file.stat().st_size for file in files),
         )
 
 
-def _copy(file: Path, target: Path) -> None:
+def _copy(file: Path, target: Path, files: Together) -> None:
     try:
         target.parent.mkdir(exist_ok=True)
         content = file.read_bytes()
@@ -353,7 +434,7 @@ def _copy(file: Path, target: Path) -> None:
         raise CheckpointError(
             f"{file} cannot be copied to {target}: {error}"
         ) from error
-    with replaced(target) as copy:
+    with files.file(target) as copy:
         copy.write(content)
 
 
@@ -364,7 +445,7 @@ def _opened(source: str | Path) -> Iterator[_Tensors]:
         file, found = _unpickled(path)
         sizes = {name: _like(t.shape, t.dtype) for name, t in found.items()}
         try:
-            yield _Tensors(path, sizes, lambda name: file.read(name, found[name]))
+            yield _Tensors(path, [path], sizes, lambda n: file.read(n, found[n]))
         finally:
             file.files.close()
         return
@@ -376,8 +457,9 @@ def _opened(source: str | Path) -> Iterator[_Tensors]:
         )
     sizes = {name: _like(e.shape, e.dtype) for name, e in checkpoint.items()}
     files = FileSet(checkpoint.files)
+    held = checkpoint.files
     try:
-        yield _Tensors(path, sizes, lambda name: read_tensor(files, checkpoint[name]))
+        yield _Tensors(path, held, sizes, lambda n: read_tensor(files, checkpoint[n]))
     finally:
         files.close()
 
@@ -418,17 +500,6 @@ def _unpickled(path: Path) -> tuple[Pickled, dict[str, torch.Tensor]]:
             f" found {type(found).__name__}; save the model's state_dict()"
         )
     return file, found
-
-
-@contextmanager
-def _unless_failed(*files: Path) -> Iterator[None]:
-    """Remove files that are complete again if what has to come with them fails."""
-    try:
-        yield
-    except BaseException:
-        for file in files:
-            file.unlink(missing_ok=True)
-        raise
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Writes a safetensors file tensor by tensor, whole or not at all.
+"""Writes safetensors files tensor by tensor, whole or not at all.
 
 The header comes first in the file and is known last, so room is left for it: it is
 padded with spaces, as the format allows, and the data begins at a multiple of 4096.
@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import BinaryIO
 
@@ -20,7 +21,14 @@ from stagehand.errors import CheckpointError
 from stagehand.stores.headers import code_of
 from stagehand.units import format_bytes
 
-__all__ = ["SafetensorsBody", "check_room", "replaced", "safetensors_file"]
+__all__ = [
+    "SafetensorsBody",
+    "Together",
+    "check_room",
+    "replaced",
+    "safetensors_file",
+    "together",
+]
 
 _PAGE = 4096
 _LENGTH_BYTES = 8
@@ -44,39 +52,103 @@ def check_room(folder: Path, nbytes: int) -> None:
         )
 
 
-@contextlib.contextmanager
-def replaced(path: Path) -> Iterator[BinaryIO]:
-    """Write a file under another name, and give it its own when it is complete.
+class Together:
+    """Files that are written under other names, and get their own all at once."""
 
-    What was there before stays until then; of what fails nothing stays.
+    def __init__(self) -> None:
+        self._unfinished: dict[Path, Path] = {}
 
-    Raises:
-        CheckpointError: If the system cannot write it.
-    """
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}.unfinished")
-    try:
-        with unfinished.open("wb") as file:
+    @property
+    def paths(self) -> set[Path]:
+        """Their own names."""
+        return set(self._unfinished)
+
+    @contextlib.contextmanager
+    def file(self, path: Path) -> Iterator[BinaryIO]:
+        """Write one of them.
+
+        Raises:
+            CheckpointError: If the system cannot.
+        """
+        unfinished = path.with_name(f".{path.name}.{os.getpid()}.unfinished")
+        self._unfinished[path] = unfinished
+        with _or_nothing(path), unfinished.open("wb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        unfinished.replace(path)
+
+    def publish(self) -> None:
+        """Give the files their names, the last one first.
+
+        So an index, written behind what it lists, is there before it: who reads the
+        folder in between, or after the system went down, is told what is missing.
+
+        Raises:
+            CheckpointError: If the system cannot.
+        """
+        try:
+            for path, unfinished in reversed(self._unfinished.items()):
+                with _or_nothing(path):
+                    unfinished.replace(path)
+        except BaseException:
+            for path, unfinished in self._unfinished.items():
+                if not unfinished.exists():  # it has its name
+                    path.unlink(missing_ok=True)
+            raise
+
+    def discard(self) -> None:
+        """Remove what has no name of its own yet."""
+        for unfinished in self._unfinished.values():
+            unfinished.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _or_nothing(path: Path) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         raise CheckpointError(
             f"{path} cannot be written ({error}): nothing is left of it; expected a"
             " place with enough room that may be written to"
         ) from error
+
+
+@contextlib.contextmanager
+def together() -> Iterator[Together]:
+    """Write files that get their names when all are complete.
+
+    What was there before stays until then; of what fails nothing stays.
+
+    Raises:
+        CheckpointError: If the system cannot write one.
+    """
+    files = Together()
+    try:
+        yield files
+        files.publish()
     finally:
-        unfinished.unlink(missing_ok=True)
+        files.discard()
+
+
+@contextlib.contextmanager
+def replaced(path: Path) -> Iterator[BinaryIO]:
+    """Write one file under another name, as `together` does.
+
+    Raises:
+        CheckpointError: If the system cannot write it.
+    """
+    with together() as files, files.file(path) as file:
+        yield file
 
 
 @contextlib.contextmanager
 def safetensors_file(
-    path: Path, names: Iterable[str], **metadata: str
+    opened: AbstractContextManager[BinaryIO], names: Iterable[str], **metadata: str
 ) -> Iterator["SafetensorsBody"]:
     """Write a safetensors file: what is added, in that order; whole or not at all.
 
     Args:
-        path: The file.
+        opened: `replaced(path)`, or `file(path)` of `together()`.
         names: All names that will be added.
         **metadata: For the header.
 
@@ -86,7 +158,7 @@ def safetensors_file(
     room = _LENGTH_BYTES + _FIELDS + len(json.dumps(metadata))
     room += sum(len(json.dumps(name)) + _FIELDS for name in names)
     start = -(-room // _PAGE) * _PAGE
-    with replaced(path) as file:
+    with opened as file:
         file.seek(start)
         body = SafetensorsBody(file)
         yield body
@@ -107,8 +179,10 @@ class SafetensorsBody:
 
     def __init__(self, file: BinaryIO) -> None:
         self.header: dict[str, object] = {}
+        """What the file's header will say, by name."""
+        self.nbytes = 0
+        """Of all that was added."""
         self._file = file
-        self._end = 0
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
         """Write a tensor's bytes behind those of the one before.
@@ -125,9 +199,9 @@ class SafetensorsBody:
         self.header[name] = {
             "dtype": code_of(dense.dtype),
             "shape": list(dense.shape),
-            "data_offsets": [self._end, self._end + nbytes],
+            "data_offsets": [self.nbytes, self.nbytes + nbytes],
         }
-        self._end += nbytes
+        self.nbytes += nbytes
 
     def fill_page(self, name: str) -> None:
         """Let what is added next begin at a multiple of 4096; `name` is the filler's.
@@ -135,5 +209,5 @@ class SafetensorsBody:
         Raises:
             OSError: If the system cannot write.
         """
-        if missing := -self._end % _PAGE:
+        if missing := -self.nbytes % _PAGE:
             self.add(name, torch.zeros(missing, dtype=torch.uint8))
