@@ -135,6 +135,11 @@ PRINTING_PARTS = {"cli"}
 DEVICE_WORDS = {"cuda", "hpu", "xpu", "pin_memory", "memory_allocated"}
 TORCH_DEVICE_NAMES = {"Stream", "Event", "current_stream", "accelerator"}
 THREAD_NAMES = {"Thread", "Timer", "ThreadPoolExecutor", "ProcessPoolExecutor"}
+FACTORIES = {
+    *("arange", "as_tensor", "asarray", "empty", "empty_strided", "eye", "full"),
+    *("linspace", "ones", "rand", "randint", "randn", "randperm", "scalar_tensor"),
+    *("tensor", "zeros"),
+}
 EMPTY_WORDS = {
     *("manager", "handler", "helper", "entry", "hub", "bridge", "coordinator"),
     *("context", "data", "info", "misc"),
@@ -351,9 +356,20 @@ def empty_names(name: str, tree: ast.Module, known: set[str]) -> Iterator[str]:
             yield f"{each} is named {words[-1]}: say what it is"
 
 
+def default_places(name: str, tree: ast.Module, known: set[str]) -> Iterator[str]:
+    # A user may have set another default device.
+    for node in ast.walk(tree):
+        match node:
+            case ast.Call(
+                func=ast.Attribute(value=ast.Name(id="torch"), attr=word)
+            ) if word in FACTORIES:
+                if "device" not in {keyword.arg for keyword in node.keywords}:
+                    yield f"line {node.lineno} calls torch.{word} without a device"
+
+
 RULES = (
     *(upward_imports, impure_imports, missing_heads, device_names, private_torch),
-    *(threads, prints, broad_excepts, empty_names),
+    *(threads, prints, broad_excepts, empty_names, default_places),
 )
 
 
@@ -418,6 +434,7 @@ BROKEN = [
     (broad_excepts, "stores/base", "try:\n    f()\nexcept BaseException:\n    g()"),
     (empty_names, "stores/base", "class PoolManager: ..."),
     (empty_names, "core/device_info", ""),
+    (default_places, "stores/base", "import torch\ntorch.empty(3, dtype=torch.uint8)"),
 ]
 KEPT = [
     (upward_imports, "core/transfer", "from stagehand.core.ledger import Ledger"),
@@ -432,6 +449,8 @@ KEPT = [
     (prints, "cli/main", "print(1)"),
     (broad_excepts, "runtime", "try:\n    f()\nexcept BaseException:\n    raise"),
     (empty_names, "core/ledger", "class Metadata: ..."),
+    (default_places, "stores/base", "import torch\ntorch.empty(3, device=x.device)"),
+    (default_places, "stores/base", "import torch\ntorch.empty_like(x)"),
 ]
 
 

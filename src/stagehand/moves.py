@@ -50,7 +50,7 @@ class Moves:
         model = runtime.model
         place = runtime.torch_device
         for dtype in {p.dtype for p in model.parameters()}:
-            probe = torch.empty(0, dtype=dtype)
+            probe = torch.empty(0, dtype=dtype, device="cpu")
             result = fn(probe)
             if result.dtype != dtype:
                 raise ConfigError(

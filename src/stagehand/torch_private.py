@@ -123,7 +123,7 @@ _run_backward = getattr(torch.autograd.graph, "_engine_run_backward", None)
 
 
 def _wrapper_count() -> int:
-    tensor = torch.empty(1)
+    tensor = torch.empty(1, device="cpu")
     return use_count_of(tensor.untyped_storage()._cdata) - 1
 
 

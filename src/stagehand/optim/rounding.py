@@ -33,7 +33,7 @@ def noise_seed(seed: int, number: int, count: int) -> int:
 
 def draw_noise(count: int, generator: torch.Generator) -> torch.Tensor:
     """Return `count` int32 in host memory, all of whose bits are random."""
-    pairs = torch.empty((count + 1) // 2, dtype=torch.int64)
+    pairs = torch.empty((count + 1) // 2, dtype=torch.int64, device="cpu")
     return pairs.random_(-(2**63), None, generator=generator).view(torch.int32)[:count]
 
 

@@ -131,7 +131,7 @@ class _Scratch:
 
     def __init__(self) -> None:
         self._made: dict[str, torch.Tensor] = {}
-        self._noise = torch.empty(0, dtype=torch.int32)
+        self._noise = torch.empty(0, dtype=torch.int32, device="cpu")
 
     def floats(self, index: int, piece: torch.Tensor) -> torch.Tensor:
         """Return a piece of a parameter's tensor of this index as float32."""

@@ -235,7 +235,7 @@ class _Writes:
         """Return a tensor of this memory with its value, None if that is unknown."""
         if not self._calls:
             return None
-        memory = torch.empty(self._storage.nbytes(), dtype=torch.uint8)
+        memory = torch.empty(self._storage.nbytes(), dtype=torch.uint8, device="cpu")
         for call, form in self._calls:
             call.with_tensors(partial(_unless_meta, form.placed_in(memory))).run()
         return _Form.of(tensor).placed_in(memory)
@@ -269,7 +269,7 @@ class _Form:
 
     def placed_in(self, memory: torch.Tensor) -> torch.Tensor:
         """Return a tensor of this form in other memory."""
-        tensor = torch.empty(0, dtype=self.dtype)
+        tensor = torch.empty(0, dtype=self.dtype, device="cpu")
         storage = memory.untyped_storage()
         return tensor.set_(storage, self.offset, self.shape, self.stride)
 

@@ -94,7 +94,7 @@ def store_of(block: Block) -> Store:
 def pageable(block: Block) -> torch.Tensor:
     """Return ordinary memory for a block's image."""
     with torch.inference_mode(False):
-        return torch.empty(block.nbytes, dtype=torch.uint8)
+        return torch.empty(block.nbytes, dtype=torch.uint8, device="cpu")
 
 
 def write_back(block: Block, image: torch.Tensor, *, only_if_different: bool) -> None:

@@ -95,7 +95,7 @@ class Masters:
             room -= min(room // 2, (lookahead + 2) * largest)
         stubborn = []
         with plain_tensors():
-            image, memory = torch.empty(2, largest, dtype=torch.uint8)
+            image, memory = torch.empty(2, largest, dtype=torch.uint8, device="cpu")
         for block in wanted:
             used = self._pack(block, device_type, image, memory, room)
             room -= used
@@ -238,11 +238,11 @@ def _on_host(tensor: torch.Tensor) -> torch.Tensor:
 def _plain_copies(block: Block, hosts: list[torch.Tensor]) -> list[torch.Tensor]:
     with plain_tensors():
         if block.layout.overlaps:
-            image = torch.empty(block.nbytes, dtype=torch.uint8)
+            image = torch.empty(block.nbytes, dtype=torch.uint8, device="cpu")
             views = block.layout.views(image)
         else:
             views = [
-                torch.empty_strided(e.shape, e.stride, dtype=e.dtype)
+                torch.empty_strided(e.shape, e.stride, dtype=e.dtype, device="cpu")
                 for e in block.layout.entries
             ]
     for view, host in zip(views, hosts, strict=True):

@@ -260,8 +260,9 @@ def quantize(
     """
     count, columns = weight.shape
     with plain_tensors():
-        codes = torch.zeros(count, columns + -columns % PAD, dtype=torch.int8)
-        scales = torch.empty(count)
+        padded = columns + -columns % PAD
+        codes = torch.zeros(count, padded, dtype=torch.int8, device="cpu")
+        scales = torch.empty(count, dtype=torch.float32, device="cpu")
         step = max(1, _AT_ONCE * torch.get_num_threads() // columns)
         for at in range(0, count, step):
             exact = weight[at : at + step].to(torch.float32, copy=True)

@@ -226,7 +226,7 @@ class FileSet:
         if key not in self._mappings:
             self._mappings.setdefault(key, self._map(extent.path))
         with plain_tensors():
-            view = torch.empty(0, dtype=extent.dtype).set_(
+            view = torch.empty(0, dtype=extent.dtype, device="cpu").set_(
                 self._mappings[key].untyped_storage(),
                 extent.offset // extent.dtype.itemsize,
                 extent.shape,

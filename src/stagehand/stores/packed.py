@@ -100,7 +100,8 @@ class PackedWire:
         Memory: an image and its packed form, while it packs.
         """
         with plain_tensors():
-            image, packed = torch.empty(2, self._layout.nbytes, dtype=torch.uint8)
+            size = 2, self._layout.nbytes
+            image, packed = torch.empty(size, dtype=torch.uint8, device="cpu")
         self._seen = self._look()
         self._layout.pack(self._hosts, image)
         form, wire = pack_image(image, self._layout, wire=packed)
@@ -123,7 +124,7 @@ class PackedWire:
 
     def _look(self) -> torch.Tensor:
         if not self._probes:
-            return torch.empty(0)
+            return torch.empty(0, device="cpu")
         return torch.cat(self._probes)
 
 

@@ -108,7 +108,7 @@ class PackedLayout:
             rows.append(header.row(entry.source, entry.offset, tiles, escape_tiles))
             tiles += header.tiles
             escape_tiles += header.escape_tiles
-        return torch.tensor(rows, dtype=torch.int64).view(-1, ROW_LENGTH)
+        return torch.tensor(rows, dtype=torch.int64, device="cpu").view(-1, ROW_LENGTH)
 
     def fill(self, wire: torch.Tensor, image: torch.Tensor) -> None:
         """Write all but the streams: what is raw, from the image, and the directory.

@@ -172,12 +172,12 @@ class PackedHeader:
 
     def head(self) -> torch.Tensor:
         """Return the bytes that a stream with this header begins with."""
-        head = torch.zeros(HEAD_NBYTES, dtype=torch.uint8)
+        head = torch.zeros(HEAD_NBYTES, dtype=torch.uint8, device="cpu")
         words = head.view(torch.int64)
-        words[:3] = torch.tensor([_MAGIC, self.numel, self.escapes])
-        exponents = torch.tensor(self.exponents, dtype=torch.uint8)
+        words[:3] = torch.tensor([_MAGIC, self.numel, self.escapes], device="cpu")
+        exponents = torch.tensor(self.exponents, dtype=torch.uint8, device="cpu")
         head[_EXPONENTS_OFFSET : _EXPONENTS_OFFSET + ESCAPE] = exponents
-        words[ROW_OFFSET // 8 :][:ROW_LENGTH] = torch.tensor(self.row())
+        words[ROW_OFFSET // 8 :][:ROW_LENGTH] = torch.tensor(self.row(), device="cpu")
         head[PAIRS_OFFSET:] = self._pairs().view(torch.uint8)
         return head
 
@@ -201,8 +201,8 @@ class PackedHeader:
             CheckpointError: If one is not in order.
         """
         positions = escapes >> 16
-        edges = torch.tensor([-1]), torch.tensor([self.numel])
-        if not (torch.cat([edges[0], positions, edges[1]]).diff() > 0).all():
+        edges = torch.tensor([-1, self.numel], device="cpu")
+        if not (torch.cat([edges[:1], positions, edges[1:]]).diff() > 0).all():
             raise CheckpointError(
                 f"{what}: the {self.escapes} escapes of a packed stream do not ascend "
                 f"from 0 to {self.numel - 1}: pack it again"
@@ -244,7 +244,7 @@ class PackedHeader:
         ]
 
     def _pairs(self) -> torch.Tensor:
-        exponents = torch.tensor([*self.exponents, 0], dtype=torch.int32)
+        exponents = torch.tensor([*self.exponents, 0], dtype=torch.int32, device="cpu")
         return (exponents[:, None] << 8 | exponents).flatten().to(torch.int16)
 
 

@@ -75,7 +75,7 @@ def pack(tensor: torch.Tensor) -> PackedTensor | None:
     with plain_tensors():
         words = tensor.detach().view(-1).view(torch.int16)
         nbytes = int(2 * words.numel() * LARGEST_SHARE)
-        stream = torch.empty(nbytes, dtype=torch.uint8)
+        stream = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         header = _pack_into(words, stream)
     if header is None:
         return None
@@ -103,7 +103,7 @@ def pack_image(
     """
     if wire is None:
         with plain_tensors():
-            wire = torch.empty(layout.nbytes, dtype=torch.uint8)
+            wire = torch.empty(layout.nbytes, dtype=torch.uint8, device="cpu")
     layout.check_image(image)
     layout.check_image(wire)
     headers: list[PackedHeader | None] = []
@@ -173,9 +173,9 @@ def _write_pairs(
     """
     half = header.half
     step = min(_PAIRS * torch.get_num_threads(), half)
-    one, two = torch.empty(2, step, dtype=torch.int16)
-    index = torch.empty(step, dtype=torch.int32)
-    spare = torch.empty(2, step // 8, dtype=torch.int64)
+    one, two = torch.empty(2, step, dtype=torch.int16, device="cpu")
+    index = torch.empty(step, dtype=torch.int32, device="cpu")
+    spare = torch.empty(2, step // 8, dtype=torch.int64, device="cpu")
     table = _codes_of_pairs(header)
     low = stream[HEAD_NBYTES:][: 2 * half]
     codes = stream[header.codes_offset :][:half]
@@ -204,8 +204,9 @@ def _write_pairs(
 
 def _codes_of_pairs(header: PackedHeader) -> torch.Tensor:
     """Return the code byte of two exponents, at the index of one above the other."""
-    codes = torch.full((256,), ESCAPE, dtype=torch.uint8)
-    codes[torch.tensor(header.exponents)] = torch.arange(ESCAPE, dtype=torch.uint8)
+    codes = torch.full((256,), ESCAPE, dtype=torch.uint8, device="cpu")
+    exponents = torch.tensor(header.exponents, device="cpu")
+    codes[exponents] = torch.arange(ESCAPE, dtype=torch.uint8, device="cpu")
     return (codes[:, None] << 4 | codes).flatten()
 
 
@@ -232,6 +233,6 @@ def _escapes(
     for which, mine in enumerate((codes & 0xF, codes >> 4)):
         row, column = (mine == ESCAPE).nonzero().unbind(1)
         positions.append(groups[row] * 8 + column + which * header.half)
-    positions.append(torch.arange(2 * header.half, header.numel))
+    positions.append(torch.arange(2 * header.half, header.numel, device="cpu"))
     position = torch.cat(positions)
     return position << 16 | words[position].to(torch.int64) & 0xFFFF

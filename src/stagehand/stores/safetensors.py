@@ -153,8 +153,9 @@ class SafetensorsStore:
         if index in self._edited or was_written(host) or not view.is_contiguous():
             return same_bits(view, host)
         mine = view.detach().reshape(-1).view(torch.uint8)
+        nbytes = min(_COMPARED_BYTES, extent.nbytes)
         with plain_tensors():
-            buffer = torch.empty(min(_COMPARED_BYTES, extent.nbytes), dtype=torch.uint8)
+            buffer = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         for start in range(0, extent.nbytes, _COMPARED_BYTES):
             piece = mine[start : start + _COMPARED_BYTES]
             theirs = buffer[: len(piece)]

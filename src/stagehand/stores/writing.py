@@ -210,4 +210,4 @@ class SafetensorsBody:
             OSError: If the system cannot write.
         """
         if missing := -self.nbytes % _PAGE:
-            self.add(name, torch.zeros(missing, dtype=torch.uint8))
+            self.add(name, torch.zeros(missing, dtype=torch.uint8, device="cpu"))
