@@ -21,7 +21,8 @@ PLAN: dict[int, dict[str, tuple[str, ...]]] = {
     0: {"": ("errors", "units", "torch_private")},
     1: {
         "core": (
-            *("states", "device", "stopwatch", "clock", "telemetry", "limits"),
+            *("states", "machine", "device", "stopwatch", "clock", "telemetry"),
+            "limits",
             *("ledger", "arena", "workers", "layout", "saved"),
             *("wire_ring", "traffic", "transfer"),
         )

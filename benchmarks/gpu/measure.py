@@ -9,7 +9,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import psutil
 import torch
 
 from benchmarks.gpu.clock import Spread, time_each, time_steps
@@ -21,6 +20,7 @@ from benchmarks.gpu.tasks.base import Room
 from benchmarks.gpu.tasks.making import KINDS, make
 from benchmarks.gpu.ways.base import Setting
 from benchmarks.gpu.ways.every import WAYS
+from stagehand.core.machine import free_host_bytes
 from stagehand.units import MIB, format_bytes, parse_bytes
 
 if TYPE_CHECKING:
@@ -162,7 +162,7 @@ def _checked(setting: Setting, card: Card, found: Resident) -> dict[str, Any]:
 def _check_host(setting: Setting) -> None:
     """Leave out what would drive this machine out of memory."""
     need = _PINNED_TWICE * setting.room.whole_bytes
-    free = psutil.virtual_memory().available
+    free = free_host_bytes()
     if need > free:
         raise MemoryError(
             f"may page-lock {format_bytes(need)}, {format_bytes(free)} are free"

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, TypeVar
 
-import psutil
 import torch
 from torch import nn
 
 from stagehand.assembly import Settings
 from stagehand.config import StagehandConfig
 from stagehand.core.device import Device, find_device
+from stagehand.core.machine import free_host_bytes, host_bytes
 from stagehand.errors import ConfigError
 from stagehand.guards import Checks
 from stagehand.residency.blocks import tensor_bytes
@@ -220,7 +220,7 @@ def _budgets(
 ) -> tuple[int, int]:
     budget = device_budget(place, vram_budget)
     own = sum(tensor_bytes(p) for p in model.parameters() if p.is_cpu)
-    pinned = int(_DEFAULT_SHARE * (psutil.virtual_memory().available + own))
+    pinned = int(_DEFAULT_SHARE * (free_host_bytes() + own))
     if ram_budget is not None:
         pinned = host_budget(ram_budget)
         if place.is_host:  # there is one memory: the smaller budget counts
@@ -242,8 +242,7 @@ def device_budget(place: Device, vram_budget: int | str | None) -> int:
 
 def host_budget(ram_budget: int | str) -> int:
     """Return the bytes that a user's `ram_budget` stands for."""
-    total = psutil.virtual_memory().total
-    return parse_bytes(ram_budget, name="ram_budget", of=total)
+    return parse_bytes(ram_budget, name="ram_budget", of=host_bytes())
 
 
 def check_model(model: nn.Module, dtype: torch.dtype | None) -> None:

@@ -354,9 +354,8 @@ def test_checkpoint_that_fits_the_free_memory_is_read_through_the_page_cache(
     new_file(path)
     stamps = {path: FileStamp.of(path)}
     for share, past_cache in ((0.9, True), (10.0, False)):
-        free = type("Memory", (), {"available": share * SIZE})
         monkeypatch.setattr(
-            files_module.psutil, "virtual_memory", lambda free=free: free
+            files_module, "free_host_bytes", lambda share=share: int(share * SIZE)
         )
         assert FileSet(stamps)._past_cache is past_cache
 

@@ -12,9 +12,9 @@ import time
 import warnings
 from typing import Any, Protocol
 
-import psutil
 import torch
 
+from stagehand.core.machine import free_host_bytes
 from stagehand.errors import ConfigError, StagehandWarning
 from stagehand.torch_private import allocated_on
 
@@ -424,8 +424,7 @@ class HostDevice:
 
     def free_bytes(self) -> int:
         """See `Device.free_bytes`."""
-        available: int = psutil.virtual_memory().available
-        return available
+        return free_host_bytes()
 
     def copy(
         self, target: torch.Tensor, source: torch.Tensor, stream: Stream | None = None

@@ -11,10 +11,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError
 from pathlib import Path
 
-import psutil
 import torch
 
 from stagehand.core.layout import contiguous_stride, own_storage, plain_tensors
+from stagehand.core.machine import free_host_bytes
 from stagehand.core.workers import WorkerGroup
 from stagehand.errors import (
     ClosedError,
@@ -64,7 +64,7 @@ class FileSet:
         self._stamps = dict(files)
         if past_cache is None:
             total = sum(stamp.size for stamp in self._stamps.values())
-            past_cache = total > _CACHE_SHARE * psutil.virtual_memory().available
+            past_cache = total > _CACHE_SHARE * free_host_bytes()
         self._past_cache = past_cache
         self._scratch = Scratch()
         self._readers: dict[int, WorkerGroup] = {}  # by process

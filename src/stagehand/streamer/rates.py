@@ -7,9 +7,8 @@ import time
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-import psutil
-
 from stagehand.core.device import host_memory
+from stagehand.core.machine import free_host_bytes
 from stagehand.core.workers import WorkerGroup
 
 if TYPE_CHECKING:
@@ -72,7 +71,7 @@ def measure_rates(
         CheckpointError: If a layer cannot be read.
     """
     largest = max(1, *(image.nbytes for image in images))
-    free = device.free_bytes(), psutil.virtual_memory().available
+    free = device.free_bytes(), free_host_bytes()
     buffers = [host_memory(largest) for _ in range(2)]
     disk = max(_read_rate(images, files, buffers) for _ in range(2))
     one, other = (buffer[:_COPY_BYTES] for buffer in buffers)

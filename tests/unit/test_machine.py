@@ -1,0 +1,81 @@
+"""Host memory is the machine's, or what the process's container leaves of it."""
+
+import types
+
+import psutil
+import pytest
+
+from stagehand.core.machine import free_host_bytes, host_bytes
+
+GB = 10**9
+
+
+@pytest.fixture(autouse=True)
+def _machine(monkeypatch):
+    memory = types.SimpleNamespace(available=60 * GB, total=64 * GB)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
+
+
+@pytest.fixture
+def machine(tmp_path):
+    """Writes the files of a machine's control groups."""
+
+    def machine(membership, groups, *, old=False):
+        (tmp_path / "proc/self").mkdir(parents=True)
+        (tmp_path / "proc/self/cgroup").write_text(membership)
+        limit = "memory.limit_in_bytes" if old else "memory.max"
+        used = "memory.usage_in_bytes" if old else "memory.current"
+        total = "total_" if old else ""
+        for path, (most, held, cached) in groups.items():
+            folder = tmp_path / "sys/fs/cgroup" / ("memory" if old else "") / path
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / limit).write_text(f"{most}\n")
+            (folder / used).write_text(f"{held}\n")
+            (folder / "memory.stat").write_text(
+                f"anon {held - cached}\n{total}inactive_file {cached - 1000}\n"
+                f"{total}active_file 1000\n"
+            )
+        return tmp_path
+
+    return machine
+
+
+V2 = "0::/pod/one\n"
+V1 = "9:name=systemd:/\n4:memory:/pod/one\n1:cpu,cpuacct:/pod/one\n0::/\n"
+
+
+@pytest.mark.parametrize(("membership", "old"), [(V2, False), (V1, True)])
+def test_container_leaves_its_limit_less_what_is_used_and_is_no_cache(
+    machine, membership, old
+):
+    root = machine(membership, {"pod/one": (8 * GB, 5 * GB, 3 * GB)}, old=old)
+    assert free_host_bytes(root) == 6 * GB
+    assert host_bytes(root) == 8 * GB
+
+
+def test_smallest_of_the_groups_around_a_process_counts(machine):
+    groups = {"pod": (8 * GB, 7 * GB, GB), "pod/one": (6 * GB, GB, 0)}
+    root = machine(V2, groups)
+    assert free_host_bytes(root) == 2 * GB
+    assert host_bytes(root) == 6 * GB
+
+
+def test_container_that_knows_itself_by_the_machines_path_is_found_at_the_top(machine):
+    root = machine(V1, {"": (8 * GB, GB, 0)}, old=True)
+    assert free_host_bytes(root) == 7 * GB
+
+
+def test_group_over_its_limit_leaves_nothing(machine):
+    assert free_host_bytes(machine(V2, {"pod/one": (GB, 2 * GB, 0)})) == 0
+
+
+@pytest.mark.parametrize("limit", ["max", 9223372036854771712])
+def test_group_without_a_limit_leaves_the_machines_memory(machine, limit):
+    root = machine(V2, {"pod/one": (limit, GB, 0)})
+    assert free_host_bytes(root) == 60 * GB
+    assert host_bytes(root) == 64 * GB
+
+
+def test_system_without_control_groups_leaves_the_machines_memory(tmp_path):
+    assert free_host_bytes(tmp_path) == 60 * GB
+    assert host_bytes(tmp_path) == 64 * GB
