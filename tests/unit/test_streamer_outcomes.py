@@ -1,11 +1,13 @@
 """The file of results, from which a search goes on."""
 
+import contextlib
 import json
+import resource
 
 import pytest
 
 from stagehand.errors import ConfigError
-from stagehand.streamer.outcomes import Outcome, OutcomeFile
+from stagehand.streamer.outcomes import Outcome, OutcomeFile, write_whole
 
 SEARCH = {"layers": 3, "files": {"a": [1, 2]}, "values": (1, 2)}
 ONE = Outcome(
@@ -69,6 +71,46 @@ def test_file_that_cannot_be_written_is_told_before_anything_is_measured(tmp_pat
         OutcomeFile(tmp_path / "nowhere" / "file", SEARCH).read()
     with pytest.raises(ConfigError, match="cannot be read"):
         OutcomeFile(tmp_path, SEARCH).read()
+
+
+@contextlib.contextmanager
+def disk_of(nbytes):
+    """Let no file grow beyond so many bytes, as on a disk that is full then."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_full_disk_is_told_and_no_result_before_it_is_lost(path):
+    file = OutcomeFile(path, SEARCH)
+    file.read()
+    file.add(ONE)
+    whole = path.read_bytes()
+    with (
+        disk_of(len(whole) + 9),
+        pytest.raises(ConfigError, match=r"jsonl' cannot be written: .*search again"),
+    ):
+        file.add(OTHER)
+    assert path.read_bytes()[: len(whole)] == whole
+    again = OutcomeFile(path, SEARCH)
+    assert again.read() == [ONE]
+    again.add(OTHER)
+    assert again.read() == [ONE, OTHER]
+
+
+def test_file_that_is_written_whole_is_left_as_it_was_by_a_full_disk(path):
+    write_whole(path, "first", "config_file")
+    with (
+        disk_of(3),
+        pytest.raises(ConfigError, match=r"config_file .*cannot be written") as caught,
+    ):
+        write_whole(path, "second", "config_file")
+    assert isinstance(caught.value.__cause__, OSError)
+    assert path.read_text() == "first"
+    assert list(path.parent.iterdir()) == [path]
 
 
 def test_seconds_of_a_pass():

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-__all__ = ["Outcome", "OutcomeFile"]
+__all__ = ["Outcome", "OutcomeFile", "write_whole"]
 
 _SEARCH = "search"
 
@@ -92,20 +92,37 @@ class OutcomeFile:
         lines: list[dict[str, Any]] = [{_SEARCH: self._search}]
         lines += map(asdict, outcomes)
         whole = "".join(f"{json.dumps(line)}\n" for line in lines)
-        unfinished = self._path.with_name(f"{self._path.name}.{os.getpid()}")
-        try:
-            unfinished.write_text(whole)
-            unfinished.replace(self._path)
-        except OSError as error:
-            unfinished.unlink(missing_ok=True)
-            raise ConfigError(
-                f"results_file {str(self._path)!r} cannot be written: {error}"
-            ) from error
+        write_whole(self._path, whole, "results_file")
 
     def add(self, outcome: Outcome) -> None:
-        """Add an outcome at the end."""
-        with self._path.open("a") as file:
-            file.write(f"{json.dumps(asdict(outcome))}\n")
+        """Add an outcome at the end.
+
+        Raises:
+            ConfigError: If it cannot be written; those before it stay readable.
+        """
+        try:
+            with self._path.open("a") as file:
+                file.write(f"{json.dumps(asdict(outcome))}\n")
+        except OSError as error:
+            raise ConfigError(
+                f"results_file {str(self._path)!r} cannot be written: {error}; it has"
+                " all results but the last: make room, and search again from there"
+            ) from error
+
+
+def write_whole(path: Path, text: str, what: str) -> None:
+    """Write a file, or leave the one that is there.
+
+    Raises:
+        ConfigError: If it cannot be written; it calls the file `what`.
+    """
+    unfinished = path.with_name(f"{path.name}.{os.getpid()}")
+    try:
+        unfinished.write_text(text)
+        unfinished.replace(path)
+    except OSError as error:
+        unfinished.unlink(missing_ok=True)
+        raise ConfigError(f"{what} {str(path)!r} cannot be written: {error}") from error
 
 
 def _whole_lines(text: str) -> list[dict[str, Any]]:

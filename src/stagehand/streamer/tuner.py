@@ -12,7 +12,7 @@ from stagehand.errors import ConfigError, StagehandWarning
 from stagehand.stores.headers import FileStamp
 from stagehand.streamer.depths import Depths
 from stagehand.streamer.grid import Sizes, candidates, floors, too_large, worth_it
-from stagehand.streamer.outcomes import Outcome, OutcomeFile
+from stagehand.streamer.outcomes import Outcome, OutcomeFile, write_whole
 from stagehand.streamer.progress import Progress
 from stagehand.streamer.rates import Rates
 from stagehand.streamer.streamer import LayerStreamer, described
@@ -235,7 +235,8 @@ class LayerStreamerTuner:
             on_outcome: Called with each configuration's outcome, as it is known.
 
         Raises:
-            ConfigError: If no configuration ran; it tells why.
+            ConfigError: If no configuration ran, or a result cannot be written; it
+                tells why.
         """
         found = [] if self._file is None else self._file.read()
         self.outcomes = [o for o in found if o.status != "pruned"]
@@ -262,7 +263,8 @@ class LayerStreamerTuner:
         if best is None:
             raise ConfigError(self._nothing_ran(impossible))
         if self._config_file is not None:
-            self._config_file.write_text(f"{json.dumps(best.config, indent=2)}\n")
+            text = f"{json.dumps(best.config, indent=2)}\n"
+            write_whole(self._config_file, text, "config_file")
         return dict(best.config)
 
     @property
