@@ -808,6 +808,66 @@ def test_a_conductor_that_is_dropped_is_not_kept_by_torchs_optimizers(sim):
     assert len(_global_optimizer_pre_hooks) == before
 
 
+@pytest.mark.parametrize("told", [True, False], ids=["told", "detected"])
+@pytest.mark.parametrize("how", ["dropped", "in a cycle"])
+def test_a_conductor_that_is_dropped_leaves_everything_as_it_was(stream, how, told):
+    """Its models do not keep it: else limits of its last phase would hold for ever."""
+    model = stream(passes=4)
+    before, hooks = state_of(model), len(_global_optimizer_pre_hooks)
+    subscribed = len(runtime_of(model).clock._subscribers)
+    conductor = stagehand.ConductorRuntime(
+        stagehand.ConductorConfig(link_arbitration="always")
+    )
+    conductor.attach(model)
+    if told:
+        conductor.begin_step()
+        conductor.enter_optimizer()
+    else:
+        train(model, torch.optim.SGD(model.parameters(), lr=0.0))
+    assert runtime_of(model).bounds.current.suppress_speculative
+    gone = weakref.ref(conductor._parts)
+    if how == "in a cycle":
+        conductor.me = conductor
+    del conductor
+    if how == "in a cycle":
+        gc.collect()
+    train(model, torch.optim.SGD(model.parameters(), lr=0.0))
+    assert state_of(model) == before
+    gc.collect()
+    assert gone() is None
+    assert len(_global_optimizer_pre_hooks) == hooks
+    assert len(runtime_of(model).clock._subscribers) == subscribed
+    another = stagehand.ConductorRuntime(
+        stagehand.ConductorConfig(link_arbitration="never")
+    )
+    another.attach(model)
+    another.shutdown()
+
+
+@pytest.mark.parametrize("where", [1, 4, DEPTH - 1])
+def test_gradients_that_a_dropped_conductor_had_put_aside_come_home(stream, where):
+    """It is dropped in the middle of a backward pass, by whoever."""
+    results = []
+    for drops in (False, True):
+        model = stream(passes=4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        conductors = []
+        if drops:
+            config = stagehand.ConductorConfig(link_arbitration="always")
+            conductors.append(stagehand.ConductorRuntime(config))
+            conductors[0].attach(model)
+        for _ in range(3):
+            model[where].register_full_backward_hook(
+                lambda *_, made=conductors: made.clear()
+            )
+            model(batch().to("hpu")).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        runtime_of(model).shutdown()
+        results.append([p.detach().clone() for p in model.parameters()])
+    assert all(map(torch.equal, *results))
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -80,6 +80,9 @@ class Adapter(Protocol):
     def post(self, limits: Limits) -> None:
         """Let limits hold from now on."""
 
+    def withdraw(self) -> None:
+        """Take the limits back."""
+
     def detach(self) -> None:
         """Leave everything as it was. Idempotent."""
 
@@ -113,10 +116,14 @@ class RuntimeAdapter:
         """See `Adapter.post`."""
         self.runtime.bounds.post(self, limits)
 
+    def withdraw(self) -> None:
+        """See `Adapter.withdraw`."""
+        self.runtime.bounds.withdraw(self)
+
     def detach(self) -> None:
         """See `Adapter.detach`."""
         self.runtime.engine.leave()
-        self.runtime.bounds.withdraw(self)
+        self.withdraw()
 
     def snapshot(self) -> dict[str, Any]:
         """See `Adapter.snapshot`."""
@@ -147,6 +154,9 @@ class PinnedUse:
 
     def post(self, limits: Limits) -> None:
         """See `Adapter.post`."""
+
+    def withdraw(self) -> None:
+        """See `Adapter.withdraw`."""
 
     def detach(self) -> None:
         """See `Adapter.detach`."""

@@ -78,7 +78,7 @@ class Parts:
         self._booked: dict[Account | None, Grant] = {}
         self._lock = threading.RLock()
         self._told = False
-        self._closed = False
+        self._closed = self._dropped = False
         self._full_checks = self._missed = 0
         self._entered = time.perf_counter()
         self._left = Phase.STEP_END
@@ -239,6 +239,8 @@ class Parts:
     def _detected(self, step: int, phase: Phase) -> None:
         """The leading runtime has moved on."""
         with self._lock:
+            if self._dropped:
+                self._end()
             if self._told or self._closed:
                 return
             if phase is Phase.STEP_END:
@@ -377,14 +379,38 @@ class Parts:
                 return
             self._told = True
             self.clock.end_step()
-            self._closed = True
-            if self._optimizers is not None:
-                self._optimizers()
             for adapter in tuple(self._adapters):
                 self._take_off(adapter)
             self.traffic.bounds.withdraw(self)
             self.ledger.close()
-            self.recorder.close()
+            self._end()
+
+    def drop(self) -> None:
+        """Nobody holds the conductor any more: leave everything as it was.
+
+        The garbage collector calls this in the middle of anything: it waits for no lock
+        and queues no copy. Engines leave the traffic by themselves; if another thread
+        is in the middle of something here, the next phase sees to the rest.
+        """
+        self._dropped = True
+        self.traffic.end()
+        inside = self._lock._is_owned()  # type: ignore[attr-defined]
+        if not inside and self._lock.acquire(blocking=False):
+            try:
+                self._end()
+            finally:
+                self._lock.release()
+
+    def _end(self) -> None:
+        self._closed = True
+        if self._optimizers is not None:
+            self._optimizers()
+        leader, self._leader = self._leader, None
+        if leader is not None:
+            leader[1]()
+        for adapter in self._adapters:
+            adapter.withdraw()
+        self.recorder.close()
 
 
 def _time_left(rates: LinkRates, seconds: float, nbytes: int) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -39,7 +40,9 @@ class ConductorRuntime:
     Phases follow the first attached runtime that has any, and torch's optimizers, until
     they are told here; then only what is told counts.
 
-    With `enabled=False` it has no parts and its methods return at once.
+    Keep it as long as it shall conduct: dropped without `shutdown()`, it leaves
+    everything as it was. With `enabled=False` it has no parts and its methods return at
+    once.
 
     Args:
         config: Caps, slots and the like.
@@ -68,6 +71,7 @@ class ConductorRuntime:
         if not config.enabled:
             return
         self._parts = Parts(config, find_device(device), policy)
+        weakref.finalize(self, self._parts.drop).atexit = False
 
     def __repr__(self) -> str:
         if not self._enabled:

@@ -232,6 +232,8 @@ class Traffic:
         self.d2h = Slots(d2h_slots)
         self.yields = False
         self.suppressed_count = 0
+        self.is_over = False
+        """Whether engines are to leave, at their next copy."""
         self._suppressed = False
         self._lock = threading.RLock()
         self._parcels: deque[Parcel] = deque()
@@ -246,6 +248,17 @@ class Traffic:
             f"Traffic({self.h2d.in_flight} of {self.h2d.capacity} to the device,"
             f" {self.d2h.in_flight} of {self.d2h.capacity} from it)"
         )
+
+    def end(self) -> None:
+        """Limit nothing more, and let nothing yield; waits for no lock.
+
+        What is put aside goes home with the next copy, or when an engine leaves.
+        """
+        self.is_over, self.yields, self._suppressed = True, False, False
+        self._home_share = None
+        self.bounds = Bounds()
+        for slots in (self.h2d, self.d2h):
+            slots.own = slots.capacity = None
 
     def _limit(self, limits: Limits) -> None:
         with self._lock:

@@ -158,11 +158,14 @@ class TransferEngine:
 
     @property
     def traffic(self) -> Traffic | None:
-        """What this engine has joined."""
+        """What this engine has joined, if it goes on."""
+        if self._traffic is not None and self._traffic.is_over:
+            self.leave()
         return self._traffic
 
     def join(self, traffic: Traffic) -> None:
         """Take part in what a device's engines share, until `leave()`."""
+        self.leave()
         self._traffic = traffic
         self._limited = True
 
@@ -173,8 +176,9 @@ class TransferEngine:
         self._limited = self.h2d.capacity is not None
 
     def _deny_load(self, priority: Priority) -> Denied | None:
-        if self._traffic is not None:
-            denied = self._traffic.deny_load(priority)
+        traffic = self.traffic
+        if traffic is not None:
+            denied = traffic.deny_load(priority)
             if denied is not None:
                 return denied
         return Denied.H2D_SLOTS_EXHAUSTED if self.h2d.is_full() else None
@@ -196,8 +200,9 @@ class TransferEngine:
         """
         if priority <= Priority.REQUIRED:
             return None
-        if self._traffic is not None:
-            denied = self._traffic.deny_home(priority)
+        traffic = self.traffic
+        if traffic is not None:
+            denied = traffic.deny_home(priority)
             if denied is not None:
                 return denied
         return Denied.D2H_SLOTS_EXHAUSTED if self.d2h.is_full() else None
@@ -503,7 +508,7 @@ class TransferEngine:
 
     def _yielding(self) -> Traffic | None:
         """Return with whom copies home are put aside, if they are."""
-        traffic = self._traffic
+        traffic = self.traffic
         return traffic if traffic is not None and traffic.yields else None
 
     def _put_aside(
