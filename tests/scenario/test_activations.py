@@ -1,6 +1,7 @@
 """Saved tensors stay under a budget, and gradients are those without one."""
 
 import gc
+import threading
 import weakref
 from copy import deepcopy
 
@@ -196,6 +197,86 @@ def test_everything_stays_where_it_fits(sim):
             gradients(model, plain, saved)
         assert spill_of(saved).tally.spilled_bytes == 0
         assert "all of it stays" in saved.report()
+
+
+# What a known forward keeps without asking
+
+
+def test_it_leaves_when_another_forward_needs_room(sim, pieces):
+    model = stack().to("hpu")
+    expected = gradients(model, plain)
+    with emptied(stagehand.activations(4 * BUDGET)) as saved:
+        for _ in range(3):
+            assert_same(gradients(model, plain, saved), expected)
+        spill = spill_of(saved)
+        assert spill.tally.spilled_count == 0
+        model.zero_grad()
+        first, second, third = inputs(), inputs(), inputs()
+        with saved:
+            one = plain(model, first)
+        with saved:
+            two = plain(model, second)
+        assert spill._given
+        pieces.clear()
+        with saved:
+            plain(model, third)
+        assert spill.held_bytes <= 4 * BUDGET
+        assert spill.tally.over_count == 0
+        assert spill.tally.spilled_count > 0
+        two.backward()
+        one.backward()
+        assert torch.equal(first.grad.cpu(), expected[-1])
+        assert torch.equal(second.grad.cpu(), expected[-1])
+        del one, two
+        pieces.clear()
+
+
+def test_storages_that_it_saved_twice_count_once(sim):
+    model = stack().to("hpu")
+    peaks = []
+    with emptied(stagehand.activations(4 * BUDGET)) as saved:
+        for _ in range(4):
+            spill = spill_of(saved)
+            spill.peak_bytes = 0
+            gradients(model, doubled, saved)
+            peaks.append(spill.peak_bytes)
+    assert len(set(peaks)) == 1
+
+
+def doubled(model, x):
+    """Saves some storages several times."""
+    for layer in model:
+        y = layer(x).sigmoid()
+        x = y * y + y.exp() * y
+    return x.square().sum()
+
+
+def test_another_thread_may_take_it(sim):
+    """As autograd's does, which makes room while a forward is still open."""
+    model = stack().to("hpu")
+    expected = gradients(model, plain)[-1]
+    with emptied(stagehand.activations(4 * BUDGET)) as saved:
+        for _ in range(3):
+            gradients(model, plain, saved)
+        spill = spill_of(saved)
+        x = inputs()
+        with saved:
+            half = model[:3](x)
+            held = spill.held_bytes
+
+            def take():
+                with spill._lock:
+                    spill._make_room(4 * BUDGET - ROW_BYTES)
+
+            other = threading.Thread(target=take)
+            other.start()
+            other.join()
+            assert ROW_BYTES >= spill.held_bytes < held
+            loss = model[3:](half).square().sum()
+            del half
+        loss.backward()
+        assert torch.equal(x.grad.cpu(), expected)
+        del loss
 
 
 # Coming back

@@ -119,7 +119,7 @@ def test_tensors_are_unpacked_in_the_predicted_order(program):
         def logged(saved):
             handle = pack(saved)
             if hasattr(handle, "sequence") or hasattr(handle, "piece"):
-                piece = getattr(handle, "piece", handle)
+                piece = handle.piece or handle
                 packed.append((weakref.ref(handle), piece.sequence))
             return handle
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
 from stagehand.activations.learning import Lessons
-from stagehand.activations.pieces import Bundle, Piece, Scope
+from stagehand.activations.pieces import Allowance, Bundle, Piece, Scope
 from stagehand.core.limits import Bounds, effective
 
 if TYPE_CHECKING:
@@ -76,8 +76,6 @@ class Books:
         """Limits on it: post them here."""
         self._lock = threading.RLock()
         self.lessons = Lessons(device, carrier, self._lock)
-        self.held_bytes = 0
-        """Of saved storages that only the graph keeps on the device."""
         self.peak_bytes = 0
         self._device = device
         index = device.torch_device.index
@@ -91,6 +89,8 @@ class Books:
         self._inflight_d2h = inflight_d2h
         self._inflight_h2d = inflight_h2d
         self._live: dict[int, weakref.ref[Piece]] = {}  # on the device, by storage
+        self._held = 0
+        self._given: list[Allowance] = []
         self._kept: deque[_Kept] = deque()  # oldest first
         self._open: list[Scope] = []
         self._waiting: deque[tuple[Scope, Bundle]] = deque()
@@ -101,6 +101,11 @@ class Books:
         self._stuck: deque[weakref.ref[Piece]] = deque()  # kept by others
         self._unpruned = 0
         self._is_skipped = False
+
+    @property
+    def held_bytes(self) -> int:
+        """Of saved storages that only the graph keeps on the device."""
+        return self._held - sum(given.room for given in tuple(self._given))
 
 
 def smaller(config_value: int | None, limit: int | None) -> int | None:

@@ -45,6 +45,8 @@ class Lesson:
     saves: list[Save] = field(default_factory=list)
     count: int = 0
     """Pieces of the latest."""
+    tensors: int = 0
+    """Tensors that it has saved; several can be in one piece."""
     budget_bytes: int = -1
     """For which the prefix was planned."""
     prefix: Prefix | None = None
@@ -115,6 +117,7 @@ class Lessons:
         lesson = self._known.setdefault(form, Lesson())
         scope.off = lesson.useless
         scope.prefix = lesson.prefix
+        scope.twins = lesson.tensors > lesson.count
         if lesson.observed < _OBSERVED and not lesson.useless:
             noted: _Noted = []
             scope.noted = noted
@@ -137,12 +140,12 @@ class Lessons:
             return
         self.latest = lesson
         if observation is None:
-            if scope.count != lesson.count:  # it was another one
+            if scope.tensors != lesson.tensors:  # it was another one
                 lesson.observed = 0
             elif budget_bytes != lesson.budget_bytes and not lesson.useless:
                 self._plan(lesson, budget_bytes)
             return
-        lesson.count = scope.count
+        lesson.count, lesson.tensors = scope.count, scope.tensors
         lesson.observed += 1
         observation.sequences = [sequence for _, _, sequence in observation.noted]
         saves = [_save(ref(), nbytes) for ref, nbytes, _ in observation.noted]

@@ -30,7 +30,16 @@ if TYPE_CHECKING:
     from stagehand.core.device import Event, Stream
     from stagehand.core.traffic import Done
 
-__all__ = ["Bundle", "Extra", "Gone", "Handle", "Piece", "Scope"]
+__all__ = [
+    "NOTHING",
+    "Allowance",
+    "Bundle",
+    "Extra",
+    "Gone",
+    "Handle",
+    "Piece",
+    "Scope",
+]
 
 
 class _Form(NamedTuple):
@@ -61,12 +70,14 @@ class Handle:
         alias: The tensor, detached, while its bytes are on the device.
         version: The tensor's version when it was saved.
         form: Set when the alias is let go.
+        piece: Of its storage; None if it is that piece itself.
     """
 
-    __slots__ = ("__weakref__", "alias", "form", "version")
+    __slots__ = ("__weakref__", "alias", "form", "piece", "version")
 
     alias: torch.Tensor | None
     version: int
+    piece: Piece | None
     form: _Form
 
     def __str__(self) -> str:
@@ -93,6 +104,13 @@ class Handle:
             self.form = _Form(alias.dtype, alias.shape, alias.stride(), offset)
             self.alias = None
 
+    def join(self, piece: Piece) -> None:
+        """Be a further handle of a piece."""
+        self.piece = piece
+        if piece.extras is None:
+            piece.extras = []
+        piece.extras.append(weakref.ref(self))
+
     def view(self, memory: torch.Tensor, start: int) -> torch.Tensor:
         """Return the tensor, its piece's bytes being at `start` of some memory."""
         dtype, shape, stride, offset = self.form
@@ -104,7 +122,7 @@ class Piece(Handle):
     """One storage that autograd saved, and the first tensor that was saved in it.
 
     Attributes:
-        cdata: The storage's identity.
+        cdata: The storage's identity; zero as long as nobody has looked at the piece.
         nbytes: Its size when it was saved.
         sequence: Of the last operator that saved a tensor in it: backward goes down.
         bundle: With which it leaves; None as long as it has not to.
@@ -117,21 +135,17 @@ class Piece(Handle):
     start: int
 
     def __init__(
-        self,
-        alias: torch.Tensor,
-        cdata: int,
-        nbytes: int,
-        scope: Scope,
-        sequence: int,
+        self, alias: torch.Tensor, nbytes: int, scope: Scope, sequence: int
     ) -> None:
         self.alias = alias
         self.version = alias._version
-        self.cdata = cdata
         self.nbytes = nbytes
         self.scope = scope
         self.sequence = sequence
+        self.cdata = 0
+        self.piece = None
         self.bundle: Bundle | None = None
-        self.extras: list[weakref.ref[Extra]] | None = None
+        self.extras: list[weakref.ref[Handle]] | None = None
 
     def handles(self) -> Iterator[Handle]:
         """Yield its own and those others that the graph still has."""
@@ -189,15 +203,36 @@ class Piece(Handle):
 class Extra(Handle):
     """A further tensor in the storage of a piece."""
 
-    __slots__ = ("piece",)
+    __slots__ = ()
 
     def __init__(self, alias: torch.Tensor, piece: Piece) -> None:
         self.alias = alias
         self.version = alias._version
-        self.piece = piece
-        if piece.extras is None:
-            piece.extras = []
-        piece.extras.append(weakref.ref(self))
+        self.join(piece)
+
+
+class Allowance:
+    """Bytes that a forward may keep without asking. They count as held.
+
+    What it keeps in them is looked at when something must leave, or never.
+
+    Attributes:
+        scope: The forward; it dies with the last of what it has kept.
+        given: All of the bytes.
+        room: Of these, what is not used.
+        pieces: What was kept, in order.
+    """
+
+    __slots__ = ("given", "pieces", "room", "scope")
+
+    def __init__(self, scope: Scope | None, given: int) -> None:
+        self.scope = None if scope is None else weakref.ref(scope)
+        self.given = self.room = given
+        self.pieces: list[weakref.ref[Piece]] = []
+
+
+NOTHING = Allowance(None, -1)
+"""Of a forward that has to ask."""
 
 
 class Bundle:
@@ -281,11 +316,13 @@ class Scope:
     Attributes:
         streams: On which it ran.
         count: Pieces, in the order in which they were first saved.
-        rest: How many pieces were kept when it became plain.
+        tensors: How many it has saved.
+        allowance: What it may keep without asking.
+        twins: Whether several tensors in one storage are to be expected.
+        ended: Whether it has saved all.
         form: Of the first tensor: forwards that begin alike are planned alike.
         prefix: What is to leave; None as long as no forward like it was seen.
         off: Whether all stays, because spilling is of no use.
-        plain: Whether pieces need nothing but to be counted.
         leads: Whether the next piece may be of the prefix.
         noted: While it is observed, all pieces.
         open: The bundle that is being gathered.
@@ -297,11 +334,13 @@ class Scope:
     def __init__(self, stream: Stream) -> None:
         self.streams = [stream]
         self.count = 0
-        self.rest = 0
+        self.tensors = 0
+        self.allowance = NOTHING
+        self.twins = False
+        self.ended = False
         self.form: Any = None
         self.prefix: Prefix | None = None
         self.off = False
-        self.plain = False
         self.leads = False
         self.noted: list[tuple[weakref.ref[Piece], int, int]] | None = None
         self.open: Bundle | None = None

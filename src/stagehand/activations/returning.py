@@ -22,7 +22,7 @@ class Returning(Books):
         self._carrier.fetch(bundle)
         handles = [h for piece in bundle.living() for h in piece.handles()]
         bundle.due = sum(handle.alias is None for handle in handles)
-        self.held_bytes += bundle.nbytes
+        self._held += bundle.nbytes
         self.peak_bytes = max(self.peak_bytes, self.held_bytes)
         self.tally.restored_count += len(bundle.living())
         self.tally.restored_bytes += bundle.nbytes
@@ -71,4 +71,4 @@ class Returning(Books):
 
     def _drop(self, bundle: Bundle) -> None:
         self._carrier.drop(bundle)
-        self.held_bytes -= bundle.nbytes
+        self._held -= bundle.nbytes

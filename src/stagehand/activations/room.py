@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from stagehand.activations.books import smaller
 from stagehand.activations.carrier import Leaving
-from stagehand.activations.pieces import Bundle, Piece, Scope
+from stagehand.activations.pieces import NOTHING, Allowance, Bundle, Piece, Scope
 from stagehand.activations.returning import Returning
 
 if TYPE_CHECKING:
@@ -21,6 +21,63 @@ _READINGS = 8  # of the device's memory between the watermarks
 
 class Room(Returning):
     """The part of `Spill` that lets pieces leave."""
+
+    # What was kept without asking
+
+    def _known(self, cdata: int) -> Piece | None:
+        """Return the piece of a storage."""
+        ref = self._live.get(cdata)
+        return None if ref is None else ref()
+
+    def _book(self, piece: Piece, ref: weakref.ref[Piece], cdata: int) -> None:
+        """Count a piece as the newest that is kept."""
+        piece.cdata = cdata
+        self._live[cdata] = ref
+        self._held += piece.nbytes
+        self._kept.append((ref, piece.nbytes))
+
+    def _look(self) -> None:
+        """Look at what forwards have kept without asking, and take back the rest.
+
+        Who is about to keep something in another thread may do so still: an allowance
+        is looked at once more.
+        """
+        given, self._given = self._given, []
+        for allowance in given:
+            scope = None if allowance.scope is None else allowance.scope()
+            if scope is not None:
+                if scope.allowance is allowance:
+                    scope.allowance = NOTHING
+                self._look_at(allowance.pieces, scope)
+                if allowance.given and not scope.ended:
+                    self._given.append(allowance)
+            self._held -= allowance.given
+            allowance.given = allowance.room = 0
+
+    def _look_at(self, refs: list[weakref.ref[Piece]], scope: Scope) -> None:
+        count = len(refs)
+        scope.tensors += count
+        for ref in refs[:count]:
+            piece = ref()
+            scope.count += 1
+            if piece is None or piece.alias is None:
+                continue
+            cdata = piece.alias.untyped_storage()._cdata
+            known = self._known(cdata)
+            if known is None:
+                self._book(piece, ref, cdata)
+            else:
+                scope.count -= 1
+                known.sequence = max(known.sequence, piece.sequence)
+                piece.join(known)
+        del refs[:count]
+
+    def _take_back(self, allowance: Allowance) -> None:
+        """Take back what is not used."""
+        if allowance.given > 0:
+            self._held -= allowance.room
+            allowance.given -= allowance.room
+            allowance.room = 0
 
     # Sending
 
@@ -53,7 +110,7 @@ class Room(Returning):
                 pieces.append(piece)
                 sources.append(source)
         nbytes = sum(piece.nbytes for piece in pieces)
-        self.held_bytes -= bundle.counted - nbytes
+        self._held -= bundle.counted - nbytes
         if not pieces:
             return
         done = self._carrier.send(bundle, pieces, sources, scope.streams)
@@ -68,19 +125,20 @@ class Room(Returning):
 
     def _make_room(self, nbytes: int) -> None:
         """Let the oldest leave until so many bytes more fit."""
-        self.peak_bytes = max(self.peak_bytes, self.held_bytes)
+        self._look()
+        self.peak_bytes = max(self.peak_bytes, self._held)
         self._tidy()
         self._prune()
         limit = self.budget_bytes - nbytes
         self._look_at_stuck()
-        while self.held_bytes > limit:
+        while self._held > limit:
             if self._cancel():
                 continue
             for scope in tuple(self._open):
                 self._flush(scope)
             self._send_waiting(at_once=True)
-            while self.held_bytes - self._leaving_bytes > limit and self._kept:
-                self._send_oldest(self.held_bytes - self._leaving_bytes - limit)
+            while self._held - self._leaving_bytes > limit and self._kept:
+                self._send_oldest(self._held - self._leaving_bytes - limit)
             if not self._leaving:
                 self.tally.over_count += 1
                 return
@@ -103,9 +161,9 @@ class Room(Returning):
                 break
             self._kept.popleft()
             if piece is None:
-                self.held_bytes -= nbytes
+                self._held -= nbytes
             elif not piece.is_plain() or not piece.can_go():
-                self.held_bytes -= nbytes
+                self._held -= nbytes
                 self._set_aside(piece)
             else:
                 first = first or piece
@@ -124,7 +182,7 @@ class Room(Returning):
         """Free the oldest that has left. Compute is behind the copy."""
         _, refs, sources, _, nbytes, _ = self._leaving.popleft()
         self._leaving_bytes -= nbytes
-        self.held_bytes -= nbytes
+        self._held -= nbytes
         for ref in refs:
             piece = ref()
             if piece is None:
@@ -158,12 +216,16 @@ class Room(Returning):
             elif piece.bundle is not None:
                 self._free(piece)
             else:
-                self.held_bytes += piece.nbytes
+                self._held += piece.nbytes
                 self._kept.appendleft((ref, piece.nbytes))
 
     def _tidy(self) -> None:
         """Let go of what nobody needs any more, and of what has left."""
-        self.held_bytes -= self._carrier.reap()
+        self._held -= self._carrier.reap()
+        for allowance in tuple(self._given):
+            if allowance.scope is not None and allowance.scope() is None:
+                self._given.remove(allowance)
+                self._held -= allowance.given
         self._release()
         for leaving in tuple(self._leaving):
             if all(ref() is None for ref in leaving.pieces):
@@ -171,47 +233,45 @@ class Room(Returning):
                 self._carrier.let_pass(leaving, self._device.current_stream())
                 self._leaving.remove(leaving)
                 self._leaving_bytes -= leaving.nbytes
-                self.held_bytes -= leaving.nbytes
+                self._held -= leaving.nbytes
         self._drop_spent()
 
     def _prune(self) -> None:
         """Count dead pieces no more. Backward lets the newest go first."""
         kept = self._kept
-        before = sum(nbytes for _, nbytes in kept)
-        alive = [item for item in kept if item[0]() is not None]
-        kept.clear()  # not another one: hooks hold it
-        kept.extend(alive)
-        self.held_bytes -= before - sum(nbytes for _, nbytes in alive)
+        dead = [nbytes for ref, nbytes in kept if ref() is None]
+        if dead:
+            self._held -= sum(dead)
+            alive = [item for item in kept if item[0]() is not None]
+            kept.clear()
+            kept.extend(alive)
         self._unpruned = 0
 
     def _prune_newest(self) -> None:
         kept = self._kept
         while kept and kept[-1][0]() is None:
-            self.held_bytes -= kept.pop()[1]
+            self._held -= kept.pop()[1]
 
     # Watermarks
 
     def _read(self, nbytes: int) -> None:
         """Let the device's memory set the budget, now and then."""
         marks = self._marks
-        self._unread += nbytes
         if marks is None:
             return
+        self._unread += nbytes
         if self._unread * _READINGS < marks.high_bytes - marks.low_bytes:
             return
         self._unread = 0
         allocated = self._device.allocated_bytes()
         if allocated is not None:
             self._tidy()
-            self.budget_bytes = marks.target(
-                self.budget_bytes, self.held_bytes, allocated
-            )
+            self.budget_bytes = marks.target(self.budget_bytes, self._held, allocated)
 
     def let_write(self, tensor: torch.Tensor) -> None:
         """Let the current stream wait for a copy of what it is about to change."""
         with self._lock:
-            ref = self._live.get(tensor.untyped_storage()._cdata)
-            piece = None if ref is None else ref()
+            piece = self._known(tensor.untyped_storage()._cdata)
             bundle = None if piece is None else piece.bundle
             if bundle is not None and bundle.left is not None:
                 self._carrier.wait(bundle.left, self._device.current_stream())

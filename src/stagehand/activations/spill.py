@@ -15,12 +15,12 @@ inside of backward.
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 
 from stagehand.activations.books import Tally
-from stagehand.activations.pieces import Bundle, Extra, Handle, Piece, Scope
+from stagehand.activations.pieces import Allowance, Bundle, Extra, Handle, Piece, Scope
 from stagehand.activations.room import Room
 from stagehand.errors import StagehandInternalError
 from stagehand.torch_private import graph_task, sequence_number, skipped
@@ -59,7 +59,8 @@ class Spill(Room):
         self._device.refuse_capture("a forward whose saved tensors may leave")
         with self._lock:
             self._tidy()
-            self._prune()
+            if self._kept:
+                self._prune()
             if len(self._live) > 2 * len(self._kept) + _STALE:
                 for key in [k for k, ref in self._live.items() if ref() is None]:
                     del self._live[key]
@@ -78,9 +79,8 @@ class Spill(Room):
             otherwise: Packs what is not to be spilled.
         """
         place, smallest, lock = self._place, self._smallest, self._lock
-        live, kept, watches = self._live, self._kept, self._marks is not None
-
-        acquire, release = lock.acquire, lock.release
+        home = scope.streams[0] if self._has_streams else None
+        current = self._device.current_stream
 
         def pack(saved: torch.Tensor) -> Any:
             if type(saved) is not _Tensor or saved.get_device() != place or scope.off:
@@ -96,59 +96,66 @@ class Spill(Room):
                 or type(saved._base) is _Parameter  # kept by its model
             ):
                 return otherwise(saved)
-            cdata = storage._cdata
-            sequence = sequence_number()
-            acquire()  # a `with` takes twice as long
-            try:
-                known = live.get(cdata)
-                piece = None if known is None else known()
-                if piece is not None:
-                    piece.sequence = sequence
-                    return Extra(saved.detach(), piece)
-                if watches:
-                    self._read(nbytes)
-                held = self.held_bytes + nbytes
-                if held > self.budget_bytes:
-                    self._make_room(nbytes)
-                    held = self.held_bytes + nbytes
-                self.held_bytes = held
-                piece = Piece(saved.detach(), cdata, nbytes, scope, sequence)
-                live[cdata] = ref = _ref(piece)
-                if scope.plain:
-                    kept.append((ref, nbytes))
-                else:
-                    self._note(piece, ref, saved)
-            finally:
-                release()
-            return piece
+            allowance = scope.allowance
+            room = allowance.room - nbytes
+            if room >= 0 and (home is None or current() == home):
+                allowance.room = room
+                piece = Piece(saved.detach(), nbytes, scope, sequence_number())
+                allowance.pieces.append(_ref(piece))
+                return piece
+            with lock:
+                return self._save(saved, storage, scope)
 
         if not self._is_skipped:  # once for all: they share their code
             self._is_skipped = True
             skipped(pack)
         return pack
 
-    def _note(self, piece: Piece, ref: weakref.ref[Piece], saved: torch.Tensor) -> None:
+    def _save(
+        self, saved: torch.Tensor, storage: torch.UntypedStorage, scope: Scope
+    ) -> Piece | Extra:
+        """Save a tensor and look at it at once."""
+        self._look()  # what was kept before comes first
+        scope.tensors += 1
+        cdata, nbytes, sequence = storage._cdata, storage.nbytes(), sequence_number()
+        known = self._known(cdata)
+        if known is not None:
+            known.sequence = sequence
+            return Extra(saved.detach(), known)
+        self._read(nbytes)
+        if self._held + nbytes > self.budget_bytes:
+            self._make_room(nbytes)
+        piece = Piece(saved.detach(), nbytes, scope, sequence)
+        self._book(piece, _ref(piece), cdata)
+        self._note(piece, saved)
+        return piece
+
+    def _note(self, piece: Piece, saved: torch.Tensor) -> None:
         """Note a piece that is the first, or observed, or may be of the prefix."""
         scope = piece.scope
         if not scope.count:
             self.lessons.recognize(scope, (saved.shape, saved.dtype))
             scope.leads = scope.prefix is not None and scope.prefix.count > 0
             if scope.off:
-                self._kept.append((ref, piece.nbytes))
                 return
         scope.count += 1
         if self._has_streams:
             self._note_stream(scope)
         if scope.noted is not None:
-            scope.noted.append((ref, piece.nbytes, piece.sequence))
+            scope.noted.append((_ref(piece), piece.nbytes, piece.sequence))
             self.lessons.saved(scope, piece.sequence)
         if scope.leads:
-            self._lead(piece, ref, scope)
-        else:
-            self._kept.append((ref, piece.nbytes))
-        if not (scope.leads or self._has_streams or scope.noted is not None):
-            scope.plain = True
-            scope.rest = len(self._kept)
+            self._lead(piece, scope)
+        if not (scope.leads or self._marks or scope.noted is not None):
+            self._give(scope)
+
+    def _give(self, scope: Scope) -> None:
+        """Let a forward that is known keep what there is room for."""
+        room = self.budget_bytes - self._held
+        if room > 0:
+            allowance = scope.allowance = Allowance(scope, room)
+            self._given.append(allowance)
+            self._held += room
 
     def _note_stream(self, scope: Scope) -> None:
         """Know all streams on which tensors were made: copies wait for them."""
@@ -156,18 +163,19 @@ class Spill(Room):
         if stream not in scope.streams:
             scope.streams.append(stream)
 
-    def _lead(self, piece: Piece, ref: weakref.ref[Piece], scope: Scope) -> None:
+    def _lead(self, piece: Piece, scope: Scope) -> None:
         """Let a piece leave if the prefix has it."""
         number = scope.count - 1
         prefix = scope.prefix
         if prefix is None or number >= prefix.count:
             scope.leads = False
             self._flush(scope)
-            self._kept.append((ref, piece.nbytes))
         elif number in prefix.skipped:
-            self.held_bytes -= piece.nbytes
+            self._kept.pop()
+            self._held -= piece.nbytes
             self._set_aside(piece)
         else:
+            self._kept.pop()
             self._gather(piece, scope)
         self._release()
 
@@ -187,7 +195,7 @@ class Spill(Room):
     def restore(self, handle: Piece | Extra) -> torch.Tensor:
         """Return the tensor that a handle stands for, on the device."""
         alias = handle.alias
-        piece = handle if type(handle) is Piece else handle.piece  # type: ignore[union-attr]
+        piece = handle.piece or cast("Piece", handle)
         if alias is not None and alias._version != handle.version:
             handle.check()
         if alias is not None and not piece.scope.bundles:
@@ -206,7 +214,7 @@ class Spill(Room):
         self._drop_spent()
         if bundle.back is None:
             self.tally.demanded_count += 1
-            if self.held_bytes + bundle.nbytes > self.budget_bytes:
+            if self._held + bundle.nbytes > self.budget_bytes:
                 self._make_room(bundle.nbytes)
             self._fetch(bundle)
         found = handle.view(self._carrier.receive(bundle), piece.start)
@@ -221,9 +229,10 @@ class Spill(Room):
         if task == -1:  # somebody looks at the graph
             return
         if task != scope.task:
+            self._look()
             scope.turn(task)
         if self._carrier.gone:
-            self.held_bytes -= self._carrier.reap()
+            self._held -= self._carrier.reap()
         self._prune_newest()
         if scope.noted is not None:
             self.lessons.needed(scope, sequence)
@@ -243,23 +252,30 @@ class Spill(Room):
 
     def _has_room(self, nbytes: int) -> bool:
         """Whether so many bytes fit, looking for dead pieces now and then."""
-        if self.held_bytes + nbytes <= self.budget_bytes:
+        if self._held + nbytes <= self.budget_bytes:
             return True
         self._unpruned += 1
         if self._unpruned * 8 < len(self._kept):
             return False
         self._tidy()
+        self._look()
         self._prune()
-        return self.held_bytes + nbytes <= self.budget_bytes
+        return self._held + nbytes <= self.budget_bytes
 
     # Steps
 
     def end(self, scope: Scope, *, failed: bool) -> None:
         """A forward is over."""
         with self._lock:
+            unseen = len(scope.allowance.pieces)
+            if unseen and (scope.bundles or scope.twins):
+                self._look()
+            else:
+                self._take_back(scope.allowance)
+                scope.tensors += unseen
+                scope.count += unseen
+            scope.ended = True
             self.peak_bytes = max(self.peak_bytes, self.held_bytes)
-            if scope.plain:  # its pieces were not counted one by one
-                scope.count += max(0, len(self._kept) - scope.rest)
             self.tally.saved_count += scope.count
             self._flush(scope)
             self._release()
@@ -275,5 +291,6 @@ class Spill(Room):
         self._carrier.engine.drain()
         with self._lock:
             self._tidy()
+            self._look()
             self._prune()
             self._carrier.pool.close()
