@@ -10,11 +10,17 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import stagehand
-from simulated.test_virtual_time_training import Adapted
+from simulated.steps import (
+    SETTLING,
+    SMALL,
+    Adapted,
+    Case,
+    lora_bound,
+    resident_phases,
+    train,
+)
 from stagehand.activations.prefix import Rates, Save, foresee, plan_prefix
 from stagehand.residency import blocks
 
@@ -170,74 +176,20 @@ def test_peak_is_never_higher_than_without(sim, rho):
 # Together with streamed weights
 
 
-BLOCK = 1 << 16
-LAYERS = 24
-BATCH, SMALL = 256, 16
-
-
-class _Adapted(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList(Adapted() for _ in range(LAYERS))
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False)
-        return x
-
-
 @pytest.mark.parametrize("load", [0.5e-3, 1e-3, 1.5e-3])
 def test_lora_with_checkpoints_and_streamed_weights_is_within_the_joint_bound(
     sim, monkeypatch, load
 ):
-    """max(C_f, (W - V) / B, A / B) + max(C_b, (W - V + A) / B), A being what leaves."""
-    monkeypatch.setattr(blocks, "_SMALL_BYTES", 2048)
-    compute = 1e-3
-    sim.configure(
-        h2d_gbps=BLOCK / load / 1e9,
-        d2h_gbps=BLOCK / load / 1e9,
-        tflops=4 * 2 * BATCH * SMALL * SMALL / compute / 1e12,
-        hbm_gbps=1e12,
-        launch_us=0,
-        host_launch_us=0,
-    )
-    torch.manual_seed(1)
-    row = BATCH * SMALL * 4
-    kept = LAYERS // 3
-
-    def batch():
-        return torch.ones(BATCH, SMALL, device="hpu", requires_grad=True)
-
-    def phases(model, context):
-        torch.accelerator.synchronize()
-        start = sim.host_seconds()
-        with context:
-            output = model(batch())
-        torch.accelerator.synchronize()
-        turn = sim.host_seconds()
-        output.sum().backward()
-        torch.accelerator.synchronize()
-        model.zero_grad()
-        return turn - start, sim.host_seconds() - turn
-
-    with_nothing = torch.enable_grad
-    resident = _Adapted().to("hpu")
-    phases(resident, with_nothing())
-    forward, backward = phases(resident, with_nothing())
-    del resident
-
-    model = _Adapted()
-    saved = stagehand.activations(kept * row)
-    stagehand.layer(model, vram_budget=8 * BLOCK + LAYERS * 512)
-    for _ in range(6):
-        phases(model, saved)
-    link = BLOCK / load
-    away = (LAYERS - kept) * row
-    crossing = (LAYERS - 8) * BLOCK
-    bound = max(forward, crossing / link, away / link)
-    bound += max(backward, (crossing + away) / link)
-    found = sum(phases(model, saved))
+    monkeypatch.setattr(blocks, "_SMALL_BYTES", SMALL)
+    case = Case(1e-3, load, kept=8, depth=24, rows=256)
+    alone = resident_phases(sim, Adapted, case)
+    row, kept = 64 * case.rows, case.depth // 3
+    loop = train(sim, Adapted, case)
+    loop.saving = saved = stagehand.activations(kept * row)
+    loop.steps(SETTLING)
+    bound = lora_bound(case, alone, away=(case.depth - kept) * row)
+    found = loop.phases()
     assert saved._parts.spill.tally.spilled_count > 0
-    assert found <= 1.05 * bound
-    model._stagehand_layer_runtime.shutdown()
+    assert found.whole <= 1.05 * bound
+    loop.runtime.shutdown()
     saved.close()
