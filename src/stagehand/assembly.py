@@ -86,6 +86,8 @@ class Parts:
     workers: WorkerGroup
     adders: WorkerGroup
     """One thread that adds gradients on the host."""
+    pinners: WorkerGroup
+    """One thread that makes page-locked memory."""
     loader: Loader
     blocks: list[Block]
     masters: Masters
@@ -184,6 +186,7 @@ class Parts:
 
     def close(self) -> None:
         """Stop threads and free memory without bringing anything home. Idempotent."""
+        self.pinners.close()
         self.loader.close()
         self.adders.close()
         self.scheduler.drop()
@@ -257,7 +260,8 @@ def assemble(
     streamed = [b for b in blocks if b.index not in stay and not b.hosted]
     wire_bytes = _most_wire_bytes(streamed, settings)
     steering = _steer(scheduler, blocks, stay, settings, odd_bytes, wire_bytes)
-    masters = Masters(pinned_arena)
+    pinners = WorkerGroup("pinner", 1)
+    masters = Masters(pinned_arena, pinners, device.page_locked)
     parts = Parts(
         device,
         shared,
@@ -267,6 +271,7 @@ def assemble(
         engine,
         workers,
         WorkerGroup("adder", 1),
+        pinners,
         loader,
         blocks,
         masters,

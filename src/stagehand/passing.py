@@ -232,12 +232,15 @@ class Passing(PassListener):
             if not parts.scheduler.in_use:  # place what there is room for, no more
                 parts.steering.steer()
             self._prepare()
+        if parts.loader.pin_on is not None:
+            self._pin_on()
         self._compact_files.check()
         if self._files is not None:
             self._files.check()
             self._account(trains=changes_follow and self._took_gradients)
         if measure.stopwatch.is_over():
             parts.steering.note(*measure.collect())
+            parts.steering.learns = parts.loader.pin_on is None
         parts.scheduler.begin_pass(
             changes_follow=changes_follow, hands_over=self._hands_over
         )
@@ -332,10 +335,25 @@ class Passing(PassListener):
             self._wires.prepare(trains=self._took_gradients)
             staged = parts.masters.pin_all(parts.streamed, self._settings.lookahead)
             parts.loader.set_slabs(*staged)
+            if parts.masters.pinning_bytes:
+                parts.loader.pin_on = parts.masters.pin_on
+                parts.steering.learns = False
             self._wires.open()
             self._keep_from_disk()
         self._ready = True
         self._place_rest()
+
+    def _pin_on(self) -> None:
+        """Go on pinning; when that is done, stage only what is not pinned."""
+        parts = self._parts
+        parts.masters.pin_on(insist=True)
+        if parts.masters.pinning_bytes:
+            return
+        parts.loader.pin_on = None
+        if not any(block.needs_staging for block in parts.streamed):
+            parts.loader.set_slabs(0, 0)
+            if self._settings.pool is None:
+                parts.pinned_arena.trim()
 
     def _account(self, *, trains: bool) -> None:
         """Count weights in host memory that are not those of their files any more."""

@@ -410,6 +410,8 @@ class Runtime(Passing, Sharing, Storing, Conduct):
     def _clear_device(self) -> None:
         """Let all blocks go home; the next use prepares all anew."""
         self._parts.scheduler.park()
+        self._parts.loader.pin_on = None
+        self._parts.masters.stop_pinning()
         self._parts.loader.set_slabs(0, 0)
         self._parts.engine.close_wires()
         self._ready = self._resumes = False

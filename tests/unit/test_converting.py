@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import zipfile
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -487,7 +486,7 @@ def test_disk_without_room_is_refused_at_once(
     assert not there or list(target.iterdir()) == []
 
 
-@contextmanager
+@contextlib.contextmanager
 def file_limit(nbytes):
     """Let the system refuse to make any file of this process longer."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)

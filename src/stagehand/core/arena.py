@@ -39,21 +39,41 @@ def live_leases() -> int:
 class Lease:
     """A holding of one buffer; ended exactly once, by `release()` or `abandon()`."""
 
-    __slots__ = ("_arena", "_grant", "buffer")
+    __slots__ = ("_arena", "_buffer", "_grant", "nbytes")
 
-    def __init__(self, arena: "Arena", buffer: torch.Tensor, grant: Grant) -> None:
-        self.buffer = buffer
+    def __init__(
+        self, arena: "Arena", buffer: torch.Tensor | None, grant: Grant
+    ) -> None:
+        self.nbytes = grant.nbytes
+        """Size of the buffer; can be a little more than was asked for."""
         self._arena = arena
+        self._buffer = buffer
         self._grant: Grant | None = grant
 
     def __repr__(self) -> str:
         state = "released" if self._grant is None else self._grant.holder
-        return f"Lease({format_bytes(self.buffer.numel())}, {state})"
+        return f"Lease({format_bytes(self.nbytes)}, {state})"
 
     @property
-    def nbytes(self) -> int:
-        """Size of the buffer in bytes; can be a little more than was asked for."""
-        return self.buffer.numel()
+    def buffer(self) -> torch.Tensor:
+        """The memory, one-dimensional bytes."""
+        if self._buffer is None:
+            raise StagehandInternalError(f"{self!r} is reserved, and not made yet")
+        return self._buffer
+
+    @property
+    def is_made(self) -> bool:
+        """Whether there is memory: what is reserved only has none yet."""
+        return self._buffer is not None
+
+    def make(self, by: Callable[[int], torch.Tensor] | None = None) -> None:
+        """Have the memory, where it was reserved only. In any thread; takes no lock.
+
+        Args:
+            by: What makes it in place of the arena's own function.
+        """
+        if self._buffer is None:
+            self._buffer = (by or self._arena._make)(self.nbytes)
 
     def _end(self) -> Grant:
         grant, self._grant = self._grant, None
@@ -73,7 +93,11 @@ class Lease:
         Raises:
             StagehandInternalError: At the second call.
         """
-        self._arena._take_back(self.buffer, self._end())
+        grant = self._end()
+        if self._buffer is None:
+            self._arena._forget(grant)
+        else:
+            self._arena._take_back(self._buffer, grant)
 
     def let_go(self, alone: int) -> None:
         """Release the buffer, or abandon it to whoever else refers to its storage.
@@ -166,6 +190,15 @@ class Arena:
         Raises:
             ClosedError: After `close()`.
         """
+        lease = self.reserve_nowait(nbytes, holder)
+        return None if lease is None else _made(lease)
+
+    def reserve_nowait(self, nbytes: int, holder: str) -> Lease | None:
+        """Like `acquire_nowait`, but leave it to `Lease.make` to make what is not kept.
+
+        Raises:
+            ClosedError: After `close()`.
+        """
         with self._lock:
             return self._acquire(nbytes, holder)
 
@@ -181,7 +214,7 @@ class Arena:
             lease = self._acquire(nbytes, holder)
             if lease is None:
                 lease = self._wait(nbytes, holder)
-            return lease
+        return _made(lease)
 
     def _wait(self, nbytes: int, holder: str) -> Lease:
         self.wait_count += 1
@@ -226,30 +259,27 @@ class Arena:
             raise ClosedError(
                 f"the arena of {self.name} is closed; {holder} came too late"
             )
-        found = self._take_kept(nbytes, holder) or self._make_new(nbytes, holder)
-        if found is None:
+        buffer, grant = self._take_kept(nbytes, holder)
+        if grant is None:
+            grant = self._grant_new(nbytes, holder)
+        if grant is None:
             return None
-        buffer, grant = found
         self._leased += grant.nbytes
         self._out += 1
         return Lease(self, buffer, grant)
 
-    def _make_new(self, nbytes: int, holder: str) -> tuple[torch.Tensor, Grant] | None:
+    def _grant_new(self, nbytes: int, holder: str) -> Grant | None:
         if nbytes > self.account.room_for(holder) + self.kept_bytes:
             return None  # freeing what is kept would not help
         grant = self.account.grant(nbytes, holder)
         while grant is None and self._kept:
             self._free_one()
             grant = self.account.grant(nbytes, holder)
-        if grant is None:
-            return None
-        try:
-            return self._make(nbytes), grant
-        except BaseException:
-            grant.release()
-            raise
+        return grant
 
-    def _take_kept(self, nbytes: int, holder: str) -> tuple[torch.Tensor, Grant] | None:
+    def _take_kept(
+        self, nbytes: int, holder: str
+    ) -> tuple[torch.Tensor | None, Grant | None]:
         best = -1
         smallest = nbytes * self._spare
         for i, (_, grant) in enumerate(self._kept):
@@ -258,11 +288,11 @@ class Arena:
             ):
                 best, smallest = i, grant.nbytes
         if best < 0:
-            return None
+            return None, None
         buffer, grant = self._kept.pop(best)
         if self.account.overdraft_bytes:  # the limit was lowered
             grant.release()
-            return None
+            return None, None
         grant.holder = holder
         return buffer, grant
 
@@ -306,3 +336,13 @@ class Arena:
             while self._kept:
                 self._free_one()
             self._changed.notify_all()
+
+
+def _made(lease: Lease) -> Lease:
+    """Make a lease's memory outside of the lock: others need not wait for that."""
+    try:
+        lease.make()
+    except BaseException:
+        lease.release()
+        raise
+    return lease

@@ -73,6 +73,15 @@ class Device(Protocol):
     def pinned(self, nbytes: int) -> torch.Tensor:
         """Return `nbytes` bytes of page-locked host memory, exactly that many."""
 
+    def page_locked(self, nbytes: int) -> torch.Tensor:
+        """Like `pinned`, but raise where that falls back, and warn of nothing.
+
+        For threads of the library: the caller's thread tries again, and warns.
+
+        Raises:
+            RuntimeError: If the system refuses to lock it.
+        """
+
     def new_stream(self, priority: int = 0) -> Stream:
         """Return a stream of its own for a lane."""
 
@@ -151,18 +160,25 @@ class AcceleratorDevice:
 
     def pinned(self, nbytes: int) -> torch.Tensor:
         """See `Device.pinned`. Falls back to pageable memory with one warning."""
+        try:
+            return self.page_locked(nbytes)
+        except RuntimeError as error:
+            self._warn_unpinned(nbytes, error)
+            with torch.inference_mode(False):
+                return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+
+    def page_locked(self, nbytes: int) -> torch.Tensor:
+        """See `Device.page_locked`."""
         with torch.inference_mode(False):
-            try:
-                if self._is_cuda and nbytes:
-                    return _registered_memory(nbytes, self._index)
+            if not (self._is_cuda and nbytes):
                 return torch.empty(
                     nbytes, dtype=torch.uint8, device="cpu", pin_memory=True
                 )
-            except RuntimeError as error:
-                if self._is_cuda:
-                    self._drain_error()
-                self._warn_unpinned(nbytes, error)
-                return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+            try:
+                return _registered_memory(nbytes, self._index)
+            except RuntimeError:
+                self._drain_error()
+                raise
 
     def _drain_error(self) -> None:
         """Let the driver tell of a refusal here, not in the caller's next kernel."""
@@ -385,6 +401,10 @@ class HostDevice:
 
     def pinned(self, nbytes: int) -> torch.Tensor:
         """See `Device.pinned`. There is nobody to lock it for: ordinary memory."""
+        return self.empty(nbytes)
+
+    def page_locked(self, nbytes: int) -> torch.Tensor:
+        """See `Device.page_locked`."""
         return self.empty(nbytes)
 
     def new_stream(self, priority: int = 0) -> Stream:

@@ -138,6 +138,15 @@ class Block(Residency):
         self._hosts = self._fitted(hosts)
         self.versions = self.read_versions()
 
+    def rehouse(self, store: Store) -> None:
+        """Say where the same bytes are from now on, also while the block is bound."""
+        versions = self.versions
+        self.set_store(store)
+        if self.bound:
+            self.versions = versions
+        else:
+            self.point_to_host()
+
     def _cross_by(self, wire: Wire | None) -> None:
         self.wire = wire
         self.link_nbytes = self.nbytes if wire is None else wire.nbytes

@@ -10,7 +10,7 @@ from stagehand.errors import StagehandInternalError
 from stagehand.residency.loader import store_of, write_back
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from concurrent.futures import Future
 
     from stagehand.core.device import Device, Event
@@ -49,6 +49,7 @@ class HostLoader:
         self._workers = workers
         self._counters = counters
         self._jobs: dict[int, Future[_Read]] = {}
+        self.pin_on: Callable[[], None] | None = None
 
     def set_slabs(self, count: int, nbytes: int) -> None:
         """See `Loader.set_slabs`. There is no stage between store and slot."""

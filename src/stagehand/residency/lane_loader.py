@@ -14,7 +14,7 @@ from stagehand.stores.pages import was_written
 from stagehand.units import format_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from concurrent.futures import Future
 
     import torch
@@ -88,6 +88,7 @@ class LaneLoader:
         self._workers = workers
         self._counters = counters
         self.stages = False
+        self.pin_on: Callable[[], None] | None = None
         self._limit = 0
         self._slab_bytes = 0
         self._slabs: list[_Slab] = []
@@ -149,6 +150,10 @@ class LaneLoader:
         """See `Loader.request`."""
         if not block.needs_staging or block.index in self._staged:
             return False
+        if self.pin_on is not None:
+            self.pin_on()
+            if not block.needs_staging:
+                return False
         if block.link_nbytes > self._slab_bytes:
             return False
         slab = self._own_slab(block) or self._free_slab()
@@ -202,6 +207,9 @@ class LaneLoader:
         target, image = block.target, block.image
         if target is None:
             raise StagehandInternalError(f"block {block.name!r} has no place in {slot}")
+        if image is None and self.pin_on is not None:
+            self.pin_on()
+            image = block.image
         if image is None:
             if block.wire is not None and not self._renew(block, block.wire, priority):
                 return False

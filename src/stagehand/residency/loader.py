@@ -16,7 +16,7 @@ from stagehand.errors import StagehandInternalError
 from stagehand.stores.pages import some_elements
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from stagehand.core.transfer import Priority, Slot
     from stagehand.residency.blocks import Block
@@ -35,6 +35,9 @@ class Loader(Protocol):
 
     fills: bool
     """Whether threads fill slots, so that `finish` has something to wait for."""
+
+    pin_on: Callable[[], None] | None
+    """Called before a block is staged, as long as more blocks are being pinned."""
 
     def request(self, block: Block) -> bool:
         """Begin to stage a block; False if it cannot be now, or need not be."""

@@ -1,36 +1,79 @@
 """Gives blocks their stores, and plain tensors back to the model."""
 
-from collections.abc import Sequence
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 import torch
 
-from stagehand.core.arena import Arena, Lease
 from stagehand.core.layout import copy_values, plain_tensors
+from stagehand.core.states import BlockState
 from stagehand.errors import StagehandOOMError
-from stagehand.residency.blocks import Block, point_to, staged_bytes
-from stagehand.stores.base import Store
+from stagehand.residency.blocks import point_to, staged_bytes
 from stagehand.stores.module import ModuleStore
 from stagehand.stores.packed import WORTH, PackedWire, room_for
 from stagehand.stores.packing import pack_image
 from stagehand.stores.wired import WiredStore
 from stagehand.torch_private import storage_use_count
-from stagehand.units import format_at_least, format_bytes
+from stagehand.units import MIB, format_at_least, format_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from concurrent.futures import Future
+
+    from stagehand.core.arena import Arena, Lease
+    from stagehand.core.workers import WorkerGroup
+    from stagehand.residency.blocks import Block
+    from stagehand.stores.base import Store
 
 __all__ = ["Masters"]
+
+_AT_ONCE_BYTES = 512 * MIB  # are pinned in a fraction of a second
+_AHEAD = 3
+
+
+class _Coming:
+    """An image that a block shall have, in memory that may not be made yet."""
+
+    __slots__ = ("block", "job", "lease")
+
+    def __init__(self, block: Block, lease: Lease) -> None:
+        self.block = block
+        self.lease = lease
+        self.job: Future[None] | None = None
 
 
 class Masters:
     """The host side of all blocks of one runtime.
 
-    Memory: the pinned images replace the tensors that they are made from; while one is
-    made, both exist. Packed wires lie beside the tensors.
+    Page-locking takes several times as long as copying what the memory is for. So who
+    shall be pinned is decided, and their bytes are reserved, before the first pass; a
+    thread makes the memory; and the thread that runs the model moves the truth of one
+    block after the other into it, between two loads (`pin_on`). Until then the block is
+    staged. The worker reads no weight, so whoever edits one, however and whenever, is
+    never too late or too early: to know that without copying here, all bytes would have
+    to be compared here, which takes longer.
+
+    Memory: the pinned images replace the tensors that they are made from. While one is
+    made both exist, and memory for two more. Packed wires lie beside the tensors.
 
     Args:
         arena: Pinned memory for the images.
+        pinners: One thread that makes it; without, all is made at once.
+        make: What the thread makes it with: raises where the arena's own function warns
+            and does with less.
     """
 
-    def __init__(self, arena: Arena) -> None:
+    def __init__(
+        self,
+        arena: Arena,
+        pinners: WorkerGroup | None = None,
+        make: Callable[[int], torch.Tensor] | None = None,
+    ) -> None:
         self._arena = arena
+        self._pinners = pinners
+        self._make = make
+        self._coming: list[_Coming] = []
         self._images: dict[int, Lease] = {}
         self._wires: dict[int, Lease] = {}
         self._alone = 0  # an image's reference count when only its lease holds it
@@ -65,12 +108,15 @@ class Masters:
         lease = self._arena.acquire_nowait(block.nbytes, f"image of {block.name}")
         if lease is None:
             return False
-        self._images[block.index] = lease
-        self._alone = storage_use_count(lease.buffer.untyped_storage())
-        hosts = block.store.hosts
-        block.set_store(ModuleStore.pack(block.layout, hosts, lease.buffer))
-        block.point_to_host()
+        self._move(block, lease)
         return True
+
+    def _move(self, block: Block, lease: Lease) -> None:
+        hosts = block.store.hosts if block.store is not None else []
+        self._alone = storage_use_count(lease.buffer.untyped_storage())
+        store = ModuleStore.pack(block.layout, hosts, lease.buffer)
+        self._images[block.index] = lease
+        block.rehouse(store)
 
     def pack_all(
         self, blocks: Sequence[Block], device_type: str, lookahead: int
@@ -148,10 +194,12 @@ class Masters:
         """Pin what is in memory as far as the arena allows; keep room to stage the
         rest.
 
-        Pinned and staged blocks alternate, so that the slow ones have time.
+        Pinned and staged blocks alternate, so that the slow ones have time. Much is
+        not pinned on return: until it is, all of it may be staged, and `pin_on` is to
+        be called now and then.
 
         Args:
-            blocks: Streamed blocks, in order.
+            blocks: Streamed blocks, in order, off the device.
             lookahead: Blocks that are loaded ahead at most.
 
         Returns:
@@ -160,6 +208,7 @@ class Masters:
         Raises:
             StagehandOOMError: If not even one slab fits.
         """
+        self.stop_pinning()
         free = self._arena.account.free_bytes + self._arena.kept_bytes
         away = [b for b in blocks if b.needs_staging]
         wanted = [b for b in away if b.index in self._origin]
@@ -185,15 +234,74 @@ class Masters:
             # With one the disk would wait for each copy.
             count = max(min(2, free // slab), min(lookahead + 2, free // (2 * slab)))
             share = min(1.0, (free - count * slab) / total) if total else 0.0
-        self._pin_share(wanted, share)
-        return count, slab
+        self._reserve(wanted, share)
+        slabs = meanwhile = count, slab
+        if self._is_much() and not slab:
+            slab = max(b.nbytes for b in wanted)
+            free = self._arena.account.free_bytes + self._arena.kept_bytes
+            meanwhile = min(lookahead + 2, free // slab), slab
+        if self._is_much() and meanwhile[0] > 1:
+            self._coming.sort(key=lambda coming: coming.block.stays)
+            self.pin_on()
+            return meanwhile
+        while self._coming:
+            self._use(self._coming[0])
+        return slabs
 
-    def _pin_share(self, blocks: Sequence[Block], share: float) -> None:
+    def _reserve(self, blocks: Sequence[Block], share: float) -> None:
+        """Reserve memory for a share of the blocks."""
         due = 0.0
         for block in blocks:
             due += share * block.nbytes
-            if due >= block.nbytes and self.pin(block):
+            if not block.nbytes or due < block.nbytes:
+                continue
+            holder = f"image of {block.name}"
+            lease = self._arena.reserve_nowait(block.nbytes, holder)
+            if lease is not None:
+                self._coming.append(_Coming(block, lease))
                 due -= block.nbytes
+
+    def _is_much(self) -> bool:
+        """Whether page-locking what is reserved would be waited for."""
+        return self._pinners is not None and self.pinning_bytes > _AT_ONCE_BYTES
+
+    @property
+    def pinning_bytes(self) -> int:
+        """Bytes of the blocks that are reserved a pinned image and do not have it."""
+        return sum(coming.block.nbytes for coming in self._coming)
+
+    def pin_on(self, *, insist: bool = False) -> None:
+        """Let blocks whose pinned memory is made move there, and have more made.
+
+        For the thread that runs the model. A block may be anywhere but between.
+
+        Args:
+            insist: Make here what the thread could not make, and raise what that does.
+        """
+        for coming in self._coming[:_AHEAD]:
+            if coming.job is None or not coming.job.done():
+                continue
+            if insist:
+                coming.lease.make()
+            if coming.lease.is_made and _can_move(coming.block):
+                self._use(coming)
+        for coming in self._coming[:_AHEAD]:
+            if coming.job is None and self._pinners is not None:
+                coming.job = self._pinners.submit(coming.lease.make, self._make)
+
+    def _use(self, coming: _Coming) -> None:
+        coming.lease.make()
+        self._move(coming.block, coming.lease)
+        self._coming.remove(coming)
+
+    def stop_pinning(self) -> None:
+        """Leave blocks where they are; what is reserved for them is given back."""
+        while self._coming:
+            coming = self._coming[-1]
+            if coming.job is not None and self._pinners is not None:
+                self._pinners.drop(coming.job)
+            coming.lease.release()
+            self._coming.pop()
 
     def give_back(self, block: Block) -> None:
         """Point the tensors at plain memory of their own, on the device they came from.
@@ -228,6 +336,17 @@ class Masters:
         lease = self._images.pop(block.index, None)
         if lease is not None:
             lease.let_go(self._alone)  # somebody may keep a tensor of it, say to save
+
+
+def _can_move(block: Block) -> bool:
+    """Whether nothing reads or writes a block's host tensors, or knows where they are.
+
+    While it is bound, only its store does.
+    """
+    if block.bound:
+        return True
+    away = block.state is BlockState.UNLOADED and not block.stepping
+    return away and not block.is_replaced()
 
 
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:

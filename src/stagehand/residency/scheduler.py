@@ -262,6 +262,8 @@ class Scheduler:
         So whoever edits one edits the truth; what is still on the device is compared
         with a sample before it is used again.
         """
+        if self._loader.pin_on is not None:
+            self._loader.pin_on()  # what stays is bound now
         stream = self._device.current_stream()
         # Before others may take its memory, what stays is better found on the host.
         binds, fixed = not self._ahead.hands_over, self._fixed

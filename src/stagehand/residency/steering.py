@@ -39,6 +39,8 @@ class Steering:
         max_lookahead: int,
     ) -> None:
         self.max_lookahead = max_lookahead
+        self.learns = True
+        """Whether uses take as long as they always will, not longer."""
         self._scheduler = scheduler
         self._blocks = blocks
         self._must_stay = frozenset(must_stay)
@@ -61,7 +63,9 @@ class Steering:
             under_way: Uses that are timed but whose times are not known yet. A host
                 that runs ahead of the device would time pass after pass.
         """
-        if self._seconds is not None or not self._scheduler.order.passes:
+        if self._seconds is not None or not (
+            self.learns and self._scheduler.order.passes
+        ):
             return False
         return under_way < _TIMED_ROUNDS * len(self._planned)
 
@@ -154,7 +158,7 @@ class Steering:
         if seconds > 0:
             self._link = sum(copy.nbytes for copy in large) / seconds
         order = self._planned
-        if self._seconds is not None or not order:
+        if self._seconds is not None or not (self.learns and order):
             return
         wanted = _TIMED_ROUNDS * order
         self._times = [*self._times, *uses][-len(wanted) :]

@@ -1,0 +1,455 @@
+"""Weights are page-locked in the background, and nobody can tell but by the clock."""
+
+import gc
+import threading
+import weakref
+
+import pytest
+import torch
+
+import stagehand
+from architectures.trees import assert_bitwise_equal
+from scenario.small import (
+    LAYER_BYTES,
+    assert_passes_equal,
+    batch,
+    blocks_of,
+    run_resident,
+    runtime_of,
+    stack,
+    values,
+)
+from stagehand.core.arena import live_leases
+from stagehand.core.device import AcceleratorDevice
+from stagehand.errors import StagehandWarning
+from stagehand.residency import masters
+from training import FEW, Setting, assert_trains_equally, net, over
+
+DEPTH = 8
+WEIGHT_BYTES = DEPTH * LAYER_BYTES
+BUDGET = 3 * LAYER_BYTES
+
+
+class Gate:
+    """Lets the thread make page-locked memory, one piece at a time."""
+
+    def __init__(self):
+        self._permits = threading.Semaphore(0)
+        self._wide = threading.Event()
+        self.refusal = None
+        self.asked = 0
+
+    def lock(self, device, nbytes):
+        if threading.current_thread().name.startswith("stagehand-pinner"):
+            self.asked += 1
+            while not (self._wide.is_set() or self._permits.acquire(timeout=0.01)):
+                pass
+        if self.refusal is not None:
+            raise self.refusal("no more memory")
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+
+    def let(self, runtime, count=1):
+        """Let it make so many more, and wait until they are there."""
+        jobs = [coming.job for coming in runtime._parts.masters._coming]
+        jobs = [job for job in jobs if job is not None and not job.done()][:count]
+        for job in jobs:
+            self._permits.release()
+            job.exception(timeout=60)
+
+    def open(self):
+        self._wide.set()
+
+
+@pytest.fixture
+def gate(sim, monkeypatch):
+    gate = Gate()
+    monkeypatch.setattr(masters, "_AT_ONCE_BYTES", 0)
+    monkeypatch.setattr(
+        AcceleratorDevice, "page_locked", lambda device, n: gate.lock(device, n)
+    )
+    yield gate
+    gate.open()
+
+
+def streamed(depth=DEPTH, **options):
+    options.setdefault("vram_budget", BUDGET)
+    return stagehand.layer(stack(depth), device="hpu", **options)
+
+
+def expected(model=None):
+    return run_resident(model or stack(DEPTH), "hpu", batch())
+
+
+def run(model):
+    with torch.no_grad():
+        return model(batch())
+
+
+def left(model):
+    """How many blocks are still to be pinned."""
+    return len(runtime_of(model)._parts.masters._coming)
+
+
+def pinned(model):
+    return [block.image is not None for block in blocks_of(model)]
+
+
+def end(model):
+    runtime_of(model).shutdown()
+    return values(model)
+
+
+# -------------------------------------------------------------------------------- exact
+
+
+def test_first_pass_does_not_wait_for_any_image(gate):
+    model = streamed()
+    assert_bitwise_equal(run(model), expected(), "first pass")
+    assert not any(pinned(model))
+    gate.open()
+    assert_bitwise_equal(end(model), values(stack(DEPTH)), "weights")
+
+
+@pytest.mark.parametrize("budget", [2 * LAYER_BYTES, BUDGET, 2 * WEIGHT_BYTES])
+def test_each_pass_is_exact_while_more_and_more_is_pinned(gate, budget):
+    model, wanted = streamed(vram_budget=budget), expected()
+    for number in range(DEPTH + 1):
+        assert_bitwise_equal(run(model), wanted, f"pass {number}")
+        assert sum(pinned(model)) <= number
+        gate.let(runtime_of(model))
+    for number in range(3):
+        assert_bitwise_equal(run(model), wanted, f"pass {number} after pinning")
+    assert all(pinned(model))
+    assert_bitwise_equal(end(model), values(stack(DEPTH)), "weights")
+
+
+def test_pass_is_exact_whenever_in_it_an_image_comes(gate):
+    for where in range(DEPTH):
+        model = streamed()
+        runtime = runtime_of(model)
+        handle = model[where].register_forward_pre_hook(
+            lambda *_, runtime=runtime: gate.let(runtime, 3)
+        )
+        wanted = expected()
+        for number in range(4):
+            assert_bitwise_equal(run(model), wanted, f"at {where}, pass {number}")
+        assert sum(pinned(model)) >= 5
+        handle.remove()
+        gate.let(runtime, 3)
+        assert_bitwise_equal(end(model), values(stack(DEPTH)), "weights")
+        del model, runtime
+
+
+EVERYWHERE = [
+    *FEW,
+    Setting("hpu", "layers", "third"),
+    Setting("hpu", "layers", "all"),
+    Setting("hpu", "blocks", "all"),
+]
+
+
+@over(EVERYWHERE)
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+def test_training_is_exact_while_more_and_more_is_pinned(gate, setting, kind):
+    counts = []
+
+    def script(run):
+        optimizer = run.optimizer(kind, lr=0.1)
+
+        def let(*_):
+            if run.runtime is not None:
+                gate.let(run.runtime)
+
+        run.handles.append(run.model.blocks[2].register_forward_pre_hook(let))
+        for number in range(9):
+            run.backward(run.loss(number))
+            run.backward(run.loss(number + 50))
+            optimizer.step()
+            optimizer.zero_grad()
+            if run.runtime is not None:
+                counts.append(run.runtime._parts.masters.pinning_bytes)
+        if run.runtime is not None:
+            gate.open()
+            assert not any(b.needs_staging for b in run.runtime._parts.streamed)
+
+    assert_trains_equally(net, script, setting)
+    assert counts[0] > counts[-1] == 0
+
+
+# ------------------------------------------------------------------------- no lost edit
+
+
+def in_place(weight):
+    with torch.no_grad():
+        weight[3, 3] = 7.0
+
+
+def behind_the_counter(weight):
+    weight.data[3, 3] = 7.0
+
+
+def replaced(weight):
+    other = weight.detach().clone()
+    other[3, 3] = 7.0
+    weight.data = other
+
+
+@pytest.mark.parametrize("edit", [in_place, behind_the_counter, replaced])
+@pytest.mark.parametrize("made", [0, 1, 3])
+def test_one_edited_element_is_kept_however_far_pinning_is(gate, edit, made):
+    model, plain = streamed(), stack(DEPTH)
+    run(model)
+    gate.let(runtime_of(model), made)
+    for number in (0, 2, DEPTH - 1):
+        edit(model[number][0].weight)
+        edit(plain[number][0].weight)
+    gate.let(runtime_of(model), made)
+    wanted = expected(plain)
+    for _ in range(DEPTH):
+        run(model)
+        gate.let(runtime_of(model))
+    assert_passes_equal(model, wanted, batch())
+    assert all(pinned(model))
+    assert_bitwise_equal(end(model), values(plain), "weights")
+
+
+def test_loaded_state_is_kept_however_far_pinning_is(gate, sim):
+    model, state = streamed(), stack(DEPTH).state_dict()
+    for number in range(DEPTH + 2):
+        state = {key: tensor + 0.01 for key, tensor in state.items()}
+        model.load_state_dict(state)
+        gate.let(runtime_of(model))
+        plain = stack(DEPTH)
+        plain.load_state_dict(state)
+        assert_bitwise_equal(run(model), expected(plain), f"pass {number}")
+        now = {name: p.detach().cpu() for name, p in model.named_parameters()}
+        assert_bitwise_equal(now, state, f"weights after pass {number}")
+    assert all(pinned(model))
+    end(model)
+    assert {r for r in sim.races() if "host buffer rewritten" not in r} == set()
+    sim.clear_races()  # a copy under the edit is thrown away
+
+
+# ------------------------------------------------------------------------------ bounded
+
+
+def test_account_holds_at_every_moment_and_memory_is_made_a_few_blocks_ahead(gate, sim):
+    limit = WEIGHT_BYTES + 3 * LAYER_BYTES
+    model = streamed(ram_budget=limit)
+    runtime = runtime_of(model)
+    run(model)
+    slabs = runtime._parts.loader._limit
+    assert slabs == 3
+    while left(model):
+        gate.let(runtime)
+        done = DEPTH - left(model)
+        assert sim.pinned_bytes() <= (done + 3 + slabs) * LAYER_BYTES
+        assert gate.asked <= done + 3
+        run(model)
+    run(model)
+    assert sim.peak_pinned_bytes() <= limit
+    assert sim.pinned_bytes() == WEIGHT_BYTES
+    end(model)
+
+
+def test_all_is_pinned_at_once_where_slabs_have_no_room_beside_it(gate):
+    model = streamed(ram_budget=WEIGHT_BYTES + LAYER_BYTES)
+    run(model)
+    assert all(pinned(model))
+    assert gate.asked == 0
+    end(model)
+
+
+def test_little_is_pinned_at_once(gate, monkeypatch):
+    monkeypatch.setattr(masters, "_AT_ONCE_BYTES", WEIGHT_BYTES)
+    model = streamed()
+    run(model)
+    assert all(pinned(model))
+    assert gate.asked == 0
+    end(model)
+
+
+def test_share_of_a_small_pool_is_pinned_and_the_others_go_on_being_staged(gate):
+    model, wanted = streamed(ram_budget=WEIGHT_BYTES // 2), expected()
+    for _ in range(DEPTH):
+        assert_bitwise_equal(run(model), wanted, "pass")
+        gate.let(runtime_of(model))
+    assert_passes_equal(model, wanted, batch())
+    assert left(model) == 0
+    assert 0 < sum(pinned(model)) < DEPTH
+    assert runtime_of(model)._parts.loader._limit > 0
+    end(model)
+
+
+# --------------------------------------------------------------------------- afterwards
+
+
+def test_when_all_is_pinned_nothing_is_left_of_it(gate, sim):
+    model = streamed()
+    gate.open()
+    parts = runtime_of(model)._parts
+    for _ in range(50):
+        run(model)
+        for coming in parts.masters._coming[:3]:
+            coming.job.result(timeout=60)
+        if parts.loader.pin_on is None:
+            break
+    assert not any(block.needs_staging for block in blocks_of(model))
+    assert parts.loader.pin_on is None
+    assert parts.loader.stages is False
+    assert sim.pinned_bytes() == WEIGHT_BYTES
+    parts.workers.submit = parts.pinners.submit = None  # whoever calls it fails
+    assert_passes_equal(model, expected(), batch())
+    end(model)
+
+
+def test_compute_times_are_learned_only_when_pinning_is_over(gate):
+    model = streamed()
+    runtime = runtime_of(model)
+    for _ in range(6):
+        run(model)
+    assert runtime._parts.steering.compute_seconds is None
+    for _ in range(DEPTH + 1):
+        gate.let(runtime)
+        run(model)
+    for _ in range(4):
+        torch.accelerator.synchronize()
+        run(model)
+    assert runtime._parts.steering.compute_seconds is not None
+    end(model)
+
+
+# ------------------------------------------------------------------- in the midst of it
+
+
+@pytest.mark.parametrize("made", [0, 1, 3, 5])
+def test_shutdown_in_the_midst_gives_everything_back(gate, made):
+    before = live_leases()
+    model = streamed()
+    run(model)
+    for _ in range(made):
+        gate.let(runtime_of(model))
+        run(model)
+    gate.let(runtime_of(model), 1)
+    opener = threading.Timer(
+        0.1, gate.open
+    )  # shutdown waits for the piece in the making
+    opener.start()
+    assert_bitwise_equal(end(model), values(stack(DEPTH)), "weights")
+    opener.join()
+    assert live_leases() == before
+    assert all(tensor.device.type == "cpu" for tensor in model.parameters())
+
+
+def test_dropped_model_is_collected_in_the_midst(gate, sim):
+    before = live_leases()
+    model = streamed()
+    run(model)
+    gate.let(runtime_of(model))
+    run(model)
+    gone = weakref.ref(model)
+    gate.open()
+    del model
+    gc.collect()
+    assert gone() is None
+    assert live_leases() == before
+
+
+def test_moving_to_the_host_and_going_on_begins_pinning_again(gate):
+    model, wanted = streamed(), expected()
+    run(model)
+    gate.let(runtime_of(model), 2)
+    run(model)
+    gate.open()
+    model.to("cpu")
+    assert left(model) == 0
+    assert_bitwise_equal(values(model), values(stack(DEPTH)), "parked weights")
+    for _ in range(DEPTH):
+        assert_bitwise_equal(run(model), wanted, "pass")
+        for coming in runtime_of(model)._parts.masters._coming[:3]:
+            coming.job.result(timeout=60)
+    assert all(pinned(model))
+    end(model)
+
+
+def test_weights_that_come_from_files_in_the_midst_give_up_their_images(gate, tmp_path):
+    safetensors = pytest.importorskip("safetensors.torch")
+    safetensors.save_file(stack(DEPTH).state_dict(), tmp_path / "model.safetensors")
+    model, wanted = streamed(), expected()
+    run(model)
+    gate.let(runtime_of(model), 2)
+    run(model)
+    gate.open()
+    runtime_of(model).convert_registry_to_file_backed_sharded(tmp_path)
+    assert left(model) == 0
+    assert_passes_equal(model, wanted, batch())
+    assert not any(pinned(model))
+    end(model)
+
+
+def test_what_cannot_be_locked_is_told_once_by_the_thread_that_runs_the_model(gate):
+    model, wanted = streamed(), expected()
+    run(model)
+    gate.refusal = RuntimeError
+    gate.let(runtime_of(model), 3)
+    with pytest.warns(StagehandWarning, match="no more memory"):
+        run(model)
+    for _ in range(DEPTH):  # a second warning would be an error
+        assert_bitwise_equal(run(model), wanted, "pass")
+        gate.let(runtime_of(model), 3)
+    assert all(pinned(model))
+    assert_bitwise_equal(end(model), values(stack(DEPTH)), "weights")
+
+
+def test_failure_of_the_thread_reaches_the_next_pass_and_the_one_after_goes_on(gate):
+    model, wanted = streamed(), expected()
+    run(model)
+    gate.refusal = MemoryError
+    gate.let(runtime_of(model), 3)
+    for _ in range(2):
+        with pytest.raises(MemoryError, match="no more memory"):
+            run(model)
+    gate.refusal = None
+    gate.open()
+    assert_passes_equal(model, wanted, batch())
+    assert_bitwise_equal(end(model), values(stack(DEPTH)), "weights")
+
+
+class Interrupt(BaseException):
+    pass
+
+
+def test_interrupted_move_of_a_block_is_done_again(gate, monkeypatch):
+    model, wanted = streamed(), expected()
+    run(model)
+    gate.let(runtime_of(model), 3)
+    pack = masters.ModuleStore.pack
+
+    def interrupted(layout, tensors, image):
+        monkeypatch.setattr(masters.ModuleStore, "pack", pack)
+        image[:128] = 255
+        raise Interrupt
+
+    monkeypatch.setattr(masters.ModuleStore, "pack", interrupted)
+    with pytest.raises(Interrupt):
+        run(model)
+    for _ in range(DEPTH):
+        assert_bitwise_equal(run(model), wanted, "pass")
+        gate.let(runtime_of(model), 3)
+    assert all(pinned(model))
+    assert_bitwise_equal(end(model), values(stack(DEPTH)), "weights")
+
+
+def test_thread_reads_no_weight(gate):
+    """So it does not matter what a user does to one meanwhile."""
+    model = streamed()
+    run(model)
+    job = runtime_of(model)._parts.masters._coming[0]
+    gate.let(runtime_of(model), 1)
+    assert job.lease.buffer.numel() == LAYER_BYTES
+    with torch.no_grad():
+        model[0][0].weight.fill_(3.0)
+    run(model)
+    assert blocks_of(model)[0].image is not None
+    gate.open()
+    assert (end(model)["0.0.weight"] == 3).all()
