@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 from stagehand.assembly import Settings
 from stagehand.config import StagehandConfig
 from stagehand.core.device import Device, find_device
+from stagehand.core.layout import can_cast
 from stagehand.core.machine import free_host_bytes, host_bytes
 from stagehand.errors import ConfigError
 from stagehand.guards import Checks
@@ -254,11 +256,18 @@ def check_model(model: nn.Module, dtype: torch.dtype | None) -> None:
                 f"{type(model).__name__} cannot be streamed: {where} is streamed"
                 f" already; call {HANDLE}.shutdown() first"
             )
-    for name, tensor in model.named_parameters():
-        if isinstance(tensor, nn.parameter.UninitializedParameter):
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
             raise ConfigError(
                 f"parameter {name!r} has no shape yet; run the model once before"
                 " streaming it"
             )
-    if dtype is not None:
-        nn.Module.to(model, dtype)
+    if dtype is None:
+        return
+    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+        if tensor.is_floating_point() and not can_cast(tensor.dtype, dtype):
+            raise ConfigError(
+                f"tensor {name!r} is {tensor.dtype}, dtype is {dtype}: expected a type"
+                " that torch casts it to; dtype=None leaves every tensor as it is"
+            )
+    nn.Module.to(model, dtype)

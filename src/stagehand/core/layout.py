@@ -10,6 +10,7 @@ import ctypes
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 
 import torch
@@ -20,6 +21,7 @@ __all__ = [
     "ALIGNMENT",
     "BlockLayout",
     "Place",
+    "can_cast",
     "contiguous_stride",
     "copy_values",
     "layout_of",
@@ -266,6 +268,16 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
         # Compares three times as fast as 16-bit elements do.
         pair = [tensor.view(-1).view(torch.int64) for tensor in pair]
     return torch.equal(*pair)
+
+
+@cache
+def can_cast(one: torch.dtype, other: torch.dtype) -> bool:
+    """Return whether torch casts a type to another: none that holds two numbers."""
+    try:
+        torch.empty(1, dtype=one, device="cpu").to(other)
+    except NotImplementedError:
+        return False
+    return True
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from stagehand.core.layout import can_cast
 from stagehand.errors import (
     MissingTensorError,
     StagehandWarning,
@@ -117,7 +118,13 @@ class _Search:
     def _target(self, name: str, has: torch.dtype) -> torch.dtype:
         if not has.is_floating_point:
             return has
-        return self._naming.dtypes.get(name, self._dtype or has)
+        target = self._naming.dtypes.get(name, self._dtype or has)
+        if not can_cast(has, target):
+            raise TensorMismatchError(
+                f"tensor {name!r} of the checkpoint is {has}: expected a type that"
+                f" torch casts to {target}; load it without dtype="
+            )
+        return target
 
     def finish(self) -> Matched:
         """Return all that was found."""

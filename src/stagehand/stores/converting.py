@@ -172,9 +172,10 @@ def convert_to_squareq(
 ) -> Written:
     """Write SquareQ v2: weights of linear layers as INT8, all else as it is.
 
-    Quantized is each matrix named `*.weight` of a floating-point type, but for the
-    excluded ones. That changes values: a row keeps 8 bits for its largest weight. There
-    is one file of any size: the format is a file and its manifest.
+    Quantized is each matrix named `*.weight` of a floating-point type of more than 8
+    bits, but for the excluded ones. That changes values: a row keeps 8 bits for its
+    largest weight. There is one file of any size: the format is a file and its
+    manifest.
 
     Args:
         source: A safetensors file or folder, or a file of `torch.save`.
@@ -195,6 +196,7 @@ def convert_to_squareq(
             name
             for name, like in tensors.sizes.items()
             if name.endswith(_WEIGHT) and like.dim() == 2 and like.is_floating_point()
+            if like.element_size() > 1  # what has 8 bits already would not shrink
             if like.numel() and (wanted is None or wanted.search(name))
             if unwanted is None or not unwanted.search(name)
         ]

@@ -22,7 +22,15 @@ from stagehand.errors import (
     TruncatedShardError,
 )
 
-__all__ = ["FileStamp", "Header", "Span", "code_of", "load_json", "read_header"]
+__all__ = [
+    "FileStamp",
+    "Header",
+    "Span",
+    "code_of",
+    "load_json",
+    "read_header",
+    "sizes_of",
+]
 
 _LENGTH_BYTES = 8
 _MAX_HEADER_BYTES = 100_000_000
@@ -160,6 +168,13 @@ def code_of(dtype: torch.dtype) -> str:
         if torch_name == name:
             return code
     raise HeaderError(f"a safetensors file cannot hold {dtype}: convert the tensor")
+
+
+def sizes_of(tensor: torch.Tensor) -> list[int]:
+    """Return a tensor's shape in elements of the format: see `Span.shape`."""
+    *outer, last = tensor.shape or (1,)
+    pairs = code_of(tensor.dtype) == "F4"
+    return [*outer, 2 * last] if pairs else list(tensor.shape)
 
 
 def load_json(text: bytes) -> Any:

@@ -18,7 +18,7 @@ import torch
 
 from stagehand.core.layout import plain_tensors
 from stagehand.errors import CheckpointError
-from stagehand.stores.headers import code_of
+from stagehand.stores.headers import code_of, sizes_of
 from stagehand.units import format_bytes
 
 __all__ = [
@@ -198,7 +198,7 @@ class SafetensorsBody:
             self._file.write(memory)
         self.header[name] = {
             "dtype": code_of(dense.dtype),
-            "shape": list(dense.shape),
+            "shape": sizes_of(dense),
             "data_offsets": [self.nbytes, self.nbytes + nbytes],
         }
         self.nbytes += nbytes

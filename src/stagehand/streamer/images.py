@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from stagehand.core.layout import layout_of, plain_tensors
+from stagehand.core.layout import can_cast, layout_of, plain_tensors
 from stagehand.errors import (
     CheckpointError,
     StagehandInternalError,
@@ -129,14 +129,16 @@ def wanted_dtype(
     """Return the element type to hand a tensor out as: integers stay what they are.
 
     Raises:
-        TensorMismatchError: If floating-point values would become integers.
+        TensorMismatchError: If floating-point values would become integers, or torch
+            cannot cast them.
     """
     if wanted is None or found == wanted or not found.is_floating_point:
         return found
-    if not wanted.is_floating_point:
+    if not wanted.is_floating_point or not can_cast(found, wanted):
         raise TensorMismatchError(
             f"tensor {name!r} is {found} in its file, dtype is {wanted}: expected a"
-            " floating-point type; dtype=None leaves every tensor as it is"
+            " floating-point type that torch casts it to; dtype=None leaves every"
+            " tensor as it is"
         )
     return wanted
 
