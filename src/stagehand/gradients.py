@@ -14,7 +14,8 @@ backward pass brings before it adds that to what was there. Of a weight that cam
 device several times, each time brings a part, so their sum is kept apart until the end.
 
 Memory: as many bytes of pinned memory as the trained streamed parameters have, for
-their gradients; while they accumulate, those of two blocks more.
+their gradients; while they accumulate, those of two blocks more. Where copies home
+yield to loads, those of all that is put aside, but no more than stays free beside them.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 
     from stagehand.core.arena import Arena, Lease
     from stagehand.core.device import Device, Event, Stream
+    from stagehand.core.traffic import Parcel
     from stagehand.core.transfer import TransferEngine
     from stagehand.core.workers import WorkerGroup
     from stagehand.residency.blocks import Block
@@ -97,6 +99,8 @@ class _Home:
 class _Arrival(NamedTuple):
     """A gradient in staging memory, and what it becomes part of."""
 
+    parcel: Parcel | None
+    """What it was put aside as, if it yields to loads."""
     lease: Lease
     staged: torch.Tensor
     target: torch.Tensor
@@ -139,7 +143,8 @@ class Gradients:
         self._settled: set[Block] = set()  # for which gradients came
         self._late: list[tuple[_Home, Stream]] = []
         self._sent = False
-        self._arrivals: list[_Arrival] = []
+        self._arrivals: deque[_Arrival] = deque()
+        self._arriving_bytes = 0
         self._complete: dict[int, _Home] = {}  # not yet told to listeners
         self._jobs: deque[Future[None]] = deque()
         self._stepping: set[Block] = set()  # what listeners were told of
@@ -328,13 +333,15 @@ class Gradients:
 
     def _carry(
         self, home: _Home, grad: torch.Tensor, target: torch.Tensor, maker: Stream
-    ) -> None:
+    ) -> Parcel | None:
         # The gradient of a broadcast tensor can be a view of another one, to which
         # autograd adds in place once nobody else seems to hold the memory.
         shared = storage_use_count(grad.untyped_storage()) > _ALONE
         index = home.block.index
-        self._engine.carry_home(grad, target, block=index, maker=maker, shared=shared)
         self._sent = True
+        return self._engine.carry_home(
+            grad, target, block=index, maker=maker, shared=shared
+        )
 
     # Memory
 
@@ -373,13 +380,16 @@ class Gradients:
             _combine(target, there, adds=adds)
             return
         staged = _like(grad, lease.buffer)
-        self._carry(home, grad, staged, maker)
-        self._arrivals.append(_Arrival(lease, staged, target, adds))
+        parcel = self._carry(home, grad, staged, maker)
+        self._arrivals.append(_Arrival(parcel, lease, staged, target, adds))
+        self._arriving_bytes += lease.nbytes
 
     def _staging(self, nbytes: int) -> Lease | None:
+        if self._arriving_bytes > self._arena.account.free_bytes:
+            self.pass_on(waits=False)  # others may need what is left
         lease = self._arena.acquire_nowait(nbytes, "an arriving gradient")
         while lease is None and (self._arrivals or self._jobs):
-            self.pass_on()
+            self.pass_on(waits=False)
             self._jobs.popleft().result()
             lease = self._arena.acquire_nowait(nbytes, "an arriving gradient")
         return lease
@@ -397,28 +407,43 @@ class Gradients:
 
     # Passing on
 
-    def pass_on(self) -> None:
+    def pass_on(self, *, waits: bool = True) -> None:
         """Let a thread add what is under way, and listeners use what is complete.
 
         Called when another block's turn begins: what came belongs to blocks that are
         left.
+
+        Args:
+            waits: Whether what is put aside, so that loads go first, may stay there.
         """
         self._send_late()
         while len(self._jobs) >= _JOBS_UNDER_WAY:
             self._jobs.popleft().result()
         told = self._told()
-        if not self._arrivals and not told:
+        if told or not waits:
+            self._engine.flush_home()
+        arrivals = self._sent_arrivals()
+        if not arrivals and not told:
             return
-        arrivals, self._arrivals = self._arrivals, []
         if any(block.slot is not None for block in self._stepping):
             self._engine.hold_home()  # a copy that was queued too early reads the host
         done = self._device.new_event()
-        self._engine.flush_home()
         done.record(self._engine.d2h.stream)
         listeners = tuple(self._listeners.values())
         self._jobs.append(
             self._workers.submit(_take_in, done, arrivals, told, listeners)
         )
+
+    def _sent_arrivals(self) -> list[_Arrival]:
+        """Take those whose copies are queued; they are queued in this order."""
+        sent = []
+        while self._arrivals:
+            parcel = self._arrivals[0].parcel
+            if parcel is not None and not parcel.sent:
+                break
+            sent.append(self._arrivals.popleft())
+            self._arriving_bytes -= sent[-1].lease.nbytes
+        return sent
 
     def _told(self) -> list[nn.Parameter]:
         """Parameters of which listeners are told now: they are on the host."""
@@ -451,7 +476,7 @@ class Gradients:
             Exception: What a thread or a listener raised first; gradients are in place.
         """
         try:
-            self.pass_on()
+            self.pass_on(waits=False)
             self._wait()
         finally:
             self._await_jobs()
@@ -466,9 +491,10 @@ class Gradients:
         """
         self._late.clear()
         self._await_jobs()
-        for lease, *_ in self._arrivals:
-            lease.release()
+        for arrival in self._arrivals:
+            arrival.lease.release()
         self._arrivals.clear()
+        self._arriving_bytes = 0
         for home in self._touched:
             self._lost += home.had
             home.grad = home.earlier = None
@@ -476,7 +502,7 @@ class Gradients:
 
     def _wait(self) -> None:
         if self._arrivals:
-            self.pass_on()
+            self.pass_on(waits=False)
         self.await_steps()
 
     def await_steps(self) -> None:

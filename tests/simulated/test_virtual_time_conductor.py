@@ -124,10 +124,10 @@ class Loop:
             gradient = x.grad.cpu()
         return end - begin, gradient
 
-    def backward(self):
+    def backward(self, batches=1):
         for _ in range(SETTLING):
-            self.step()
-        return sum(self.step() for _ in range(3)) / 3
+            self.step(batches)
+        return sum(self.step(batches) for _ in range(3)) / 3
 
 
 @pytest.fixture
@@ -138,7 +138,9 @@ def start(sim, monkeypatch):
     monkeypatch.setattr(link, "_known", {})
     loops = []
 
-    def start(make, *, half_duplex, conducted, slots=4, telemetry=False, **options):
+    def start(
+        make, *, half_duplex, conducted, slots=4, telemetry=False, ram=None, **options
+    ):
         flop = 2 * ROWS * WIDTH * WIDTH if make is savers else PRODUCTS * FLOP
         sim.configure(
             h2d_gbps=RATE / 1e9,
@@ -150,7 +152,9 @@ def start(sim, monkeypatch):
         )
         torch.manual_seed(1)
         model = make()
-        stagehand.layer(model, vram_budget=slots * LARGE, telemetry=telemetry)
+        stagehand.layer(
+            model, vram_budget=slots * LARGE, ram_budget=ram, telemetry=telemetry
+        )
         runtime = model._stagehand_layer_runtime
         conductor = activations = None
         if make is savers:
@@ -196,11 +200,16 @@ def test_weights_and_gradients_take_no_longer_than_the_busier_lane(start):
         assert seconds <= 1.05 * max(DEPTH * COMPUTE, loads, home)
 
 
-def test_on_a_half_duplex_link_arbitration_beats_first_come_by_eight_percent(start):
-    """A burst of gradients would take the link from loads that compute waits for."""
-    first_come = start(burst, half_duplex=True, conducted=False).backward()
+@pytest.mark.parametrize("batches", [1, 2])
+def test_on_a_half_duplex_link_arbitration_beats_first_come_by_eight_percent(
+    start, batches
+):
+    """A burst of gradients would take the link from loads that compute waits for: also
+    where they are added to those of an earlier batch, on the host.
+    """
+    first_come = start(burst, half_duplex=True, conducted=False).backward(batches)
     link._known.clear()
-    arbitrated = start(burst, half_duplex=True, conducted=True).backward()
+    arbitrated = start(burst, half_duplex=True, conducted=True).backward(batches)
     assert arbitrated <= 0.92 * first_come
     assert arbitrated <= 1.01 * DEPTH * COMPUTE
 
@@ -260,6 +269,39 @@ def test_gradients_that_came_home_in_pieces_or_late_are_the_same(start, make, ba
 
     plain, conducted = trained(conducted=False), trained(conducted=True)
     assert all(map(torch.equal, plain, conducted))
+
+
+@pytest.mark.parametrize("spare", [2, 9])
+def test_gradients_that_wait_for_their_way_home_leave_half_of_the_memory_for_them(
+    start, monkeypatch, spare
+):
+    """They are added on the host, and arrive in pinned memory beside what is there."""
+
+    def trained(**options):
+        link._known.clear()
+        loop = start(burst, half_duplex=True, **options)
+        arena, gradients = loop.runtime._parts.pinned_arena, loop.runtime._gradients
+        acquire, arriving = arena.acquire_nowait, []
+
+        def acquired(nbytes, holder):
+            lease = acquire(nbytes, holder)
+            if holder == "an arriving gradient":
+                free = arena.account.free_bytes
+                arriving.append((gradients._arriving_bytes, free))
+            return lease
+
+        monkeypatch.setattr(arena, "acquire_nowait", acquired)
+        for _ in range(SETTLING):
+            loop.step(2)
+        loop.runtime.park()
+        return arriving, [p.detach().clone() for p in loop.model.parameters()]
+
+    ram = (DEPTH - 8) * (SMALL + 256) + (16 + spare) * (LARGE + 256)
+    _, plain = trained(conducted=False)
+    arriving, conducted = trained(conducted=True, ram=ram)
+    assert all(map(torch.equal, plain, conducted))
+    assert max(waiting for waiting, _ in arriving) >= spare // 2 * (LARGE - 1024)
+    assert all(waiting <= free + 2 * (LARGE + 256) for waiting, free in arriving)
 
 
 def test_what_waits_for_its_way_home_is_no_more_than_allowed(start, monkeypatch):

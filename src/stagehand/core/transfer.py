@@ -439,7 +439,7 @@ class TransferEngine:
         block: int,
         maker: Stream,
         shared: bool,
-    ) -> None:
+    ) -> Parcel | None:
         """Queue the copy of a tensor that lies in no slot; never denied.
 
         The tensor's memory may be given up at once: it is not reused before the copy is
@@ -452,13 +452,17 @@ class TransferEngine:
             maker: The stream that made the tensor; the lane waits for it.
             shared: Whether the maker may write to the tensor's memory again: then it
                 waits for the copy.
+
+        Returns:
+            What it was put aside as, where it is to yield to loads.
         """
-        self._send_home(source, target, block, maker, yields=not shared)
+        parcel = self._send_home(source, target, block, maker, yields=not shared)
         stream = self.d2h.stream
         source.record_stream(stream)  # type: ignore[arg-type]
         if shared:
             self._ready.record(stream)
             maker.wait_event(self._ready)
+        return parcel
 
     def send_group(
         self,
