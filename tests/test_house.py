@@ -18,7 +18,7 @@ ROOT = Path(__file__).parent.parent / "src" / "stagehand"
 # of its own part that stand before it; parts of one rank do not import each other. A
 # folder is a part, and so is a single file, but for those listed under "": one part.
 PLAN: dict[int, dict[str, tuple[str, ...]]] = {
-    0: {"": ("errors", "units", "torch_private")},
+    0: {"": ("errors", "units", "settings", "torch_private")},
     1: {
         "core": (
             *("states", "machine", "device", "stopwatch", "clock", "telemetry"),

@@ -7,6 +7,7 @@ from pathlib import Path
 from stagehand.core.ledger import Watermarks
 from stagehand.errors import ConfigError
 from stagehand.guards import Checks
+from stagehand.settings import check_types
 from stagehand.units import MIB
 
 __all__ = ["StagehandConfig"]
@@ -67,6 +68,7 @@ class StagehandConfig:
 
     def __post_init__(self) -> None:
         """Refuse what cannot work."""
+        check_types(self)
         for name in _SIZES:
             if not 0 < getattr(self, name) < math.inf:
                 raise ConfigError(

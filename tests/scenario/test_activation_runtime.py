@@ -2,6 +2,7 @@
 
 import gc
 import json
+import math
 import warnings
 
 import pytest
@@ -102,11 +103,39 @@ def test_budget_is_the_default_and_watermarks_are_asked_for():
         ({"vram_low_watermark_mb": 30000}, "low < high"),
         ({"recompute_threshold_bytes": -1}, "expected 0 bytes or more"),
         ({"pinned_pool_classes_mb": (1,), "slabs_per_class": -1}, "zero or more"),
+        ({"slabs_per_class": 2}, "slabs_per_class is 2 and pinned_pool_classes_mb is"),
+        ({"budget": "8"}, "budget is '8': a text needs a unit"),
+        ({"budget": "120%"}, "budget is '120%': expected at most 100%"),
+        ({"budget": -1}, "budget is -1: expected more than zero bytes"),
+        ({"ram_budget": "10%"}, "ram_budget is '10%': a percentage is not possible"),
+        ({"vram_high_watermark_mb": math.nan}, "vram_high_watermark_mb is nan"),
+        ({"vram_low_watermark_mb": math.inf}, "vram_low_watermark_mb is inf"),
+        ({"pinned_pool_classes_mb": (math.nan,)}, "expected sizes above 0 MiB"),
+        (
+            {"budget": "4GB", "vram_high_watermark_mb": 30000},
+            "budget is '4GB' and vram_high_watermark_mb is given too: expected",
+        ),
     ],
 )
 def test_settings_that_cannot_work_are_refused(settings, match):
     with pytest.raises(stagehand.ConfigError, match=match):
         ActivationStagehandConfig(**settings)
+
+
+def test_watermarks_alone_are_asked_for_by_naming_them():
+    config = ActivationStagehandConfig(
+        vram_high_watermark_mb=16000, vram_low_watermark_mb=12000
+    )
+    assert config.budget is None
+    assert config.watermarks().low_bytes == 12000 * MIB
+    with pytest.raises(stagehand.ConfigError, match="not both"):
+        ActivationStagehandConfig.from_json({**SEED, "budget": "50%"})
+
+
+@pytest.mark.parametrize("budget", [None, "2", "many", -1, 2.5, True, math.nan])
+def test_context_refuses_a_budget_that_is_no_size(sim, budget):
+    with pytest.raises(stagehand.ConfigError, match=f"budget is {budget!r}"):
+        stagehand.activations(budget)
 
 
 @pytest.mark.parametrize("source", [{"budgett": 1}, [1]])

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from stagehand.activations.pool import slab_counts
 from stagehand.core.ledger import Watermarks
 from stagehand.errors import ConfigError
-from stagehand.units import MIB
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
+from stagehand.settings import check_types
+from stagehand.units import MIB, parse_bytes
 
 __all__ = ["ActivationStagehandConfig"]
 
 _MARKS = ("vram_high_watermark_mb", "vram_low_watermark_mb")
+_BUDGET = "50%"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,7 +26,7 @@ class ActivationStagehandConfig:
     """Settings of an `ActivationRuntime`. Sizes are in MiB (2**20 bytes), whole or not.
 
     Raises:
-        ConfigError: If a number cannot work.
+        ConfigError: If a value is of another type, cannot work, or contradicts another.
 
     Example:
         >>> ActivationStagehandConfig(budget="4GB").max_inflight_d2h is None
@@ -35,9 +35,10 @@ class ActivationStagehandConfig:
 
     enabled: bool = True
     """Without it the runtime has no parts, and its methods return at once."""
-    budget: int | str | None = "50%"
+    budget: int | str | None = _BUDGET
     """Device bytes of saved tensors: an int, "4GB", or a part of what is free when the
-    runtime is made. None lets the watermarks decide."""
+    runtime is made. None lets the watermarks decide, and so does who names watermarks
+    and leaves the budget as it is; both are a contradiction."""
     vram_high_watermark_mb: float = 20000
     """Device memory of the whole process at which the oldest saved tensors leave, if
     there is no budget."""
@@ -70,7 +71,18 @@ class ActivationStagehandConfig:
 
     def __post_init__(self) -> None:
         """Refuse what cannot work."""
+        check_types(self)
+        self._check_budgets()
         classes = self.pinned_pool_classes_mb
+        if (
+            not classes
+            and isinstance(self.slabs_per_class, int)
+            and self.slabs_per_class
+        ):
+            raise ConfigError(
+                f"slabs_per_class is {self.slabs_per_class} and pinned_pool_classes_mb"
+                " is empty: expected the sizes of these slabs"
+            )
         if any(not 0 < size < math.inf for size in classes) or list(classes) != sorted(
             set(classes)
         ):
@@ -88,15 +100,37 @@ class ActivationStagehandConfig:
                 f"recompute_threshold_bytes is {self.recompute_threshold_bytes}:"
                 " expected 0 bytes or more"
             )
-        self.watermarks()
+
+    def _check_budgets(self) -> None:
+        if self.ram_budget is not None:
+            parse_bytes(self.ram_budget, name="ram_budget")
+        if self.budget is not None:
+            parse_bytes(self.budget, name="budget", of=1 << 62)
+        for name in _MARKS:
+            if not 0 < getattr(self, name) < math.inf:
+                raise ConfigError(
+                    f"{name} is {getattr(self, name)}: expected more than 0 MiB"
+                )
+        self._marks()
+        changed = [
+            field.name
+            for field in fields(self)
+            if field.name in _MARKS and getattr(self, field.name) != field.default
+        ]
+        if changed and self.budget == _BUDGET:
+            object.__setattr__(self, "budget", None)
+        elif changed and self.budget is not None:
+            raise _both(self.budget, changed[0])
 
     def watermarks(self) -> Watermarks | None:
         """Return both marks in bytes; None if there is a budget."""
-        marks = Watermarks(
+        return self._marks() if self.budget is None else None
+
+    def _marks(self) -> Watermarks:
+        return Watermarks(
             high_bytes=int(self.vram_high_watermark_mb * MIB),
             low_bytes=int(self.vram_low_watermark_mb * MIB),
         )
-        return marks if self.budget is None else None
 
     @classmethod
     def from_json(
@@ -118,7 +152,7 @@ class ActivationStagehandConfig:
                 source = json.loads(Path(source).read_text(encoding="utf-8"))
             except ValueError as error:
                 raise ConfigError(f"{str(source)!r} is not JSON: {error}") from None
-        if not isinstance(source, dict):
+        if not isinstance(source, Mapping):
             raise ConfigError(
                 "settings for saved tensors are"
                 f" {type(source).__name__}: expected an object with their names"
@@ -133,6 +167,14 @@ class ActivationStagehandConfig:
             name: tuple(value) if isinstance(value, list) else value
             for name, value in source.items()
         }
-        if "budget" not in values and any(name in values for name in _MARKS):
-            values["budget"] = None
+        named = [name for name in _MARKS if name in values]
+        if named and values.setdefault("budget", None) is not None:
+            raise _both(values["budget"], named[0])
         return cls(**values)
+
+
+def _both(budget: Any, mark: str) -> ConfigError:
+    return ConfigError(
+        f"budget is {budget!r} and {mark} is given too: expected a budget or"
+        " watermarks, not both"
+    )

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from stagehand.activations.config import ActivationStagehandConfig
 from stagehand.activations.parts import Parts, report_of, state_of
 from stagehand.core.device import find_device
+from stagehand.units import parse_bytes
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -46,6 +47,7 @@ class Activations:
         ram_budget: int | str | None = None,
         device: torch.device | str | int | None = None,
     ) -> None:
+        parse_bytes(budget, name="budget", of=1 << 62)  # None would be watermarks
         config = ActivationStagehandConfig(budget=budget, ram_budget=ram_budget)
         self._parts = Parts(find_device(device), config)
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from stagehand.errors import ConfigError
+from stagehand.settings import check_types
 from stagehand.units import MIB
 
 __all__ = ["Arbitration", "ConductorConfig"]
@@ -18,7 +19,7 @@ class ConductorConfig:
     """Settings of a `ConductorRuntime`. Sizes are in MiB (2**20 bytes), whole or not.
 
     Raises:
-        ConfigError: If a number cannot work.
+        ConfigError: If a value is of another type, or cannot work.
 
     Example:
         >>> ConductorConfig(vram_soft_cap_mb=22000, vram_hard_cap_mb=23500).h2d_slots
@@ -56,6 +57,7 @@ class ConductorConfig:
 
     def __post_init__(self) -> None:
         """Refuse what cannot work."""
+        check_types(self)
         for name in ("vram_soft_cap_mb", "vram_hard_cap_mb", "pinned_cap_mb"):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:

@@ -1,0 +1,61 @@
+"""Do the values of a settings object have the types that its fields name?"""
+
+import types
+from dataclasses import fields
+from numbers import Integral, Real
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from stagehand.errors import ConfigError
+
+__all__ = ["check_types"]
+
+_WORDS: dict[Any, tuple[type, str]] = {
+    bool: (bool, "True or False"),
+    int: (Integral, "an int"),
+    float: (Real, "a number"),
+    str: (str, "a text"),
+    Path: (Path, "a path"),
+    types.NoneType: (types.NoneType, "None"),
+}
+
+
+def check_types(settings: Any) -> None:
+    """Refuse values of other types than a dataclass names for its fields.
+
+    An int is a number, too; True and False are neither. What a number may be is for
+    the caller to check.
+
+    Raises:
+        ConfigError: With the field, the value and what was expected.
+    """
+    hints = get_type_hints(type(settings))
+    for field in fields(settings):
+        value, hint = getattr(settings, field.name), hints[field.name]
+        if not _is_a(value, hint):
+            raise ConfigError(
+                f"{field.name} is {value!r}: expected {' or '.join(_words(hint))}"
+            )
+
+
+def _is_a(value: Any, hint: Any) -> bool:
+    origin = get_origin(hint)
+    if origin is types.UnionType:
+        return any(_is_a(value, each) for each in get_args(hint))
+    if origin is tuple:
+        each = get_args(hint)[0]
+        return isinstance(value, tuple) and all(_is_a(item, each) for item in value)
+    if origin is Literal:  # which text is for the caller to check
+        hint = str
+    return isinstance(value, _WORDS[hint][0]) and (
+        hint is bool or not isinstance(value, bool)
+    )
+
+
+def _words(hint: Any) -> list[str]:
+    origin = get_origin(hint)
+    if origin is types.UnionType:
+        return [word for each in get_args(hint) for word in _words(each)]
+    if origin is tuple:
+        return [f"a tuple, each {_words(get_args(hint)[0])[0]}"]
+    return [_WORDS[str if origin is Literal else hint][1]]
