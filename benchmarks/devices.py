@@ -144,9 +144,10 @@ def _table(group: Group) -> Iterator[str]:
     yield f"#### {name}{f', about {blocks} blocks' if blocks else ''}\n"
     yield (
         "| way | step, ms (10 % to 90 %) | over bound | over resident | allocated |"
-        " reserved | device | pinned | host | copies | stall, ms | start-up, s |"
+        " reserved | device | pinned | host | copies | stall, ms | first output, s |"
+        " all pinned, s |"
     )
-    yield "|" + "---|" * 12
+    yield "|" + "---|" * 13
     for line in group:
         yield f"| {line['cell']['way']} | {' | '.join(_cells(line))} |"
     yield ""
@@ -154,7 +155,7 @@ def _table(group: Group) -> Iterator[str]:
 
 def _cells(line: Line) -> list[str]:
     if "failed" in line:
-        return [f"left out: {line['failed'].replace('|', '/')}", *[""] * 10]
+        return [f"left out: {line['failed'].replace('|', '/')}", *[""] * 11]
     step = {name: value * 1e3 for name, value in line["step"].items()}
     memory = ("allocated", "reserved", "device", "pinned", "host")
     stall = line["stall_ms"]
@@ -167,4 +168,5 @@ def _cells(line: Line) -> list[str]:
         f"{line['h2d_copies']} + {line['d2h_copies']}",
         "" if stall is None else f"{stall:.2f}",
         f"{line['startup']:.1f}",
+        f"{line['pinned']:.1f}" if line.get("pinned") else "",
     ]

@@ -24,9 +24,11 @@ from stagehand.core.machine import free_host_bytes
 from stagehand.units import MIB, format_bytes, parse_bytes
 
 if TYPE_CHECKING:
+    import stagehand
     from benchmarks.gpu.card import Card, Copies
     from benchmarks.gpu.cells import Cell
     from benchmarks.gpu.tasks.base import Task
+    from stagehand.core.device import Device
 
 __all__ = ["measure"]
 
@@ -119,12 +121,14 @@ def _away(
     began = time.perf_counter()
     way.prepare(setting)
     task.begin()
+    prepared = time.perf_counter() - began
     outcome = task.outcome()
     startup = time.perf_counter() - began
     _check(cell, found, outcome)
     same, apart = equal(outcome, found.outcome), difference(outcome, found.outcome)
     del outcome
     used = card.used_bytes()
+    pinned = _pinned(task, device, began)
     for _ in range(cell.settling):
         task.step()
         device.synchronize()
@@ -143,7 +147,9 @@ def _away(
         "resident_difference": found.difference,
         **_memory(setting, card, found, used),
         **_reported(task),
+        "prepared": prepared,
         "startup": startup,
+        "pinned": pinned,
         "rates": asdict(rates),
     }
 
@@ -190,10 +196,25 @@ def _memory(setting: Setting, card: Card, found: Resident, used: int) -> dict[st
     }
 
 
-def _reported(task: Task) -> dict[str, float | None]:
-    """What this library says of itself: how long compute waited for weights."""
+def _reports(task: Task) -> list[stagehand.Report]:
+    """What this library says of itself."""
     runtimes = [getattr(m, "_stagehand_layer_runtime", None) for m in task.models]
-    stalls = [runtime.report().stall_ms for runtime in runtimes if runtime is not None]
+    return [runtime.report() for runtime in runtimes if runtime is not None]
+
+
+def _pinned(task: Task, device: Device, began: float) -> float | None:
+    """Run steps until no weight is being pinned; return when that was, if any was."""
+    after = None
+    while any(report.pinning_bytes for report in _reports(task)):
+        task.step()
+        device.synchronize()
+        after = time.perf_counter() - began
+    return after
+
+
+def _reported(task: Task) -> dict[str, float | None]:
+    """How long compute waited for weights."""
+    stalls = [report.stall_ms for report in _reports(task)]
     known = [stall for stall in stalls if stall is not None]
     return {"stall_ms": sum(known) if known else None}
 

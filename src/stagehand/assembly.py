@@ -1,5 +1,6 @@
 """Builds the parts of one runtime from a divided model, and takes them down."""
 
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -66,6 +67,8 @@ class Settings:
     """Whether it shares the device's memory and lanes with other runtimes."""
     name: str = "model"
     """For those who share a device."""
+    began: float = field(default_factory=time.perf_counter)
+    """When making the runtime began."""
     transport: str = "plain"
     """"packed" lets what shrinks cross the link packed."""
 

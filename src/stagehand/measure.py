@@ -36,6 +36,8 @@ class Measure:
         self.telemetry = telemetry
         self.timed = timed or traced
         self.passes = 0
+        self.first_seconds: float | None = None
+        """What the first pass took the host."""
         self.stopwatch = Stopwatch(device)
         self._device = device
         self._trace = Trace() if traced else None
@@ -71,6 +73,8 @@ class Measure:
         """Note how long the pass took the host."""
         if self._pass_began is not None:
             self._paces.append(time.perf_counter() - self._pass_began)
+            if self.first_seconds is None:
+                self.first_seconds = self._paces[0]
             self._pass_began = None
             self.passes += 1
 
@@ -112,7 +116,9 @@ class Measure:
         self.clock.begin_step(step)
         self._step_began = time.perf_counter()
 
-    def end_step(self, weights: Account, pool: Arena) -> StepRecord | None:
+    def end_step(
+        self, weights: Account, pool: Arena, pinning_bytes: int
+    ) -> StepRecord | None:
         """Close the open step and record it; None if none is open."""
         began, self._step_began = self._step_began, None
         if began is None:
@@ -130,6 +136,7 @@ class Measure:
             device_reserved_bytes=self._device.reserved_bytes(),
             pool_used_bytes=pool.leased_bytes,
             pool_free_bytes=pool.account.free_bytes,
+            pinning_bytes=pinning_bytes,
             pool_wait_count=pool.wait_count,
             pool_wait_ms=pool.wait_ms,
         )

@@ -41,6 +41,12 @@ class Report:
     """Bytes of tables that stay on the host."""
     pinned_bytes: int
     """Page-locked host bytes that are held."""
+    pinning_bytes: int
+    """Bytes of weights that are still being page-locked, in the background."""
+    startup_seconds: float
+    """What making the runtime took, without casting the model."""
+    first_output_seconds: float | None
+    """What that and the first pass took, on the host's clock; None before its end."""
     blocks: int
     """Number of blocks."""
     slots: int
@@ -89,17 +95,29 @@ class Report:
             f" {format_bytes(self.peak_device_bytes)};"
             f" {format_bytes(self.resident_bytes)} stay in {self.slots} slots,"
             f" {self.lookahead} blocks ahead",
-            f"host      {format_bytes(self.pinned_bytes)} pinned,"
+            f"host      {format_bytes(self.pinned_bytes)} pinned,{self._pinning()}"
             f" {format_bytes(self.gathered_bytes)} gathered by rows",
             f"moved     {format_bytes(self.streamed_bytes)} to the device,"
             f" {format_bytes(self.saved_bytes)} back,"
             f" {format_bytes(self.disk_bytes)} from disk",
             *self._compact(),
             *self._neighbours(),
-            f"passes    {self.passes}, {pace} each",
+            f"passes    {self.passes}, {pace} each; {self._start()}",
             f"limit     {self.limit}: {self.advice}",
         )
         return "\n".join(lines)
+
+    def _pinning(self) -> str:
+        """Say how much more will be pinned, if any."""
+        if not self.pinning_bytes:
+            return ""
+        return f" {format_bytes(self.pinning_bytes)} more in the background,"
+
+    def _start(self) -> str:
+        """Say how long the first output took."""
+        if self.first_output_seconds is None:
+            return f"{self.startup_seconds:.2f} s to start"
+        return f"{self.first_output_seconds:.2f} s to the first output"
 
     def _compact(self) -> list[str]:
         """Say what crosses in a smaller form, if anything does."""

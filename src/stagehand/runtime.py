@@ -105,6 +105,7 @@ class Runtime(Passing, Sharing, Storing, Conduct):
         self._watches = not any(
             isinstance(m, nn.MultiheadAttention) for m in model.modules()
         )
+        self._startup_seconds = 0.0
         self._known: set[int] = set()  # edges whose passes are not watched any more
         self._watched: int | None = None
         self._resumes = False
@@ -173,6 +174,7 @@ class Runtime(Passing, Sharing, Storing, Conduct):
         except BaseException:
             self.shutdown()
             raise
+        self._startup_seconds = time.perf_counter() - settings.began
 
     def _make_gradients(self) -> Gradients | None:
         """Gradients are at home where they are made on the host."""
@@ -263,7 +265,10 @@ class Runtime(Passing, Sharing, Storing, Conduct):
         if self._measure.timed:
             self._parts.steering.note(*self._measure.collect())
         self._guards.collect()
-        self._measure.end_step(self._parts.weights, self._parts.pinned_arena)
+        parts = self._parts
+        self._measure.end_step(
+            parts.weights, parts.pinned_arena, parts.masters.pinning_bytes
+        )
 
     @contextmanager
     def managed_forward(self) -> Iterator[None]:
@@ -438,6 +443,7 @@ class Runtime(Passing, Sharing, Storing, Conduct):
             return self._last_report
         parts, measure, plan = self._parts, self._measure, self._parts.steering.plan
         totals = measure.telemetry.totals()
+        startup, first = self._startup_seconds, measure.first_seconds
         limit = plan.limit
         if totals["disk_bytes"] and limit != "compute":
             limit = "disk"
@@ -449,7 +455,10 @@ class Runtime(Passing, Sharing, Storing, Conduct):
             weight_bytes=self._weight_bytes + self._additions.nbytes,
             resident_bytes=sum(b.nbytes for b in parts.scheduler.staying()),
             gathered_bytes=self._gathered_bytes,
-            pinned_bytes=parts.pinned_arena.leased_bytes,
+            pinned_bytes=parts.pinned_arena.leased_bytes - parts.masters.pinning_bytes,
+            pinning_bytes=parts.masters.pinning_bytes,
+            startup_seconds=startup,
+            first_output_seconds=None if first is None else startup + first,
             blocks=len(parts.scheduler.blocks),
             slots=len(plan.slots),
             lookahead=plan.lookahead,

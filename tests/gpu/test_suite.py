@@ -3,10 +3,13 @@
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -56,7 +59,9 @@ MEASURED = {
     "d2h_copies",
     "h2d_bytes",
     "d2h_bytes",
+    "prepared",
     "startup",
+    "pinned",
     "rates",
     "h2d_rate_after",
     "version",
@@ -178,6 +183,26 @@ def test_weights_from_disk_are_those_that_the_cell_wrote(rehearse, tmp_path):
         assert line["rates"]["disk"] > 0
         assert line["startup"] > 0
     assert not list(tmp_path.glob("bench-*"))
+
+
+def test_cell_says_when_output_came(rehearse):
+    line = rehearse(*ONE)[-1]
+    assert line["startup"] > line["prepared"] > 0
+    assert line["pinned"] is None
+
+
+@pytest.mark.parametrize("steps", [0, 3])
+def test_steps_are_timed_when_all_is_pinned(sim, steps):
+    from benchmarks.gpu.measure import _pinned
+    from stagehand.core.device import find_device
+
+    left = [4096] * steps
+    report = SimpleNamespace(report=lambda: SimpleNamespace(pinning_bytes=sum(left)))
+    model = SimpleNamespace(_stagehand_layer_runtime=report)
+    task = SimpleNamespace(models=[model, nn.Linear(1, 1)], step=lambda: left.pop())
+    after = _pinned(task, find_device("hpu"), time.perf_counter())
+    assert not left
+    assert after is None if not steps else after > 0
 
 
 def test_run_goes_on_where_one_stopped(rehearse):

@@ -453,3 +453,36 @@ def test_thread_reads_no_weight(gate):
     assert blocks_of(model)[0].image is not None
     gate.open()
     assert (end(model)["0.0.weight"] == 3).all()
+
+
+# ------------------------------------------------------------------------------ telling
+
+
+def test_report_and_records_say_how_far_it_is_and_when_the_first_output_came(gate):
+    model = streamed(telemetry=True)
+    runtime = runtime_of(model)
+    before = runtime.report()
+    assert before.pinning_bytes == before.pinned_bytes == 0
+    assert before.startup_seconds > 0
+    assert before.first_output_seconds is None
+    assert "s to start" in str(before)
+    run(model)
+    first = runtime.report()
+    assert first.pinning_bytes == WEIGHT_BYTES
+    assert 0 < first.pinned_bytes <= 3 * LAYER_BYTES  # staging slabs
+    assert first.first_output_seconds > first.startup_seconds == before.startup_seconds
+    assert "34.82 KB more in the background" in str(first)
+    assert "s to the first output" in str(first)
+    for _ in range(DEPTH + 1):
+        gate.let(runtime)
+        run(model)
+    runtime.end_step()
+    last = runtime.report()
+    assert last.pinning_bytes == 0
+    assert last.pinned_bytes == WEIGHT_BYTES
+    assert last.first_output_seconds == first.first_output_seconds
+    assert "in the background" not in str(last)
+    told = [record.pinning_bytes for record in runtime.telemetry.records]
+    assert told == sorted(told, reverse=True)
+    assert (told[0], told[-1]) == (WEIGHT_BYTES, 0)
+    end(model)

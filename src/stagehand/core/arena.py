@@ -190,8 +190,11 @@ class Arena:
         Raises:
             ClosedError: After `close()`.
         """
-        lease = self.reserve_nowait(nbytes, holder)
-        return None if lease is None else _made(lease)
+        with self._lock:
+            lease = self._acquire(nbytes, holder)
+        if lease is not None and not lease.is_made:
+            _make(lease)
+        return lease
 
     def reserve_nowait(self, nbytes: int, holder: str) -> Lease | None:
         """Like `acquire_nowait`, but leave it to `Lease.make` to make what is not kept.
@@ -214,7 +217,9 @@ class Arena:
             lease = self._acquire(nbytes, holder)
             if lease is None:
                 lease = self._wait(nbytes, holder)
-        return _made(lease)
+        if not lease.is_made:
+            _make(lease)
+        return lease
 
     def _wait(self, nbytes: int, holder: str) -> Lease:
         self.wait_count += 1
@@ -338,11 +343,10 @@ class Arena:
             self._changed.notify_all()
 
 
-def _made(lease: Lease) -> Lease:
-    """Make a lease's memory outside of the lock: others need not wait for that."""
+def _make(lease: Lease) -> None:
+    """Make a lease's memory outside of the arena's lock: others need not wait."""
     try:
         lease.make()
     except BaseException:
         lease.release()
         raise
-    return lease

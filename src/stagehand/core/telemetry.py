@@ -116,6 +116,8 @@ class StepRecord:
     """Bytes of the pinned pool that are leased."""
     pool_free_bytes: int | None = None
     """Bytes of it that are not."""
+    pinning_bytes: int | None = None
+    """Bytes of weights that are still being page-locked, in the background."""
     pool_wait_count: int | None = None
     """Leases that had to wait for the pool."""
     pool_wait_ms: float | None = None

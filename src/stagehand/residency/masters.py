@@ -30,6 +30,7 @@ __all__ = ["Masters"]
 
 _AT_ONCE_BYTES = 512 * MIB  # are pinned in a fraction of a second
 _AHEAD = 3
+_SLABS = 3  # meanwhile: two are filled by threads while one is sent
 
 
 class _Coming:
@@ -239,7 +240,7 @@ class Masters:
         if self._is_much() and not slab:
             slab = max(b.nbytes for b in wanted)
             free = self._arena.account.free_bytes + self._arena.kept_bytes
-            meanwhile = min(lookahead + 2, free // slab), slab
+            meanwhile = min(_SLABS, free // slab), slab
         if self._is_much() and meanwhile[0] > 1:
             self._coming.sort(key=lambda coming: coming.block.stays)
             self.pin_on()

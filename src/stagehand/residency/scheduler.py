@@ -487,10 +487,13 @@ class Scheduler:
 
     def _settle(self, blocks: Iterable[Block]) -> None:
         stream = self._device.current_stream()
-        for block in blocks:
-            if not block.bound:
-                self._bring(block, stream)
-                self._latest = None
+        away = [block for block in blocks if not block.bound]
+        for number, block in enumerate(away):
+            for other in away[number : number + 2]:  # two threads stage
+                if other.slot is None and not other.stepping:
+                    self._loader.request(other)
+            self._bring(block, stream)
+            self._latest = None
 
     def take_in(self, block: Block) -> None:
         """See `Mover.take_in`."""
