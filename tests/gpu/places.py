@@ -211,6 +211,15 @@ class Gpu(Place):
         torch._C._cuda_clearCublasWorkspaces()
         return super().allocated_bytes()
 
+    def left_bytes(self, before: int) -> int:
+        """Bytes that tensors take now and did not take before."""
+        self.synchronize()
+        if self.allocated_bytes() > before:
+            # Autograd's thread lets go of its last graph when it takes up the next one.
+            torch.ones(1, device=self.name, requires_grad=True).sum().backward()
+            gc.collect()
+        return self.allocated_bytes() - before
+
     def forbidden_calls(self, run: Callable[[], object]) -> list[str]:
         """See `Place`. torch itself raises where it would wait."""
 
@@ -236,7 +245,8 @@ class Gpu(Place):
 
     def pinned_bytes(self) -> int:
         """See `Place`. What torch pinned, and what the library registered itself."""
-        own = (m for m in gc.get_objects() if isinstance(m, _RegisteredMemory))
+        gc.collect()  # what is still there shall not go between two readings
+        own = (m for m in gc.get_objects() if type(m) is _RegisteredMemory)
         stats = torch.cuda.host_memory_stats()
         return sum(map(len, own)) + int(stats.get("allocated_bytes.current", 0))
 
