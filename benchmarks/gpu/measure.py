@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 __all__ = ["measure"]
 
 _SLACK = 32  # this part of the cap is left for fragments and the driver's own
+_ROUNDED = 16  # all weights are there with at most this part more
 _CHECKED = 64 * MIB
 _PINNED_TWICE = 2  # torch pins each tensor by itself, rounded up to a power of two
 
@@ -93,7 +94,8 @@ def _room(cell: Cell, card: Card, found: Resident, cap: int | None) -> Room:
     else:
         budget = whole
     ram = None if cell.ram is None else parse_bytes(cell.ram, name="ram", of=whole)
-    return Room(whole_bytes=whole, budget_bytes=min(budget, whole), ram_bytes=ram)
+    budget = min(budget, whole + whole // _ROUNDED)
+    return Room(whole_bytes=whole, budget_bytes=budget, ram_bytes=ram)
 
 
 def _disk_rate(cell: Cell, found: Resident, folder: Path) -> float | None:

@@ -213,16 +213,16 @@ def assemble(
         ClosedError: If the pool of an earlier runtime is closed.
     """
     groups = [finding.rest, *finding.streamed]
-    blocks = [_block(number, group) for number, group in enumerate(groups)]
+    device = settings.device
+    blocks = [_block(number, group, device) for number, group in enumerate(groups)]
     tables = [group for _, group in finding.gathered if not group.sites]
     unique = {id(group): group for group in tables}
-    hosted = [_block(len(blocks) + i, g) for i, g in enumerate(unique.values())]
+    hosted = [_block(len(blocks) + i, g, device) for i, g in enumerate(unique.values())]
     for block in hosted:
         block.hosted = True
     _check_slabs(blocks[1:], settings)
     if settings.pool is not None:
         settings.pool.check_open()
-    device = settings.device
     shared = _shared(settings)
     name = shared.name_for(settings.name)
     weights = SubAccount(name, settings.budget_bytes, shared.ledger.device)
@@ -298,10 +298,12 @@ def _shared(settings: Settings) -> SharedDevice:
     return SharedDevice(settings.device, priority=priority)
 
 
-def _block(index: int, group: Group) -> Block:
+def _block(index: int, group: Group, device: Device) -> Block:
     named = [(name, t) for name, t in group.tensors.items() if can_stream(t)]
     layout = layout_of([(name, t.detach()) for name, t in named])
-    return Block(index, group.name, layout, [t for _, t in named])
+    block = Block(index, group.name, layout, [t for _, t in named])
+    block.slot_nbytes = device.taken_bytes(block.nbytes)
+    return block
 
 
 def _check_slabs(blocks: Iterable[Block], settings: Settings) -> None:
@@ -345,14 +347,14 @@ def _steer(
         )
     except StagehandOOMError as error:
         needed = error.needed_bytes + apart
-        kept = sum(blocks[i].nbytes for i in stay) + odd_bytes
+        kept = sum(blocks[i].slot_nbytes for i in stay) + odd_bytes
         away = [b for b in blocks if b.index not in stay and not b.hosted]
-        largest = max(away, key=lambda b: b.nbytes, default=None)
+        largest = max(away, key=lambda b: b.slot_nbytes, default=None)
         most = (
             ""
             if largest is None
             else (
-                f" and {format_bytes(largest.nbytes)} for the largest block,"
+                f" and {format_bytes(largest.slot_nbytes)} for the largest block,"
                 f" {largest.name!r}"
             )
         )

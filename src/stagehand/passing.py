@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 import warnings
 from contextlib import AbstractContextManager, ExitStack
 from typing import TYPE_CHECKING, Any

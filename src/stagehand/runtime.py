@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import weakref
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any

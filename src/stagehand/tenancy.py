@@ -113,7 +113,7 @@ class Tenancy:
             loads = max(0, used - left) / rate
             return timeline.bound_seconds(left) + _SLIGHT * loads
 
-        largest = max((block.nbytes for block in parts.streamed), default=0)
+        largest = max((block.slot_nbytes for block in parts.streamed), default=0)
         weights = apart + sum(workload.nbytes)
         floor = parts.steering.smallest_budget() + apart
         return Claim(

@@ -174,7 +174,7 @@ class Wires:
     def _count_in(self, limit_bytes: int) -> int:
         parts = self._parts
         spare = limit_bytes - parts.odd_bytes - 2 * self._nbytes - self._scratch
-        largest = max((block.nbytes for block in parts.streamed), default=0)
+        largest = max((block.slot_nbytes for block in parts.streamed), default=0)
         return 2 if spare >= parts.steering.smallest_budget() + 2 * largest else 1
 
     def _check(self, nbytes: int, limit: int, *, more: float = 0.0) -> None:

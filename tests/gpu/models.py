@@ -8,6 +8,7 @@ from torch import nn
 
 import stagehand
 from gpu.places import Place
+from stagehand.core.device import find_device
 from stagehand.runtime import Runtime
 from stagehand.units import MIB
 
@@ -55,11 +56,12 @@ def batch(place: Place, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 def block_bytes(model: nn.Module) -> int:
-    """Bytes of one block's image, each tensor rounded up to 256."""
-    return sum(
+    """What a slot for one block takes: its tensors, each rounded up to 256 bytes."""
+    image = sum(
         -(-p.numel() * p.element_size() // 256) * 256
         for p in model.blocks[0].parameters()
     )
+    return find_device(None).taken_bytes(image)
 
 
 def passes(

@@ -7,6 +7,7 @@ from torch import nn
 
 import stagehand
 from architectures.trees import assert_bitwise_equal
+from stagehand.core.device import AcceleratorDevice
 
 
 def uneven():
@@ -56,3 +57,34 @@ def test_memory_kept_for_reuse_is_given_back_when_the_budget_is_lowered(sim, low
         assert held <= budget
         assert allocated <= others + budget + inputs.nbytes
     runtime_of(model).shutdown()
+
+
+def test_budget_holds_what_the_allocator_rounds_slots_up_to(sim, monkeypatch):
+    """CUDA gives memory in whole segments: slots a little larger than one of them took
+    a segment more each, and together they took more of the device than the budget.
+    """
+    segment = 3_000
+
+    def taken(device, nbytes):
+        return -(-nbytes // segment) * segment
+
+    monkeypatch.setattr(AcceleratorDevice, "taken_bytes", taken)
+    model, expected = uneven(), run_resident(uneven(), "hpu", batch())
+    whole = sum(p.numel() * p.element_size() for p in model.parameters())
+    budget = smallest_budget(uneven(), "hpu") + whole // 3
+    stagehand.layer(model, vram_budget=budget, device="hpu")
+    runtime = runtime_of(model)
+    for _ in range(4):
+        with torch.no_grad():
+            assert_bitwise_equal(model(batch()), expected, "output")
+    parts, moved = runtime._parts, runtime.report().streamed_bytes
+    slots = [slot.lease.nbytes for slot in parts.scheduler._slots if slot.lease]
+    assert slots
+    assert all(nbytes % segment == 0 for nbytes in slots)
+    assert runtime.report().peak_device_bytes <= budget
+    with torch.no_grad():
+        model(batch())
+    crossed = runtime.report().streamed_bytes - moved
+    assert 0 < crossed <= whole  # what is rounded up does not cross the link
+    assert crossed == parts.steering.plan.streamed_bytes
+    runtime.shutdown()

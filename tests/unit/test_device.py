@@ -125,6 +125,21 @@ def test_allocated_bytes_are_torchs_by_whatever_way(sim, monkeypatch, private):
     del held
 
 
+@pytest.mark.parametrize(
+    ("asked", "taken"),
+    [
+        (10 * MIB - 1, 10 * MIB - 1),
+        (10 * MIB, 10 * MIB),
+        (32 * MIB + 8192, 34 * MIB),
+        (34 * MIB, 34 * MIB),
+    ],
+)
+def test_large_piece_takes_whole_steps_of_cudas_memory(sim, asked, taken):
+    assert registering().taken_bytes(asked) == taken
+    assert accelerator().taken_bytes(asked) == asked
+    assert HostDevice().taken_bytes(asked) == asked
+
+
 def test_memory_cached_by_the_allocator_is_free(sim, monkeypatch):
     device = accelerator()
     for name, value in (

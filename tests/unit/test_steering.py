@@ -17,11 +17,9 @@ class Piece:
     """What steering asks a block for."""
 
     index: int
-    nbytes: int
+    slot_nbytes: int
     hosted: bool = False
-    link_nbytes: int = 0
-    """Only looked at for blocks with a wire."""
-    wire: object = None
+    link_nbytes: int = 10
 
 
 class Follower:
@@ -213,7 +211,7 @@ def test_link_rate_comes_from_large_copies_to_the_device():
 
 def test_smallest_budget_is_what_stays_and_the_largest_of_the_others():
     rig = Rig(count=4)
-    rig.blocks[2].nbytes = 17
+    rig.blocks[2].slot_nbytes = 17
     assert rig.steering.smallest_budget() == 10 + 17
     rig.blocks[2].hosted = True  # only its rows cross
     assert rig.steering.smallest_budget() == 10 + 10

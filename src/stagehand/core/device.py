@@ -30,6 +30,9 @@ __all__ = [
 
 _REGISTER_CHUNK = 1 << 30  # some drivers fail, and leak, above exactly 2 GiB
 _HUGE_PAGE = 2 << 20
+# From this size on torch takes memory from CUDA for one tensor, in steps of the other.
+_OWN_SEGMENT = 10 << 20
+_SEGMENT_STEP = 2 << 20
 _MADV_HUGEPAGE = 14
 _ANONYMOUS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 
@@ -69,6 +72,9 @@ class Device(Protocol):
 
     def empty(self, nbytes: int) -> torch.Tensor:
         """Return uninitialized bytes of device memory that is the current stream's."""
+
+    def taken_bytes(self, nbytes: int) -> int:
+        """Return what so many bytes of `empty` take of the device's memory."""
 
     def pinned(self, nbytes: int) -> torch.Tensor:
         """Return `nbytes` bytes of page-locked host memory, exactly that many."""
@@ -157,6 +163,15 @@ class AcceleratorDevice:
         """See `Device.empty`."""
         with torch.inference_mode(False):
             return torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)
+
+    def taken_bytes(self, nbytes: int) -> int:
+        """See `Device.taken_bytes`. What torch's allocator rounds up is lost to others.
+
+        Of smaller pieces several share a segment, and little is lost.
+        """
+        if not self._is_cuda or nbytes < _OWN_SEGMENT:
+            return nbytes
+        return -(-nbytes // _SEGMENT_STEP) * _SEGMENT_STEP
 
     def pinned(self, nbytes: int) -> torch.Tensor:
         """See `Device.pinned`. Falls back to pageable memory with one warning."""
@@ -398,6 +413,10 @@ class HostDevice:
     def empty(self, nbytes: int) -> torch.Tensor:
         """See `Device.empty`."""
         return host_memory(nbytes)
+
+    def taken_bytes(self, nbytes: int) -> int:
+        """See `Device.taken_bytes`."""
+        return nbytes
 
     def pinned(self, nbytes: int) -> torch.Tensor:
         """See `Device.pinned`. There is nobody to lock it for: ordinary memory."""

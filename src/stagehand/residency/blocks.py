@@ -47,6 +47,7 @@ class Block(Residency):
         "repeats",
         "seal",
         "slot",
+        "slot_nbytes",
         "stepping",
         "store",
         "target",
@@ -76,6 +77,8 @@ class Block(Residency):
         self.tracked = self.tensors if len(tracked) == len(tensors) else tracked
         self.nbytes = layout.nbytes
         """Bytes of the block's image, on the device as on the host."""
+        self.slot_nbytes = layout.nbytes
+        """What a slot of its own takes of the device's memory."""
         self.form = _form(layout, self.tensors)
         """What blocks have in common that can share views."""
         self.store: Store | None = None

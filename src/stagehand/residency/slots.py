@@ -131,7 +131,7 @@ class SlotMemory:
         if idle:
             return min(idle, key=lambda s: (s.occupant is not None, s.nbytes))
         self._free_idle()
-        slot = Slot(len(self.slots), block.nbytes)
+        slot = Slot(len(self.slots), block.slot_nbytes)
         self.slots.append(slot)
         return slot
 

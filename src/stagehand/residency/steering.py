@@ -103,14 +103,15 @@ class Steering:
     def workload(self) -> Workload:
         """Return what is planned for."""
         cycle = self._scheduler.order.cycle()
+        slots = tuple(0 if b.hosted else b.slot_nbytes for b in self._blocks)
         crossing = tuple(0 if b.hosted else b.link_nbytes for b in self._blocks)
         return Workload(
             order=cycle,
-            nbytes=tuple(0 if b.hosted else b.nbytes for b in self._blocks),
+            nbytes=slots,
             seconds=self._seconds if cycle == self._planned else None,
             link_bytes_per_second=self._link,
             must_stay=self._must_stay,
-            link_nbytes=crossing if any(b.wire for b in self._blocks) else None,
+            link_nbytes=None if crossing == slots else crossing,
         )
 
     def smallest_budget(self) -> int:
