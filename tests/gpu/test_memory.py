@@ -1,9 +1,12 @@
 """Device and pinned memory are what the formulas say, and stay so."""
 
 import pytest
+import torch
 
 from gpu.models import batch, block_bytes, passes, resident, settle, stack, streamed
 from gpu.places import MIB
+from stagehand.core import device as device_module
+from stagehand.core.device import find_device
 
 # torch's allocator may hand out up to this much more than was asked for.
 ROUNDING = MIB
@@ -48,6 +51,25 @@ def test_pinned_memory_has_the_size_of_the_weights(place):
     paged = sum(-(-size // place.page_bytes) * place.page_bytes for size in sizes)
     assert place.pinned_bytes() - before == paged
     runtime.shutdown()
+
+
+@pytest.mark.parametrize("non_blocking", [False, True])
+def test_weights_across_two_pieces_of_locked_memory_are_copied_by_torch(
+    place, monkeypatch, non_blocking
+):
+    """On the host parameters are real: anybody may copy them, not the lanes alone."""
+    monkeypatch.setattr(device_module, "_REGISTER_CHUNK", 2 * MIB)
+    locked = find_device(place.name).pinned(5 * MIB)
+    locked.copy_(torch.arange(5 * MIB) % 251)
+    across = locked[MIB : 5 * MIB - 7]
+    there = across.to(place.name, non_blocking=non_blocking)
+    place.synchronize()
+    assert torch.equal(there.cpu(), across)
+    across.zero_()
+    across.copy_(there, non_blocking=non_blocking)
+    place.synchronize()
+    assert torch.equal(there.cpu(), across)
+    del there
 
 
 @pytest.mark.parametrize("mode", ["layers", "blocks"])
