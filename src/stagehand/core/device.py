@@ -28,8 +28,10 @@ __all__ = [
     "host_memory",
 ]
 
-_REGISTER_CHUNK = 1 << 30  # some drivers fail, and leak, above exactly 2 GiB
 _HUGE_PAGE = 2 << 20
+# Some drivers fail, and leak, above exactly 2 GiB. Larger pieces are better: CUDA may
+# refuse the copy of a tensor that lies in two of them, and users copy what they like.
+_REGISTER_CHUNK = (2 << 30) - _HUGE_PAGE
 # From this size on torch takes memory from CUDA for one tensor, in steps of the other.
 _OWN_SEGMENT = 10 << 20
 _SEGMENT_STEP = 2 << 20
