@@ -194,6 +194,7 @@ def test_cell_says_when_output_came(rehearse):
 @pytest.mark.parametrize("steps", [0, 3])
 def test_steps_are_timed_when_all_is_pinned(sim, steps):
     from benchmarks.gpu.measure import _pinned
+
     from stagehand.core.device import find_device
 
     left = [4096] * steps
