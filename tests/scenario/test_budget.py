@@ -78,7 +78,7 @@ def test_budget_holds_what_the_allocator_rounds_slots_up_to(sim, monkeypatch):
         with torch.no_grad():
             assert_bitwise_equal(model(batch()), expected, "output")
     parts, moved = runtime._parts, runtime.report().streamed_bytes
-    slots = [slot.lease.nbytes for slot in parts.scheduler._slots if slot.lease]
+    slots = [slot.lease.nbytes for slot in parts.scheduler._memory.slots if slot.lease]
     assert slots
     assert all(nbytes % segment == 0 for nbytes in slots)
     assert runtime.report().peak_device_bytes <= budget
