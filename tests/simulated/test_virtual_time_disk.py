@@ -5,8 +5,11 @@ the rest comes from disk in every pass. The bound is the longest of compute, lin
 disk, each at work all the time.
 """
 
+from dataclasses import dataclass
+
 import pytest
 from safetensors.torch import save_file
+from torch import nn
 
 import stagehand
 from simulated.virtual_disk import Disk, install
@@ -132,6 +135,44 @@ def test_three_tiers_are_within_five_percent_of_the_bound(start, name, waits):
     device, ram, disk = device * BLOCK, ram * BLOCK, BLOCK / (read * 1e-3)
     loop, _ = start(case, device=device, ram=ram, disk=disk)
     assert loop.seconds(waits=waits) <= OVER * bound(case, device, ram, disk)
+
+
+class Turn(nn.Module):
+    """Units one after the other, and then back: as a forward and its backward."""
+
+    def __init__(self, units):
+        super().__init__()
+        self.units = nn.ModuleList(units)
+
+    def forward(self, x):
+        for unit in (*self.units, *reversed(self.units)):
+            x = unit(x)
+        return x
+
+
+@dataclass(frozen=True)
+class TurningCase(Case):
+    """Every block is used twice."""
+
+    def model(self, again=0):
+        chain = super().model()
+        return Turn([*chain.first, *chain.second])
+
+
+@pytest.mark.parametrize("device", [3, 4, 12])
+@pytest.mark.parametrize("ram", [2, 6, 12])
+def test_nothing_is_read_in_vain_where_the_order_turns(start, device, ram):
+    """A block that was still here was passed over by the disk, and gone when it was
+    needed again: its bytes then took the place of others that had been read."""
+    case = TurningCase([BLOCK] * 24, 1e-3, BLOCK / 1e-3)
+    loop, drive = start(case, device=device * BLOCK, ram=ram * BLOCK, disk=BLOCK / 5e-3)
+    read, crossed = drive.read_bytes, loop.sim.h2d_bytes()
+    seconds = loop.seconds(waits=False)
+    read = (drive.read_bytes - read) / PASSES
+    crossed = (loop.sim.h2d_bytes() - crossed) / PASSES
+    kept = loop.runtime._parts.loader.kept_bytes
+    assert read <= crossed - kept
+    assert seconds <= OVER * read / drive.rate
 
 
 def test_the_disk_reads_on_into_the_next_pass(start):

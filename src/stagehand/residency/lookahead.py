@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from stagehand.core.device import Stream
+    from stagehand.core.transfer import Slot
     from stagehand.residency.blocks import Block
     from stagehand.residency.loader import Loader
     from stagehand.residency.mover import Mover
@@ -25,7 +26,8 @@ if TYPE_CHECKING:
 
 __all__ = ["LookAhead"]
 
-_SPECULATIVE = Priority.SPECULATIVE  # an attribute of an enumeration is slow
+# An attribute of an enumeration is slow.
+_SPECULATIVE, _HOST_STAGED = Priority.SPECULATIVE, BlockState.HOST_STAGED
 
 
 class LookAhead:
@@ -59,6 +61,8 @@ class LookAhead:
         self._limits = Limits()
         self._front = -1  # the last position that was passed
         self._staged_front = -1  # the last position for which staging was requested
+        # The last block that this has passed of each slot, and its position.
+        self._claims: dict[Slot, tuple[Block, int]] = {}
         self._ahead: deque[Block] = deque()  # streamed blocks between cursor and front
         self._line: list[Block] = []  # the expected uses of this pass and the next
         self._length = 0  # of this pass, as far as it is expected
@@ -115,6 +119,7 @@ class LookAhead:
         if order.turn() and not order.lost:
             self._front = max(self._front - length, -1)
             self._staged_front = max(self._staged_front - length, -1)
+            self._claims = {s: (b, at - length) for s, (b, at) in self._claims.items()}
         else:
             self.forget()
         self._draw_line()
@@ -155,6 +160,7 @@ class LookAhead:
         self._draw_line()
         self._front = self._order.cursor
         self._staged_front = self._order.cursor
+        self._claims.clear()
 
     # Loading
 
@@ -220,17 +226,29 @@ class LookAhead:
             passed.append(block)
 
     def _stage(self, position: int, last: int) -> None:
-        """Let the disk run further ahead than the link, as far as there are slabs."""
+        """Let the disk run further ahead than the link, as far as there are slabs.
+
+        A block that will have left its slot by then is waited for: it is read again,
+        and in its turn, or there would be no slab for it when it is needed.
+        """
         position = max(position, self._staged_front + 1)
         while position < last:
             block = self._line[position]
             if self.changes_follow and block.trains and position >= self._length:
                 return
-            if block.slot is None and block.needs_staging and not block.hosted:
-                if block.stepping:
-                    return
-                self._loader.request(block)
-                if block.state is not BlockState.HOST_STAGED:
-                    return
+            slot = block.slot or block.home
+            if slot is not None and block.needs_staging:
+                if block.slot is not None or block.state is _HOST_STAGED:
+                    other, where = self._claims.get(slot, (block, -1))
+                    if other is not block and where > self._front:
+                        return
+                if block.slot is None:
+                    if block.stepping:
+                        return
+                    self._loader.request(block)
+                    if block.state is not _HOST_STAGED:
+                        return
+            if slot is not None:
+                self._claims[slot] = block, position
             self._staged_front = position
             position += 1
