@@ -523,7 +523,27 @@ def test_more_budget_never_makes_equal_blocks_slower(data, workload, lookahead):
     small, large = sorted(data.draw(st.tuples(*[budgets_for(workload)] * 2)))
     before = plan(workload, budget_bytes=small, max_lookahead=lookahead)
     after = plan(workload, budget_bytes=large, max_lookahead=lookahead)
-    assert after.step_seconds <= 1.02 * before.step_seconds
+    assert after.step_seconds <= 1.01 * before.step_seconds
+
+
+@pytest.mark.parametrize(
+    ("kind", "count", "b", "load", "lookahead", "blocks", "spare"),
+    [
+        ("ping-pong", 15, 1.0, 1.0, 0, 8, 932),
+        ("ping-pong", 23, 0.5, 1.0, 0, 12, 963),
+        ("ring", 16, 1.0, 1 / 0.3, 3, 13, 684),
+        ("ring", 24, 1.0, 1.25, 4, 8, 223),
+    ],
+)
+def test_bytes_to_spare_change_nothing(kind, count, b, load, lookahead, blocks, spare):
+    """Residents were spread for bytes that no whole block came to: up to 7 % longer."""
+    workload = equal(kind, count, c=1.0, b=b, t=load)
+    less, more = (
+        plan(workload, budget_bytes=budget, max_lookahead=lookahead)
+        for budget in (blocks * BLOCK, blocks * BLOCK + spare)
+    )
+    assert more.resident == less.resident
+    assert more.step_seconds == less.step_seconds
 
 
 @more_examples
@@ -548,4 +568,4 @@ def test_budget_for_one_more_block_never_makes_the_step_longer(
     budget = data.draw(budgets_for(workload))
     before = plan(workload, budget_bytes=budget, max_lookahead=3)
     after = plan(workload, budget_bytes=budget + max(nbytes), max_lookahead=3)
-    assert after.step_seconds <= 1.02 * before.step_seconds
+    assert after.step_seconds <= 1.01 * before.step_seconds
