@@ -6,6 +6,7 @@ import torch
 from architectures import assert_bitwise_equal
 from layered import LAYER_BYTES, inputs, layer_fn, make_weights, passes, resident, save
 from stagehand import LayerStreamer
+from stagehand.stores.converting import convert_to_packed
 
 DEPTHS = {
     "straight": {"n_gpu": 2, "n_cpu_pinned": 2},
@@ -55,6 +56,26 @@ def failing(error):
         return layer_fn(x, weights, layer)
 
     return fail
+
+
+def test_packed_layers_are_decoded_to_the_bits_of_the_host(place, tmp_path):
+    generator = torch.Generator().manual_seed(0)
+    width = 4 * place.width
+    weights = {
+        f"layers.{n}.w": torch.randn(width, width, generator=generator).bfloat16()
+        for n in range(5)
+    }
+    convert_to_packed(save(tmp_path / "plain", weights), tmp_path / "packed")
+    with LayerStreamer.from_pretrained(
+        tmp_path / "packed", device=place.name, n_gpu=1, n_cpu_pinned=1
+    ) as streamer:
+        for _ in range(2):
+            found = streamer.run_pass(
+                (), lambda x, weights, layer: (*x, weights["w"].cpu())
+            )
+            for layer, weight in enumerate(found):
+                name = f"layers.{layer}.w"
+                assert_bitwise_equal(weight, weights[name], name)
 
 
 def test_static_tensors_and_casts_are_those_of_the_host(place, tmp_path):

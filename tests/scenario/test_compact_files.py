@@ -630,10 +630,10 @@ def test_packed_tensor_that_is_not_sound_is_refused_at_open(files, sim, change):
     assert str(path) in str(caught.value)
 
 
-def test_explicit_streamer_does_not_take_packed_tensors_for_weights(files):
-    checkpoint = Checkpoint.open(files / "packed")
-    with pytest.raises(ConfigError, match=r"holds packed tensors.*stagehand\.load"):
-        describe(checkpoint, files / "packed")
+def test_explicit_streamer_does_not_take_quantized_tensors_for_weights(files):
+    checkpoint = Checkpoint.open(files / "quantized")
+    with pytest.raises(ConfigError, match=r"holds quantized wei.*stagehand\.load"):
+        describe(checkpoint, files / "quantized")
 
 
 def test_scratch_directory_without_room_is_an_error_and_left_empty(

@@ -35,6 +35,7 @@ from stagehand.core.device import AcceleratorDevice
 from stagehand.core.transfer import Ticket
 from stagehand.errors import ClosedError, ConfigError, StagehandWarning
 from stagehand.stores import reading
+from stagehand.stores.converting import convert_to_packed
 from stagehand.streamer import pipeline
 
 DEPTHS = {
@@ -73,6 +74,7 @@ DEPTHS = {
     "room for all, pinned": {"n_gpu": 1, "n_cpu_pinned": 6, "batch_cpu_pinned": 3},
     "room for all, in memory": {"n_gpu": 1, "n_cpu_pinned": 1, "n_cpu": 6},
 }
+WIDE = 128
 depths = pytest.mark.parametrize("depths", DEPTHS.values(), ids=DEPTHS.keys())
 places = pytest.mark.parametrize("place", ["hpu", "cpu"], ids=["simulated", "host"])
 
@@ -259,6 +261,90 @@ def test_files_are_read_once_if_there_is_memory_for_all_layers(
         streamer.run_pass(0, lambda x, weights, layer: x)
     read = streamer.telemetry.totals()["disk_bytes"]
     assert read == streamer.read_bytes
+
+
+@pytest.fixture(scope="module")
+def large():
+    """Weights of bfloat16, large enough to be packed."""
+    generator = torch.Generator().manual_seed(2)
+    shapes = {"attn.weight": (WIDE, WIDE), "mlp.weight": (WIDE, WIDE)}
+    shapes["norm.weight"] = (WIDE,)
+    made = {
+        f"{PREFIX}{n}.{key}": torch.randn(shape, generator=generator) / WIDE**0.5
+        for n in range(LAYERS)
+        for key, shape in shapes.items()
+    }
+    made[EMBED] = torch.randn(10, WIDE, generator=generator)
+    return {name: weight.bfloat16() for name, weight in made.items()}
+
+
+@pytest.fixture(scope="module")
+def packed(large, tmp_path_factory):
+    root = tmp_path_factory.mktemp("packed")
+    convert_to_packed(save(root / "plain", large), root / "packed")
+    return root / "packed"
+
+
+@places
+@depths
+def test_packed_layers_are_decoded_to_the_bits_they_were_packed_from(
+    sim, stream, large, packed, place, depths
+):
+    x = torch.ones(3, WIDE).bfloat16()
+    expected = resident(large, x.to(place)).cpu()
+    streamer = stream(place, packed, **depths)
+    assert_bitwise_equal(streamer.load_static(EMBED).cpu(), large[EMBED], "static")
+    for number in range(3):
+        with torch.no_grad():
+            found = streamer.run_pass(x.to(place), layer_fn).cpu()
+        assert_bitwise_equal(found, expected, f"pass {number}")
+    with pytest.raises(ValueError, match="boom"):
+        streamer.run_pass(0, raising(ValueError("boom")))
+    with torch.no_grad():
+        found = streamer.run_pass(x.to(place), layer_fn).cpu()
+    assert_bitwise_equal(found, expected, "after a failure")
+
+
+def test_packed_layers_cross_the_link_packed_in_what_memory_they_are_said_to_need(
+    sim, stream, large, packed
+):
+    held, moved = sim.allocated_bytes(), sim.h2d_bytes()
+    sim.reset_peak()
+    streamer = stream("hpu", packed, n_gpu=1, n_cpu_pinned=2)
+    for _ in range(2):
+        streamer.run_pass(0, lambda x, weights, layer: x)
+    streamer.settle()
+    layer = streamer.layer_bytes[0]
+    wire = max(image.link_nbytes for image in streamer._images)
+    assert wire < 0.8 * layer
+    copies = streamer.telemetry.counters.h2d_copies
+    copies += streamer.telemetry.totals()["h2d_copies"]
+    assert 0.9 * wire * copies < sim.h2d_bytes() - moved <= wire * copies
+    pipeline = streamer._pipeline
+    assert pipeline.pinned_account.limit_bytes == 3 * wire
+    scratch = pipeline._scratch_bytes
+    assert pipeline.device_account.limit_bytes == 2 * layer + 2 * wire + scratch
+    scalars = 256  # of the decoder's operators
+    assert sim.peak_bytes() - held <= 2 * layer + 2 * wire + scratch + scalars
+
+
+def test_interrupt_leaves_nothing_of_the_memory_for_packed_layers(sim, stream, packed):
+    held = sim.allocated_bytes()
+    streamer = stream("hpu", packed)
+    with pytest.raises(KeyboardInterrupt):
+        streamer.run_pass(0, raising(KeyboardInterrupt()))
+    assert sim.allocated_bytes() == held
+    streamer.run_pass(0, lambda x, weights, layer: x)
+
+
+def raising(error):
+    def fail(x, weights, layer):
+        if layer == 3:
+            weights.clear()  # the traceback keeps what is in it
+            raise error
+        return x
+
+    return fail
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,9 @@ from stagehand.errors import (
     TruncatedShardError,
 )
 from stagehand.stores.checkpoint import Checkpoint
+from stagehand.stores.converting import convert_to_packed
 from stagehand.stores.files import FileSet
+from stagehand.stores.packed_files import packed_weights
 from stagehand.streamer.images import LayerImage, read_tensor, wanted_dtype
 
 TENSORS = {
@@ -52,6 +54,27 @@ def test_tensors_have_the_bits_of_the_file_in_the_order_asked_for(opened):
         assert found[name].shape == tensor.shape
         assert same_bits(found[name], tensor)
         assert found[name].numel() == 0 or found[name].data_ptr() % 64 == 0
+
+
+def test_packed_layer_is_read_as_its_wire_and_all_its_decoders_get_the_same(tmp_path):
+    """Triton finds what lies where on the wire itself, torch's operators are told."""
+    weights = {name: torch.randn(128, 256).bfloat16() for name in "xyz"}
+    save_file({**TENSORS, **weights}, tmp_path / "model.safetensors")
+    convert_to_packed(tmp_path / "model.safetensors", tmp_path / "packed")
+    checkpoint = Checkpoint.open(tmp_path / "packed")
+    files = FileSet(checkpoint.files)
+    packed = packed_weights(checkpoint, files)
+    assert packed.keys() == weights.keys()
+    names = [*TENSORS, *weights]
+    extents = {name: packed.get(name) or checkpoint[name] for name in names}
+    image = LayerImage("layers.0", extents, None)
+    wire, memory = torch.full((2, image.nbytes), 255, dtype=torch.uint8)
+    assert image.read(files, wire[: image.link_nbytes]) == image.read_bytes
+    assert torch.equal(image.form.directory_in(wire), image.form.directory().flatten())
+    image.decode(wire, memory, None)
+    for name, found in image.tensors(memory).items():
+        assert same_bits(found, {**TENSORS, **weights}[name])
+    files.close()
 
 
 def test_layer_that_lies_together_is_one_read(opened):

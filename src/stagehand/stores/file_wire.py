@@ -15,7 +15,7 @@ from stagehand.core.layout import BlockLayout, copy_values, placed, plain_tensor
 from stagehand.stores.base import Store
 from stagehand.stores.checkpoint import Extent
 from stagehand.stores.files import FileSet, naming
-from stagehand.stores.packed_layout import RawRun
+from stagehand.stores.packed_layout import RawRun, in_runs
 from stagehand.stores.pages import was_written
 from stagehand.stores.reading import Part
 
@@ -97,7 +97,7 @@ class FileWire:
             (index, target)
             for index in range(len(layout.entries))
             if index not in self._streams
-            and (target := self._target_of(index)) is not None
+            and (target := in_runs(form.raw, layout.entries[index].offset)) is not None
         ]
 
     @property
@@ -171,14 +171,6 @@ class FileWire:
     ) -> None:
         """See `Wire.decode`."""
         self._decode(wire, self._form, image, scratch=scratch)
-
-    def _target_of(self, index: int) -> int | None:
-        """Return the byte of the wire where a raw entry lies."""
-        entry = self._layout.entries[index]
-        for run in self._form.raw:
-            if run.offset <= entry.offset < run.offset + run.nbytes:
-                return run.source + entry.offset - run.offset
-        return None
 
 
 def _copy_bytes(piece: Piece, memory: torch.Tensor) -> None:

@@ -9,6 +9,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
+from pathlib import Path
 
 import torch
 
@@ -19,7 +20,7 @@ from stagehand.stores.packed_stream import HEAD_NBYTES, PackedHeader
 from stagehand.stores.safetensors import read_tensor
 from stagehand.stores.unpacking import unpack_into
 
-__all__ = ["PackedWeight", "is_packed", "packed_name", "packed_weights"]
+__all__ = ["PackedWeight", "is_packed", "packed_name", "packed_weights", "unpacked"]
 
 _NAME = re.compile(r"(.+)\.packed\.bfloat16\.(\d+(?:x\d+)*)", re.DOTALL)
 
@@ -37,6 +38,16 @@ class PackedWeight:
     header: PackedHeader
     """The stream's."""
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """The weight's element type."""
+        return torch.bfloat16
+
+    @property
+    def path(self) -> Path:
+        """Its file."""
+        return self.extent.path
+
     def decoded(self, files: FileSet) -> torch.Tensor:
         """Return the weight, in host memory."""
         weight = torch.empty(self.shape, dtype=torch.bfloat16, device="cpu")
@@ -51,7 +62,15 @@ def packed_name(name: str, shape: Sequence[int]) -> str:
 
 def is_packed(name: str) -> bool:
     """Return whether a tensor's name says that it is packed."""
-    return _NAME.fullmatch(name) is not None
+    return unpacked(name)[1] is not None
+
+
+def unpacked(name: str) -> tuple[str, tuple[int, ...] | None]:
+    """Return a tensor's own name, and its shape if it is packed."""
+    match = _NAME.fullmatch(name)
+    if match is None:
+        return name, None
+    return match.group(1), tuple(map(int, match.group(2).split("x")))
 
 
 def packed_weights(checkpoint: Checkpoint, files: FileSet) -> dict[str, PackedWeight]:
@@ -64,11 +83,9 @@ def packed_weights(checkpoint: Checkpoint, files: FileSet) -> dict[str, PackedWe
     """
     found: dict[str, PackedWeight] = {}
     for key in checkpoint:
-        match = _NAME.fullmatch(key)
-        if match is None:
+        name, shape = unpacked(key)
+        if shape is None:
             continue
-        name, sizes = match.group(1), match.group(2)
-        shape = tuple(map(int, sizes.split("x")))
         extent = checkpoint[key]
         what = f"tensor {key!r} in {extent.path}"
         if name in checkpoint or name in found:

@@ -23,6 +23,7 @@ __all__ = [
     "PackedPlace",
     "RawRun",
     "check_ends",
+    "in_runs",
     "packable",
     "packed_layout_of",
     "raw_runs",
@@ -250,6 +251,14 @@ def raw_runs(
         runs.append(RawRun(offset=start, source=source, nbytes=end - start))
         source += aligned(end - start)
     return tuple(runs)
+
+
+def in_runs(runs: Sequence[RawRun], offset: int) -> int | None:
+    """Return the byte of a wire that is a byte of the image; None if none is."""
+    for run in runs:
+        if run.offset <= offset < run.offset + run.nbytes:
+            return run.source + offset - run.offset
+    return None
 
 
 def _bytes_of(place: Place) -> tuple[int, int]:

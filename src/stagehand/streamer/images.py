@@ -1,4 +1,8 @@
-"""A layer's bytes: where its tensors lie in one image, and how files fill it."""
+"""A layer's bytes: where its tensors lie in one image, and how files fill it.
+
+Of a layer with packed weights, files fill a wire: what crosses the link, and is decoded
+to the image behind it.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,10 @@ from stagehand.errors import (
     TensorMismatchError,
 )
 from stagehand.stores.headers import FileStamp
+from stagehand.stores.packed_files import PackedWeight
+from stagehand.stores.packed_layout import in_runs, packed_layout_of
 from stagehand.stores.reading import Part
+from stagehand.stores.unpacking import scratch_nbytes, unpack_image
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -24,6 +31,8 @@ if TYPE_CHECKING:
     from stagehand.stores.base import Skew
     from stagehand.stores.checkpoint import Extent
     from stagehand.stores.files import FileSet
+    from stagehand.stores.packed_layout import PackedLayout
+    from stagehand.streamer.layers import Stored
 
 __all__ = ["LayerImage", "read_tensor", "wanted_dtype"]
 
@@ -38,7 +47,7 @@ class LayerImage:
 
     Args:
         name: The layer's name, for errors.
-        extents: Its tensors.
+        tensors: Where they lie.
         dtype: What floating-point tensors are handed out as; None leaves them.
 
     Raises:
@@ -46,25 +55,35 @@ class LayerImage:
     """
 
     def __init__(
-        self, name: str, extents: Mapping[str, Extent], dtype: torch.dtype | None
+        self, name: str, tensors: Mapping[str, Stored], dtype: torch.dtype | None
     ) -> None:
         self.name = name
+        extents = {key: _extent_of(stored) for key, stored in tensors.items()}
         self._in_files: list[_Named] = sorted(
             extents.items(), key=lambda item: (item[1].path, item[1].offset)
         )
         self._layout = layout_of(
             [
-                (key, torch.empty(extent.shape, dtype=extent.dtype, device="meta"))
-                for key, extent in self._in_files
+                (
+                    key,
+                    torch.empty(
+                        tensors[key].shape, dtype=tensors[key].dtype, device="meta"
+                    ),
+                )
+                for key, _ in self._in_files
             ]
         )
         self._dtypes = {
-            key: wanted_dtype(f"{name}.{key}", extent.dtype, dtype)
-            for key, extent in extents.items()
+            key: wanted_dtype(f"{name}.{key}", stored.dtype, dtype)
+            for key, stored in tensors.items()
         }
-        self._parts = _find_parts(self._layout, self._in_files)
+        self.form = _find_form(self._layout, tensors)
+        """What lies where on the wire; None if the image itself crosses the link."""
+        self._parts = _find_parts(_places(self._layout, self.form), self._in_files)
         self.nbytes = self._layout.nbytes
         """Bytes of the image, on the device as on the host."""
+        self.link_nbytes = self.nbytes if self.form is None else self.form.nbytes
+        """Bytes that files fill, and that cross the link."""
         self.read_bytes = sum(extent.nbytes for extent in extents.values())
         """Bytes that come from files."""
         self.cast_bytes = sum(
@@ -77,8 +96,8 @@ class LayerImage:
     def __repr__(self) -> str:
         return f"LayerImage({self.name!r}, {self.nbytes} bytes)"
 
-    def read(self, files: FileSet, image: torch.Tensor) -> int:
-        """Fill an image in host memory; return the bytes read.
+    def read(self, files: FileSet, memory: torch.Tensor) -> int:
+        """Fill host memory with what crosses the link; return the bytes read.
 
         Raises:
             CheckpointError: If a file cannot be read, is shorter than it was, or was
@@ -86,8 +105,10 @@ class LayerImage:
         """
         if not self.read_bytes:
             return 0
+        if self.form is not None:
+            self.form.directory_in(memory).copy_(self.form.directory().flatten())
         try:
-            return files.fill(self._parts, _writable(image))
+            return files.fill(self._parts, _writable(memory))
         except CheckpointError as error:
             cut = self._first_cut()
             what = f"layer {self.name!r}" + (f", tensor {cut!r}" if cut else "")
@@ -96,9 +117,13 @@ class LayerImage:
     def skew(self, files: FileSet) -> Skew | None:
         """Return where the image begins if the most bytes are to be read in place.
 
+        A wire may begin anywhere.
+
         Raises:
             CheckpointError: If a file changed or cannot be opened.
         """
+        if self.form is not None:
+            return None
         widest = max((p.dtype.itemsize for p in self._layout.entries), default=1)
         return files.skew(self._parts, widest)
 
@@ -112,6 +137,18 @@ class LayerImage:
             if extent.offset + extent.nbytes > size:
                 return key
         return None
+
+    def decode(
+        self, wire: torch.Tensor, image: torch.Tensor, scratch: torch.Tensor | None
+    ) -> None:
+        """Fill an image from its wire, see `Wire.decode`."""
+        if self.form is None:
+            raise StagehandInternalError(f"layer {self.name!r} has no wire")
+        unpack_image(wire, self.form, image, scratch=scratch)
+
+    def scratch_nbytes(self, device_type: str) -> int:
+        """Return the device memory that `decode` works in on a kind of device."""
+        return 0 if self.form is None else scratch_nbytes(self.form, device_type)
 
     def tensors(self, image: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return the layer's tensors on an image, on whatever device it is."""
@@ -152,15 +189,40 @@ def read_tensor(files: FileSet, extent: Extent) -> torch.Tensor:
         return memory.view(extent.dtype).view(extent.shape)
 
 
+def _extent_of(stored: Stored) -> Extent:
+    return stored.extent if isinstance(stored, PackedWeight) else stored
+
+
+def _find_form(
+    layout: BlockLayout, tensors: Mapping[str, Stored]
+) -> PackedLayout | None:
+    """Return the wire's layout if a tensor is packed."""
+    found = [tensors[place.name] for place in layout.entries]
+    headers = [s.header if isinstance(s, PackedWeight) else None for s in found]
+    return packed_layout_of(layout, headers) if any(headers) else None
+
+
+def _places(layout: BlockLayout, form: PackedLayout | None) -> list[int]:
+    """Return where each entry's bytes go, in the image or on the wire."""
+    if form is None:
+        return [entry.offset for entry in layout.entries]
+    streams = {place.offset: place.source for place in form.packed}
+    return [
+        # An empty one goes nowhere.
+        streams.get(entry.offset, in_runs(form.raw, entry.offset) or 0)
+        for entry in layout.entries
+    ]
+
+
 def _find_parts(
-    layout: BlockLayout, in_files: Sequence[_Named]
+    places: Sequence[int], in_files: Sequence[_Named]
 ) -> dict[Path, list[Part]]:
     found: dict[Path, list[Part]] = {}
-    for place, (_, extent) in zip(layout.entries, in_files, strict=True):
+    for place, (_, extent) in zip(places, in_files, strict=True):
         if not extent.nbytes:
             continue
         parts = found.setdefault(extent.path, [])
-        part = Part(extent.offset, place.offset, extent.nbytes)
+        part = Part(extent.offset, place, extent.nbytes)
         if parts and parts[-1].reaches(part):
             parts[-1] = parts[-1].joined(part)
         else:

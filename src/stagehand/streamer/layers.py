@@ -18,8 +18,10 @@ from stagehand.errors import (
     TensorMismatchError,
 )
 from stagehand.stores.checkpoint import Checkpoint
+from stagehand.stores.files import FileSet
 from stagehand.stores.headers import read_header
-from stagehand.stores.packed_files import is_packed
+from stagehand.stores.packed_files import PackedWeight, packed_weights, unpacked
+from stagehand.stores.squareq import manifest_of
 from stagehand.units import format_bytes
 
 if TYPE_CHECKING:
@@ -28,6 +30,8 @@ if TYPE_CHECKING:
 
     from stagehand.stores.checkpoint import Extent
     from stagehand.stores.headers import Header, Span
+
+    Stored = Extent | PackedWeight
 
 __all__ = ["BlockKeys", "BlockSizes", "Stack", "TensorInfo", "describe", "open_stack"]
 
@@ -46,10 +50,12 @@ class Stack:
 
     prefix: str
     """What a layer's number follows in the names of its tensors."""
-    layers: tuple[dict[str, Extent], ...]
+    layers: tuple[dict[str, Stored], ...]
     """For each layer, its tensors by the rest of their names."""
     checkpoint: Checkpoint
     """All tensors that may be asked for."""
+    packed: Mapping[str, PackedWeight]
+    """Those that are packed, by their own names."""
 
 
 def open_stack(
@@ -74,14 +80,27 @@ def open_stack(
         raise ConfigError(f"num_layers is {num_layers}: expected at least one layer")
     checkpoint = _checked_files(Path(model_dir), tensor_info, shard_offsets)
     keys = _for_each_layer(block_keys, num_layers)
-    prefix = _find_prefix(tensor_info, keys, layer_prefix)
+    names = [unpacked(name)[0] for name in tensor_info]
+    prefix = _find_prefix(names, keys, layer_prefix)
+    packed = _packed_in(checkpoint)
     layers = tuple(
-        {key: checkpoint[f"{prefix}{number}.{key}"] for key in names}
+        {
+            key: packed.get(name) or checkpoint[name]
+            for key, name in ((key, f"{prefix}{number}.{key}") for key in names)
+        }
         for number, names in enumerate(keys)
     )
     if block_sizes is not None:
         _check_sizes(layers, prefix, block_sizes)
-    return Stack(prefix=prefix, layers=layers, checkpoint=checkpoint)
+    return Stack(prefix=prefix, layers=layers, checkpoint=checkpoint, packed=packed)
+
+
+def _packed_in(checkpoint: Checkpoint) -> dict[str, PackedWeight]:
+    files = FileSet(checkpoint.files)
+    try:
+        return packed_weights(checkpoint, files)
+    finally:
+        files.close()
 
 
 def describe(
@@ -96,17 +115,19 @@ def describe(
 
     Raises:
         ConfigError: If there is no stack of layers, or more than one could be meant, or
-            tensors are packed.
+            the checkpoint is quantized.
         MissingTensorError: If a layer between two others has no tensors.
     """
-    packed = next(filter(is_packed, checkpoint), None)
-    if packed is not None:
-        raise ConfigError(
-            f"{root} holds packed tensors, {packed!r} first: expected plain ones; give"
-            " the checkpoint that it was made from, or open it with stagehand.load()"
-        )
-    stacks = _find_stacks(checkpoint)
-    prefix = _choose(stacks, checkpoint, layer_prefix)
+    for path in checkpoint.files:
+        if manifest_of(path).exists():
+            raise ConfigError(
+                f"{path} holds quantized weights: expected plain or packed ones; give"
+                " the checkpoint that it was made from, or open it with"
+                " stagehand.load()"
+            )
+    stored = {unpacked(name)[0]: name for name in checkpoint}
+    stacks = _find_stacks(stored)
+    prefix = _choose(stacks, checkpoint, stored, layer_prefix)
     numbered = stacks[prefix]
     count = max(numbered) + 1
     if count > len(numbered):
@@ -117,7 +138,10 @@ def describe(
         )
     keys = [list(numbered[number]) for number in range(count)]
     sizes = [
-        {key: math.prod(checkpoint[f"{prefix}{n}.{key}"].shape) for key in names}
+        {
+            key: math.prod(unpacked(name)[1] or checkpoint[name].shape)
+            for key, name in ((key, stored[f"{prefix}{n}.{key}"]) for key in names)
+        }
         for n, names in enumerate(keys)
     ]
     headers = {path: read_header(path) for path in checkpoint.files}
@@ -150,13 +174,13 @@ def _is_in(checkpoint: Checkpoint, path: Path, header: Header, span: Span) -> bo
 # Stacks in a checkpoint
 
 
-def _find_stacks(checkpoint: Checkpoint) -> dict[str, dict[int, list[str]]]:
+def _find_stacks(names: Iterable[str]) -> dict[str, dict[int, list[str]]]:
     """Return, for each prefix, the layers' numbers and the rest of their names.
 
     A name's first number counts: those behind it are parts of a layer, like experts.
     """
     stacks: dict[str, dict[int, list[str]]] = defaultdict(lambda: defaultdict(list))
-    for name in checkpoint:
+    for name in names:
         parts = name.split(".")
         numbers = (i for i, part in enumerate(parts[:-1]) if _NUMBER.fullmatch(part))
         place = next(numbers, None)
@@ -169,13 +193,14 @@ def _find_stacks(checkpoint: Checkpoint) -> dict[str, dict[int, list[str]]]:
 def _choose(
     stacks: Mapping[str, Mapping[int, Sequence[str]]],
     checkpoint: Checkpoint,
+    stored: Mapping[str, str],
     wanted: str | None,
 ) -> str:
     if wanted is not None and wanted in stacks:
         return wanted
     sizes = {
         prefix: sum(
-            checkpoint[f"{prefix}{number}.{key}"].nbytes
+            checkpoint[stored[f"{prefix}{number}.{key}"]].nbytes
             for number, keys in numbered.items()
             for key in keys
         )
@@ -317,7 +342,7 @@ def _candidates(names: Iterable[str], keys: Sequence[str]) -> set[str]:
 
 
 def _check_sizes(
-    layers: Sequence[Mapping[str, Extent]], prefix: str, block_sizes: BlockSizes
+    layers: Sequence[Mapping[str, Stored]], prefix: str, block_sizes: BlockSizes
 ) -> None:
     alike = isinstance(block_sizes, Mapping)
     if not alike and len(block_sizes) != len(layers):
@@ -327,11 +352,11 @@ def _check_sizes(
         )
     for number, layer in enumerate(layers):
         sizes = block_sizes if alike else block_sizes[number]  # type: ignore[index]
-        for key, extent in layer.items():
-            found = math.prod(extent.shape)
+        for key, tensor in layer.items():
+            found = math.prod(tensor.shape)
             said = sizes.get(key)  # type: ignore[union-attr]
             if said != found:
                 raise TensorMismatchError(
                     f"block_sizes says that {prefix}{number}.{key} has {said}"
-                    f" elements: found {found}, {list(extent.shape)} in {extent.path}"
+                    f" elements: found {found}, {list(tensor.shape)} in {tensor.path}"
                 )

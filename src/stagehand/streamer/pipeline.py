@@ -24,7 +24,13 @@ from stagehand.residency.plan import Plan
 from stagehand.residency.scheduler import Scheduler
 from stagehand.residency.shared import shared_device
 from stagehand.streamer.handover import LayerLoader
-from stagehand.streamer.stages import FileSource, LayerStore, ReadAhead
+from stagehand.streamer.stages import (
+    DecodingSource,
+    FileSource,
+    LayerStore,
+    LayerWire,
+    ReadAhead,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -53,8 +59,10 @@ class Pipeline:
     Memory, with `B` the bytes of the largest layer: at most `(n_gpu + 1) * B` on the
     device, and what a layer needs in another element type; `(n_cpu_pinned + 1) * B` of
     pinned memory; `(n_cpu + 1) * B` of ordinary memory; for each layer that waits a
-    sector more where files are read past the page cache. Without the pinned stage
-    layers wait in ordinary memory for the device.
+    sector more where files are read past the page cache. Where layers are packed, all
+    but the device's is of their packed bytes, and the device has two more of those, and
+    what the decoder works in; on the host each thread that loads has one. Without the
+    pinned stage layers wait in ordinary memory for the device.
 
     A layer whose tensors somebody keeps is left to him: its slot gets new memory.
 
@@ -84,7 +92,7 @@ class Pipeline:
         self._nbytes = max(image.nbytes for image in images)
         skews = (image.skew(files) for image in images)
         self._staged_bytes = max(
-            image.nbytes + (skew.of if skew else 0)
+            image.link_nbytes + (skew.of if skew else 0)
             for image, skew in zip(images, skews, strict=True)
         )
         self._slots = min(depths.n_gpu + 1, count)
@@ -97,6 +105,14 @@ class Pipeline:
         self._shared = shared_device(device)  # kept: its lanes go with it
         self._engine = TransferEngine(device, counters, streams=self._shared.streams())
         self._cast_bytes = max(image.cast_bytes for image in images)
+        packed = [image for image in images if image.form is not None]
+        # What is packed is decoded on the device, or on the host by who loads it.
+        self._decodes = bool(packed) and device.is_host
+        wired = [] if device.is_host else packed
+        kind = device.torch_device.type
+        self._wires = min(2, self._slots)  # one arrives while the other is decoded
+        self._wire_bytes = max((image.link_nbytes for image in wired), default=0)
+        self._scratch_bytes = max((i.scratch_nbytes(kind) for i in wired), default=0)
         self.device_account = Account("device memory for layers", 0)
         self.pinned_account = Account("pinned memory for layers", 0)
         self.host_account = Account("ordinary memory for layers", 0)
@@ -106,6 +122,7 @@ class Pipeline:
 
     def _make_arenas(self) -> None:
         slots = self._slots * self._nbytes + self._cast_bytes
+        slots += self._wires * self._wire_bytes + self._scratch_bytes
         slabs = self._slabs * self._staged_bytes
         self.device_account = Account("device memory for layers", slots)
         # Tensors in another type are made anew for each use, one layer at a time.
@@ -219,11 +236,20 @@ class Pipeline:
                 arena=self._host_arena,
                 workers=parts.ahead_workers,
             )
+        if self._decodes:
+            source = DecodingSource(source, self._images)
         for layer, image in enumerate(self._images):
             bare = BlockLayout(entries=(), nbytes=image.nbytes)
             block = Block(layer, image.name, bare, ())
-            block.set_store(LayerStore(layer, source))
+            block.set_store(LayerStore(layer, source, self._wire(layer, source)))
             parts.blocks.append(block)
+        if self._wire_bytes:
+            self._engine.open_wires(
+                self._device_arena,
+                count=self._wires,
+                nbytes=self._wire_bytes,
+                scratch_nbytes=self._scratch_bytes,
+            )
         parts.loader = self._loader(parts)
         parts.loader.set_slabs(self._slabs, self._staged_bytes)
         if self._slabs == len(parts.blocks):
@@ -239,6 +265,12 @@ class Pipeline:
         )
         parts.scheduler.follow(self._plan())
         parts.homes = [block.home for block in parts.blocks[: self._slots]]
+
+    def _wire(self, layer: int, source: Source) -> LayerWire | None:
+        image = self._images[layer]
+        if image.form is None or self._decodes:
+            return None
+        return LayerWire(layer, image, source, self._device.torch_device.type)
 
     def _loader(self, parts: _Parts) -> Loader:
         engine, workers, counters = self._engine, parts.workers, self._counters
@@ -281,9 +313,11 @@ class Pipeline:
             parts.stop()
             if not torn:
                 parts.release()
+                self._engine.close_wires()
             else:
                 self._device.synchronize()  # whoever reads or writes its memory
                 parts.forget()
+                self._engine.wires = None
         if torn:
             self._close_arenas()
             self._make_arenas()

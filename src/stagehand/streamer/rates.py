@@ -70,7 +70,7 @@ def measure_rates(
     Raises:
         CheckpointError: If a layer cannot be read.
     """
-    largest = max(1, *(image.nbytes for image in images))
+    largest = max(1, *(image.link_nbytes for image in images))
     free = device.free_bytes(), free_host_bytes()
     buffers = [host_memory(largest) for _ in range(2)]
     disk = max(_read_rate(images, files, buffers) for _ in range(2))

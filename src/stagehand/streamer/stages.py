@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING, Protocol
 
+from stagehand.core.device import host_memory
 from stagehand.errors import CheckpointError, StagehandInternalError
 
 if TYPE_CHECKING:
@@ -23,14 +24,21 @@ if TYPE_CHECKING:
     from stagehand.stores.files import FileSet
     from stagehand.streamer.images import LayerImage
 
-__all__ = ["FileSource", "LayerStore", "ReadAhead", "Source"]
+__all__ = [
+    "DecodingSource",
+    "FileSource",
+    "LayerStore",
+    "LayerWire",
+    "ReadAhead",
+    "Source",
+]
 
 
 class Source(Protocol):
     """Gives the bytes of layers, to any thread."""
 
-    def take(self, layer: int, image: torch.Tensor) -> int:
-        """Fill an image with a layer; return the bytes read from files for it."""
+    def take(self, layer: int, memory: torch.Tensor) -> int:
+        """Fill memory with what crosses the link; return the bytes read for it."""
 
     def skew(self, layer: int) -> Skew | None:
         """Where in memory files fill a layer's image without a copy."""
@@ -48,13 +56,80 @@ class FileSource:
         self._images = images
         self._files = files
 
-    def take(self, layer: int, image: torch.Tensor) -> int:
+    def take(self, layer: int, memory: torch.Tensor) -> int:
         """See `Source.take`."""
-        return self._images[layer].read(self._files, image)
+        return self._images[layer].read(self._files, memory)
 
     def skew(self, layer: int) -> Skew | None:
         """See `Source.skew`."""
         return self._images[layer].skew(self._files)
+
+
+class DecodingSource:
+    """Layers as they are used, from a source that may have them packed.
+
+    Memory: the bytes of the largest layer's wire for each thread that takes one.
+
+    Args:
+        source: Gives what would cross the link.
+        images: One for each layer.
+    """
+
+    def __init__(self, source: Source, images: Sequence[LayerImage]) -> None:
+        self._source = source
+        self._images = images
+        self._nbytes = max(image.link_nbytes for image in images)
+        self._own = threading.local()
+
+    def take(self, layer: int, memory: torch.Tensor) -> int:
+        """See `Source.take`: fills the image itself."""
+        image = self._images[layer]
+        if image.form is None:
+            return self._source.take(layer, memory)
+        if not hasattr(self._own, "wire"):
+            self._own.wire = host_memory(self._nbytes)
+        wire = self._own.wire[: image.link_nbytes]
+        read = self._source.take(layer, wire)
+        image.decode(wire, memory, None)
+        return read
+
+    def skew(self, layer: int) -> Skew | None:
+        """See `Source.skew`."""
+        return self._source.skew(layer)
+
+
+class LayerWire:
+    """What crosses the link for one layer with packed weights.
+
+    Args:
+        layer: Its number.
+        image: Decodes it.
+        source: Where its bytes come from.
+        device_type: What decodes it.
+    """
+
+    pinned = None
+
+    def __init__(
+        self, layer: int, image: LayerImage, source: Source, device_type: str
+    ) -> None:
+        self._layer = layer
+        self._source = source
+        self.nbytes = image.link_nbytes
+        self.scratch_nbytes = image.scratch_nbytes(device_type)
+        self.decode = image.decode
+
+    def is_current(self) -> bool:
+        """Return True: nothing changes a layer that has no parameters."""
+        return True
+
+    def renew(self) -> bool:
+        """Return False: nothing has to be renewed."""
+        return False
+
+    def read_into(self, memory: torch.Tensor) -> int:
+        """See `Wire.read_into`."""
+        return self._source.take(self._layer, memory)
 
 
 class LayerStore:
@@ -63,11 +138,15 @@ class LayerStore:
     Args:
         layer: Its number.
         source: Where its bytes come from.
+        wire: How they cross the link, if not as the image.
     """
 
-    def __init__(self, layer: int, source: Source) -> None:
+    def __init__(
+        self, layer: int, source: Source, wire: LayerWire | None = None
+    ) -> None:
         self._layer = layer
         self._source = source
+        self._wire = wire
         self._skew = source.skew(layer)
 
     @property
@@ -85,9 +164,9 @@ class LayerStore:
         return None
 
     @property
-    def wire(self) -> None:
-        """None: the image itself crosses the link."""
-        return None
+    def wire(self) -> LayerWire | None:
+        """See `Store.wire`."""
+        return self._wire
 
     def read_into(self, image: torch.Tensor) -> int:
         """Fill `image` with the layer; return the bytes read from files.

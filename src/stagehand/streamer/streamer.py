@@ -54,7 +54,10 @@ class LayerStreamer:
     After any failure, `KeyboardInterrupt` included, the streamer can be used again.
 
     Memory, with `B` the bytes of the largest layer: `(n_gpu + 1) * B` on the device,
-    `(n_cpu_pinned + 1) * B` pinned, `(n_cpu + 1) * B` in ordinary memory.
+    `(n_cpu_pinned + 1) * B` pinned, `(n_cpu + 1) * B` in ordinary memory. Of a
+    checkpoint that `stagehand convert --packed` wrote, layers wait on the host and
+    cross the link packed: three quarters of `B`. The device has two of those more, to
+    decode them from.
 
     Args:
         model_dir: The directory of the files.
@@ -156,6 +159,7 @@ class LayerStreamer:
         """One record for each of the last passes: bytes, and time on the host."""
         self._device = find_device(device)
         self._checkpoint = stack.checkpoint
+        self._packed = stack.packed
         self._files = FileSet(stack.checkpoint.files, past_cache=past_cache)
         self._images = images = [
             LayerImage(f"{stack.prefix}{number}", extents, dtype)
@@ -222,7 +226,10 @@ class LayerStreamer:
                 near.
             CheckpointError: If it cannot be read.
         """
-        extent = self._checkpoint.get(name)
+        packed, extent = self._packed.get(name), self._checkpoint.get(name)
+        if packed is not None:
+            weight = packed.decoded(self._files).to(self._device.torch_device)
+            return weight.to(wanted_dtype(name, weight.dtype, self.dtype))
         if extent is None:
             near = self._checkpoint.nearest(name)
             hint = f", nearest {' and '.join(map(repr, near))}" if near else ""
