@@ -163,6 +163,7 @@ def test_interrupt_anywhere_leaves_the_streamer_usable(
         try:
             with torch.no_grad(), interrupt:
                 streamer.run_pass(x, layer_fn)
+                streamer.settle()
         except KeyboardInterrupt:
             interrupted += 1
         if interrupt.seen < interrupt.line:

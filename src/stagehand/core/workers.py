@@ -72,9 +72,13 @@ class WorkerGroup:
         if self._pool is None:
             return
         all_there = threading.Barrier(self._count + 1)
-        for _ in range(self._count):
-            self.submit(all_there.wait)
-        all_there.wait()
+        try:
+            for _ in range(self._count):
+                self.submit(all_there.wait)
+            all_there.wait()
+        except BaseException:
+            all_there.abort()  # else the threads would wait for ever
+            raise
 
     def close(self) -> None:
         """Drop waiting jobs and join the threads. Idempotent."""

@@ -209,12 +209,16 @@ class Pipeline:
     def settle(self) -> None:
         """Wait until every stage is as full as it gets before the next pass."""
         parts, copies = self._parts, -1
-        while parts is not None and copies < self._counters.h2d_copies:
-            copies = self._counters.h2d_copies
-            parts.workers.wait_idle()
-            parts.ahead_workers.wait_idle()
-            parts.scheduler.look_ahead()
-        self._device.synchronize()
+        try:
+            while parts is not None and copies < self._counters.h2d_copies:
+                copies = self._counters.h2d_copies
+                parts.workers.wait_idle()
+                parts.ahead_workers.wait_idle()
+                parts.scheduler.look_ahead()
+            self._device.synchronize()
+        except BaseException as error:
+            self.reset(orderly=isinstance(error, Exception))
+            raise
 
     def _running(self) -> _Parts:
         if self._parts is None:

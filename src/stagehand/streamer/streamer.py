@@ -339,6 +339,7 @@ class LayerStreamer:
 
         Raises:
             ConfigError: If a pass is under way.
+            CheckpointError: If what comes next cannot be read.
         """
         self._refuse_if_busy("settle()")
         with self._busy:
