@@ -336,7 +336,67 @@ def test_a_model_may_be_dropped_in_the_middle_of_a_division(crowd):
     assert [h.name for h in some.device.holdings()] == ["Sequential"]
 
 
+def test_a_guest_whose_lock_another_thread_has_is_waited_for_on_exit(
+    crowd, monkeypatch
+):
+    some = crowd("hpu", [4, 9])
+    host, guest = some.runtimes
+    withs, lock = ExitStack(), guest._edges.lock
+    withs.enter_context(host.as_guest(guest))
+    some.run(1)
+    with elsewhere(lock.acquire, lock.release) as over:
+        let_go_when_asked(guest, over, monkeypatch)
+        withs.close()
+    assert guest._parts.weights.held_bytes == 0
+
+
+@pytest.mark.parametrize("where", ["here", "in another thread"])
+def test_a_guest_that_still_runs_on_exit_is_gone_at_the_end_of_its_pass(crowd, where):
+    some = crowd("hpu", [4, 9])
+    host, guest = some.runtimes
+    withs, held = ExitStack(), []
+    withs.enter_context(host.as_guest(guest))
+
+    def leave(*_):
+        if where == "here":
+            withs.close()
+        else:
+            in_threads(withs.close)
+        held.append(guest._parts.weights.held_bytes)
+
+    hook = some.models[1][3][0].register_forward_pre_hook(leave)
+    some.run(1)
+    hook.remove()
+    assert held[0] > 0
+    assert guest._parts.weights.held_bytes == 0
+    some.run(1)
+    assert guest._parts.weights.held_bytes > 0
+
+
 # Failures
+
+
+@pytest.mark.parametrize("error", [stagehand.CheckpointError, None])
+def test_what_always_stays_comes_with_the_next_pass_where_it_did_not_come_with_one(
+    sim, monkeypatch, error
+):
+    model = nn.Sequential(nn.LayerNorm(WIDTH), *varied(6, 0))
+    expected = run_resident(model, "hpu", batch())
+    stagehand.layer(model, vram_budget=4 * LAYER_BYTES, device="hpu")
+    runtime_of(model).park()
+    kind = stagehand.StagehandOOMError if error is None else error
+
+    def settle(blocks):
+        raise kind("on purpose", **({} if error else sizes))
+
+    sizes = {"needed_bytes": 2, "limit_bytes": 1}
+    with monkeypatch.context() as patch, torch.no_grad():
+        patch.setattr(runtime_of(model)._parts.scheduler, "_settle", settle)
+        with pytest.raises(kind):
+            model(batch())
+    with torch.no_grad():
+        assert_bitwise_equal(model(batch()), expected, "output")
+    runtime_of(model).shutdown()
 
 
 @pytest.mark.parametrize("error", [stagehand.CheckpointError, None])

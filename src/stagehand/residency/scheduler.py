@@ -473,17 +473,20 @@ class Scheduler:
     def settle(self, blocks: Iterable[Block]) -> None:
         """Bring the given blocks to the device and leave them bound there.
 
-        While models in other threads leave no room for them, the next pass does so.
+        While models in other threads leave no room for them, the next pass does so, as
+        it does where this fails.
 
         Raises:
             StagehandOOMError: If there is no room, whoever is there.
         """
+        gave_way, self._gave_way = self._gave_way, True
         try:
             self._settle(blocks)
         except StagehandOOMError:
             if not self.others_are_busy():
                 raise
-            self._gave_way = True
+        else:
+            self._gave_way = gave_way
 
     def _settle(self, blocks: Iterable[Block]) -> None:
         stream = self._device.current_stream()

@@ -198,9 +198,15 @@ class SharedDevice:
                 self._hand_over(seat)
             self._changed.notify_all()
 
-    def _send_off(self, seat: Seat) -> None:
-        """Let who is no guest any more leave the device, or else after its pass."""
-        seat.leaves = not seat.tenant.give_up(0, leaves=True)
+    def _send_off(self, seat: Seat) -> bool:
+        """Let who is no guest any more leave the device now, or else after its pass.
+
+        Returns:
+            Whether another thread had its lock.
+        """
+        gone = seat.tenant.give_up(0, leaves=True)
+        seat.leaves = seat.running or not gone
+        return not gone
 
     def _hand_over(self, seat: Seat) -> None:
         """Give up the ring to who is expected next, and let it begin to load."""
@@ -254,7 +260,8 @@ class SharedDevice:
                 if not (may_wait and self._refusing) or self._are_stuck(threads):
                     return False
                 self._refusing.clear()
-                self._changed.wait(_LOOK_SECONDS)
+                if threads:
+                    self._changed.wait(_LOOK_SECONDS)
             return True
 
     def are_others_busy(self, number: int) -> bool:
@@ -311,9 +318,10 @@ class SharedDevice:
             seat.tenant.give_up(keep)
             self._changed.notify_all()
 
-    def _are_stuck(self, threads: Iterable[AnyThread]) -> bool:
-        """Whether all of some threads wait for this one."""
-        return all(self._is_stuck(thread, {_me()}) for thread in threads)
+    def _are_stuck(self, threads: list[AnyThread]) -> bool:
+        """Whether there are some threads, and all wait for this one."""
+        stuck = all(self._is_stuck(thread, {_me()}) for thread in threads)
+        return bool(threads) and stuck
 
     def _is_stuck(self, thread: AnyThread, stuck: set[AnyThread]) -> bool:
         """Whether a thread waits for one of those that are stuck, if they are."""
@@ -395,11 +403,20 @@ class SharedDevice:
             self._seats.begin_guest(self._seats[number])
 
     def end_guest(self, number: int) -> None:
-        """End what `begin_guest` began; who is no guest any more leaves the device."""
+        """End what `begin_guest` began; who is no guest any more leaves the device.
+
+        Who runs leaves after its pass; for who has its lock otherwise this waits.
+        """
         with self._changed:
             over, seat = self._seats.end_guest(number), self._seats.get(number)
-            if over and seat is not None:
-                self._send_off(seat)
+            if not over or seat is None:
+                return
+            while self._send_off(seat) and not seat.runs_elsewhere():
+                threads = self._threads_in([seat], but=_me())
+                if self._are_stuck(threads):
+                    return  # it leaves after its next pass
+                if threads:
+                    self._changed.wait(_LOOK_SECONDS)
 
     # Telling
 
