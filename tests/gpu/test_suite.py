@@ -11,6 +11,8 @@ import pytest
 import torch
 from torch import nn
 
+from stagehand.core.device import find_device
+
 ROOT = Path(__file__).resolve().parents[2]
 
 # Parameters of a block in millions and its tensors, as the models' own classes have.
@@ -194,8 +196,6 @@ def test_cell_says_when_output_came(rehearse):
 @pytest.mark.parametrize("steps", [0, 3])
 def test_steps_are_timed_when_all_is_pinned(sim, steps):
     from benchmarks.gpu.measure import _pinned
-
-    from stagehand.core.device import find_device
 
     left = [4096] * steps
     report = SimpleNamespace(report=lambda: SimpleNamespace(pinning_bytes=sum(left)))

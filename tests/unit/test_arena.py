@@ -61,6 +61,81 @@ def waiting_acquire(arena, nbytes, holder):
     return result
 
 
+# ------------------------------------------------------------------------- reservations
+
+
+def test_reserved_bytes_count_before_there_is_memory():
+    arena, made = new_arena()
+    lease = arena.reserve_nowait(60, "later")
+    assert made == []
+    assert not lease.is_made
+    assert arena.leased_bytes == arena.account.held_bytes == lease.nbytes == 60
+    assert arena.reserve_nowait(41, "too much") is None
+    with pytest.raises(
+        StagehandInternalError, match=r"Lease\(60 B, later\) .*not made"
+    ):
+        _ = lease.buffer
+    lease.make()
+    lease.make()
+    assert made == [60]
+    assert lease.buffer.numel() == 60
+    lease.release()
+    assert arena.kept_bytes == 60
+
+
+def test_reservation_that_is_given_up_leaves_nothing():
+    arena, made = new_arena()
+    before = live_leases()
+    arena.reserve_nowait(60, "never").release()
+    assert made == []
+    assert arena.leased_bytes == arena.kept_bytes == arena.account.held_bytes == 0
+    assert live_leases() == before
+
+
+def test_reservation_takes_memory_that_is_kept():
+    arena, made = new_arena()
+    arena.acquire(60, "before").release()
+    lease = arena.reserve_nowait(60, "now")
+    assert lease.is_made
+    assert made == [60]
+    lease.release()
+
+
+def test_nobody_waits_while_memory_is_made():
+    arena, _ = new_arena()
+    asked, permitted = threading.Event(), threading.Event()
+
+    def slow(nbytes):
+        asked.set()
+        permitted.wait(timeout=10)
+        return torch.zeros(nbytes, dtype=torch.uint8)
+
+    arena._make = slow
+    first = in_thread(arena.acquire, 40, "slow")
+    asked.wait(timeout=10)
+    lease = arena.reserve_nowait(40, "other")  # would wait for the lock
+    lease.make(lambda n: torch.ones(n, dtype=torch.uint8))
+    assert lease.buffer.sum() == 40
+    lease.release()
+    permitted.set()
+    first().release()
+
+
+def test_lease_whose_memory_cannot_be_made_is_given_back():
+    arena, _ = new_arena()
+    before = live_leases()
+
+    def fail(nbytes):
+        raise MemoryError(f"no {nbytes} bytes")
+
+    arena._make = fail
+    for ask in (arena.acquire, arena.acquire_nowait):
+        with pytest.raises(MemoryError, match="no 40 bytes"):
+            ask(40, "a")
+    assert arena.leased_bytes == arena.account.held_bytes == 0
+    assert live_leases() == before
+
+
 # ------------------------------------------------------------------------------ leases
 
 

@@ -333,6 +333,34 @@ def test_refused_chunk_unlocks_the_earlier_ones_and_falls_back(
     assert not buffer.is_pinned()
 
 
+def test_refusal_is_an_error_for_who_asks_for_locked_memory_only(sim, cudart):
+    cudart.refuse_from = 0
+    device = registering()
+    for _ in range(2):  # and no warning, which would be another error
+        with pytest.raises(RuntimeError, match="cudaHostRegister gave error 2"):
+            device.page_locked(5 * MIB)
+    with pytest.warns(StagehandWarning, match="cudaHostRegister gave error 2"):
+        device.pinned(5 * MIB)
+    assert cudart.locked == {}
+
+
+def test_memory_is_locked_for_its_own_device_in_a_thread_on_another(
+    sim, cudart, monkeypatch
+):
+    """The runtime would claim memory on the first device, where each thread begins."""
+    entered = []
+    inside = torch.accelerator.device_index
+
+    def device_index(index):
+        entered.append((index, list(cudart.log)))
+        return inside(index)
+
+    monkeypatch.setattr(torch.accelerator, "device_index", device_index)
+    device = registering()
+    assert device.page_locked(100).numel() == 100
+    assert entered == [(device.torch_device.index, [])]
+
+
 def test_refusal_is_not_told_again_by_the_next_kernel(sim, cudart, monkeypatch):
     """CUDA keeps an error until somebody asks; a kernel's launch does."""
     pending = ["out of memory"]
