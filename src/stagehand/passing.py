@@ -347,13 +347,17 @@ class Passing(PassListener):
         """Go on pinning; when that is done, stage only what is not pinned."""
         parts = self._parts
         parts.masters.pin_on(insist=True)
-        if parts.masters.pinning_bytes:
+        if parts.masters.reserved_bytes:
             return
         parts.loader.pin_on = None
-        if not any(block.needs_staging for block in parts.streamed):
+        if parts.masters.pinning_bytes or not any(
+            block.needs_staging for block in parts.streamed
+        ):
             parts.loader.set_slabs(0, 0)
             if self._settings.pool is None:
                 parts.pinned_arena.trim()
+        self._take_in()
+        parts.loader.set_slabs(*parts.masters.pin_late())
 
     def _account(self, *, trains: bool) -> None:
         """Count weights in host memory that are not those of their files any more."""

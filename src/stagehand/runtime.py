@@ -456,7 +456,7 @@ class Runtime(Passing, Sharing, Storing, Conduct):
             weight_bytes=self._weight_bytes + self._additions.nbytes,
             resident_bytes=sum(b.nbytes for b in parts.scheduler.staying()),
             gathered_bytes=self._gathered_bytes,
-            pinned_bytes=parts.pinned_arena.leased_bytes - parts.masters.pinning_bytes,
+            pinned_bytes=parts.pinned_arena.leased_bytes - parts.masters.reserved_bytes,
             pinning_bytes=parts.masters.pinning_bytes,
             startup_seconds=startup,
             first_output_seconds=None if first is None else startup + first,

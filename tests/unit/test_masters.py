@@ -10,7 +10,9 @@ from torch import nn
 from stagehand.core.arena import Arena
 from stagehand.core.layout import layout_of, same_bits
 from stagehand.core.ledger import Account
+from stagehand.core.workers import WorkerGroup
 from stagehand.errors import StagehandOOMError
+from stagehand.residency import masters as module
 from stagehand.residency.blocks import Block
 from stagehand.residency.masters import Masters
 from stagehand.stores.module import ModuleStore
@@ -271,6 +273,66 @@ def test_memory_that_is_kept_from_before_is_room(arena):
     masters = Masters(arena)
     blocks = adopted(masters, *[10] * 10)
     assert masters.pin_all(blocks, lookahead=3) == (0, 0)
+    give_all_back(masters, blocks)
+
+
+def pinning(monkeypatch, limit, *kilobytes):
+    """Masters that have all but a few blocks pinned, in memory that a thread made."""
+    monkeypatch.setattr(module, "_AT_ONCE_BYTES", 0)
+    arena, pinners = new_arena(limit), WorkerGroup("pinner", 1)
+    masters = Masters(arena, pinners)
+    blocks = adopted(masters, *kilobytes)
+    slabs = masters.pin_all(blocks, lookahead=3)
+    ring = [arena.acquire(slabs[1], "slab") for _ in range(slabs[0])]
+    while masters.reserved_bytes:
+        pinners.wait_idle()
+        masters.pin_on()
+    pinners.close()
+    for lease in ring:
+        lease.release()
+    return masters, blocks, arena
+
+
+@pytest.mark.parametrize("spare", [0, 5 * KB, 10 * KB, 25 * KB])
+def test_what_has_no_room_beside_slabs_is_pinned_when_these_are_gone(
+    monkeypatch, spare
+):
+    masters, blocks, _ = pinning(monkeypatch, 80 * KB + spare, *[10] * 8)
+    late = 8 - len(pinned(blocks))
+    assert masters.pinning_bytes == late * 10 * KB
+    assert late == (0 if spare >= 10 * KB else 1)
+    assert masters.pin_late() == (0, 0)
+    assert pinned(blocks) == list(range(8))
+    assert masters.pinning_bytes == 0
+    give_all_back(masters, blocks)
+
+
+def test_late_block_whose_room_is_taken_has_a_slab_for_good(monkeypatch):
+    masters, blocks, arena = pinning(monkeypatch, 80 * KB, *[10] * 8)
+    arena.trim()
+    arena.account.grant(5 * KB, "a gradient")
+    assert masters.pin_late() == (1, 10 * KB)
+    assert len(pinned(blocks)) == 7
+    give_all_back(masters, blocks)
+
+
+def test_memory_is_made_for_the_blocks_that_come_and_go_first(monkeypatch):
+    monkeypatch.setattr(module, "_AT_ONCE_BYTES", 0)
+    made, pinners = [], WorkerGroup("pinner", 1)
+
+    def make(nbytes):
+        made.append(nbytes // KB)
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    masters = Masters(new_arena(), pinners, make)
+    blocks = adopted(masters, 1, 2, 3, 4, 5)
+    blocks[0].stays = blocks[3].stays = True
+    masters.pin_all(blocks, lookahead=3)
+    while masters.reserved_bytes:
+        pinners.wait_idle()
+        masters.pin_on()
+    pinners.close()
+    assert made == [2, 3, 5, 1, 4]
     give_all_back(masters, blocks)
 
 

@@ -142,13 +142,15 @@ class Block(Residency):
         self.versions = self.read_versions()
 
     def rehouse(self, store: Store) -> None:
-        """Say where the same bytes are from now on, also while the block is bound."""
+        """Say where the same bytes are from now on, wherever the block is."""
         versions = self.versions
         self.set_store(store)
         if self.bound:
             self.versions = versions
-        else:
-            self.point_to_host()
+            return
+        self.point_to_host()
+        if self.slot is not None:  # what its copy was told of is not known any more
+            self.mark_changed()
 
     def _cross_by(self, wire: Wire | None) -> None:
         self.wire = wire

@@ -75,6 +75,8 @@ class Masters:
         self._pinners = pinners
         self._make = make
         self._coming: list[_Coming] = []
+        self._late: list[Block] = []  # have no room beside staging slabs
+        self._slabs = 0, 0  # their number and size when all is pinned
         self._images: dict[int, Lease] = {}
         self._wires: dict[int, Lease] = {}
         self._alone = 0  # an image's reference count when only its lease holds it
@@ -235,41 +237,63 @@ class Masters:
             # With one the disk would wait for each copy.
             count = max(min(2, free // slab), min(lookahead + 2, free // (2 * slab)))
             share = min(1.0, (free - count * slab) / total) if total else 0.0
-        self._reserve(wanted, share)
-        slabs = meanwhile = count, slab
-        if self._is_much() and not slab:
+        self._slabs = count, slab
+        if self._pinners is None or total * share <= _AT_ONCE_BYTES:
+            self._reserve(wanted, share)
+            while self._coming:
+                self._use(self._coming[0])
+            return count, slab
+        if not slab:
             slab = max(b.nbytes for b in wanted)
-            free = self._arena.account.free_bytes + self._arena.kept_bytes
-            meanwhile = min(_SLABS, free // slab), slab
-        if self._is_much() and meanwhile[0] > 1:
-            self._coming.sort(key=lambda coming: coming.block.stays)
-            self.pin_on()
-            return meanwhile
-        while self._coming:
-            self._use(self._coming[0])
-        return slabs
+            count = min(_SLABS, max(1, (free - total) // slab))
+            share = min(1.0, (free - count * slab) / total)
+        others = self._reserve(wanted, share)
+        self._late = [] if self._slabs[0] else others
+        self._coming.sort(key=lambda coming: coming.block.stays)
+        self.pin_on()
+        return count, slab
 
-    def _reserve(self, blocks: Sequence[Block], share: float) -> None:
-        """Reserve memory for a share of the blocks."""
+    def _reserve(self, blocks: Sequence[Block], share: float) -> list[Block]:
+        """Reserve memory for a share of the blocks; return the others."""
+        others = []
         due = 0.0
         for block in blocks:
             due += share * block.nbytes
-            if not block.nbytes or due < block.nbytes:
-                continue
-            holder = f"image of {block.name}"
-            lease = self._arena.reserve_nowait(block.nbytes, holder)
-            if lease is not None:
+            lease = None
+            if block.nbytes and due >= block.nbytes:
+                holder = f"image of {block.name}"
+                lease = self._arena.reserve_nowait(block.nbytes, holder)
+            if lease is None:
+                others.append(block)
+            else:
                 self._coming.append(_Coming(block, lease))
                 due -= block.nbytes
+        return others
 
-    def _is_much(self) -> bool:
-        """Whether page-locking what is reserved would be waited for."""
-        return self._pinners is not None and self.pinning_bytes > _AT_ONCE_BYTES
+    @property
+    def reserved_bytes(self) -> int:
+        """Bytes of images that are reserved and not in use."""
+        return sum(coming.lease.nbytes for coming in self._coming)
 
     @property
     def pinning_bytes(self) -> int:
-        """Bytes of the blocks that are reserved a pinned image and do not have it."""
-        return sum(coming.block.nbytes for coming in self._coming)
+        """Bytes of the blocks that shall have a pinned image and do not have it."""
+        late = sum(block.nbytes for block in self._late)
+        return late + sum(coming.block.nbytes for coming in self._coming)
+
+    def pin_late(self) -> tuple[int, int]:
+        """Pin what had no room beside staging slabs, which are gone.
+
+        Nothing is staged, and what was assigned to tensors is taken in.
+
+        Returns:
+            The slabs that are needed from now on, as `pin_all` does.
+        """
+        left = [block for block in self._late if not self.pin(block)]
+        self._late = []
+        if left:  # somebody else has taken the room
+            return 1, max(block.nbytes for block in left)
+        return self._slabs
 
     def pin_on(self, *, insist: bool = False) -> None:
         """Let blocks whose pinned memory is made move there, and have more made.
@@ -297,6 +321,7 @@ class Masters:
 
     def stop_pinning(self) -> None:
         """Leave blocks where they are; what is reserved for them is given back."""
+        self._late = []
         while self._coming:
             coming = self._coming[-1]
             if coming.job is not None and self._pinners is not None:
