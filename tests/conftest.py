@@ -10,6 +10,7 @@ import gc
 import os
 import threading
 from collections.abc import Generator, Iterator
+from pathlib import Path
 from types import ModuleType
 
 import hypothesis
@@ -31,6 +32,7 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("stagehand")
 
 _PASSED = pytest.StashKey[bool]()
+_GPU_TESTS = Path(__file__).with_name("gpu")
 
 
 def _on_gpu(config: pytest.Config) -> bool:
@@ -45,6 +47,13 @@ def pytest_configure(config: pytest.Config) -> None:
         from simulated import sim_device  # noqa: F401
     except RuntimeError as error:
         raise pytest.UsageError(str(error)) from error
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Under `-m gpu` import no other tests: some load the simulated device."""
+    there = (collection_path, *collection_path.parents)
+    around = _GPU_TESTS in there or collection_path in _GPU_TESTS.parents
+    return True if _on_gpu(config) and not around else None
 
 
 def pytest_collection_modifyitems(

@@ -384,3 +384,16 @@ def test_command_wants_a_device_unless_it_rehearses(capsys):
 
     assert main(ONE) == 2
     assert "--dry" in capsys.readouterr().out
+
+
+def test_gpu_tests_are_collected_without_the_simulated_device():
+    """Beside it torch has no other accelerator: it stood before the GPU."""
+    code = (
+        "import pytest, sys; pytest.main(['-m', 'gpu', '--collect-only', '-q', *{}]);"
+        "print('simulated' in [name.split('.')[0] for name in sys.modules])"
+    )
+    command = [sys.executable, "-c", code.replace("{}", str([str(ROOT / "tests")]))]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True)
+    *_, collected, loaded = done.stdout.strip().splitlines()
+    assert "tests collected" in collected
+    assert loaded == "False"
