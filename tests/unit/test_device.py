@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import sys
 import warnings
 from pathlib import Path
 
@@ -316,6 +317,15 @@ def test_memory_is_locked_and_unlocked_while_its_own_device_is_current(
     steps = ["enter", "lock", "leave", "enter", "sync", "unlock", "leave"]
     assert [step[0] for step in cudart.log] == steps
     assert {step[1] for step in cudart.log if step[0] == "enter"} == {1}
+
+
+def test_process_that_ends_leaves_locked_memory_to_the_driver(sim, cudart, monkeypatch):
+    """Modules that unlocking needs may be gone, and it takes a second for some GB."""
+    buffer = registering().pinned(3 * MIB)
+    monkeypatch.setattr(sys, "is_finalizing", lambda: True)
+    del buffer
+    gc.collect()
+    assert [step[0] for step in cudart.log] == ["lock"]
 
 
 def test_refused_chunk_unlocks_the_earlier_ones_and_falls_back(

@@ -8,6 +8,7 @@ code paths.
 
 import contextlib
 import mmap
+import sys
 import time
 import warnings
 from typing import Any, Protocol
@@ -332,7 +333,8 @@ class _RegisteredMemory(mmap.mmap):
             runtime.cudaHostUnregister(self._locked.pop())
 
     def __del__(self) -> None:
-        if getattr(self, "_locked", None):
+        # A process that ends leaves it to the driver, which is faster: nothing is reused.
+        if getattr(self, "_locked", None) and not sys.is_finalizing():
             with torch.accelerator.device_index(self._index):
                 torch.cuda.synchronize()  # a copy may still read what is to be unlocked
                 self._unlock()
