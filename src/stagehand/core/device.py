@@ -333,7 +333,7 @@ class _RegisteredMemory(mmap.mmap):
             runtime.cudaHostUnregister(self._locked.pop())
 
     def __del__(self) -> None:
-        # A process that ends leaves it to the driver, which is faster: nothing is reused.
+        # A process that ends leaves it to the driver, which is faster.
         if getattr(self, "_locked", None) and not sys.is_finalizing():
             with torch.accelerator.device_index(self._index):
                 torch.cuda.synchronize()  # a copy may still read what is to be unlocked
