@@ -17,7 +17,7 @@ from torch import nn
 
 import stagehand
 from benchmarks.results import Result
-from stagehand.residency import blocks
+from stagehand.residency import finding
 from stagehand.stores.converting import convert_to_squareq
 
 if TYPE_CHECKING:
@@ -35,12 +35,12 @@ _SAVED = 64 * _ROWS  # bytes that a checkpoint keeps; LTX-2's blocks are 94 time
 @contextmanager
 def small_blocks(nbytes: int) -> Iterator[None]:
     """Let toy blocks stand for large ones, down to so many bytes."""
-    before = blocks._SMALL_BYTES
-    blocks._SMALL_BYTES = nbytes
+    before = finding._SMALL_BYTES
+    finding._SMALL_BYTES = nbytes
     try:
         yield
     finally:
-        blocks._SMALL_BYTES = before
+        finding._SMALL_BYTES = before
 
 
 def ratio(name: str, value: float, target: float | None, unit: str = "x") -> Result:

@@ -18,7 +18,7 @@ from gpu.models import passes, settle
 from gpu.places import MIB, Place
 from stagehand import LayerStreamer
 from stagehand.core.device import host_memory
-from stagehand.residency import blocks
+from stagehand.residency import finding
 from stagehand.stores import files as files_module
 
 GIB = 1024 * MIB
@@ -85,8 +85,8 @@ def on_the_wall(run: Callable[[], object]) -> float:
 @pytest.fixture(autouse=True)
 def _toy_blocks(place, monkeypatch):
     if place.exact_time:  # then layers are small
-        monkeypatch.setattr(blocks, "_SMALL_BYTES", 4096)
-        monkeypatch.setattr(blocks, "_COPY_EFFICIENT_BYTES", 0)
+        monkeypatch.setattr(finding, "_SMALL_BYTES", 4096)
+        monkeypatch.setattr(finding, "_COPY_EFFICIENT_BYTES", 0)
 
 
 @dataclass

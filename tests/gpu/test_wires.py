@@ -10,7 +10,7 @@ from architectures.trees import assert_bitwise_equal
 from gpu.models import passes, resident, settle
 from gpu.places import Place
 from stagehand.core.layout import same_bits
-from stagehand.residency import blocks
+from stagehand.residency import finding
 from stagehand.stores.converting import convert_to_packed, convert_to_squareq
 from stagehand.stores.dequantizing import decoder_of, dequantize_image, scratch_nbytes
 from stagehand.stores.squareq import SquareQ
@@ -22,8 +22,8 @@ DEPTH = 8
 
 @pytest.fixture(autouse=True)
 def _toy_blocks(monkeypatch):
-    monkeypatch.setattr(blocks, "_SMALL_BYTES", 4096)
-    monkeypatch.setattr(blocks, "_COPY_EFFICIENT_BYTES", 0)
+    monkeypatch.setattr(finding, "_SMALL_BYTES", 4096)
+    monkeypatch.setattr(finding, "_COPY_EFFICIENT_BYTES", 0)
 
 
 def width_of(place: Place) -> int:

@@ -26,7 +26,7 @@ from stagehand.errors import (
     TensorMismatchError,
     TruncatedShardError,
 )
-from stagehand.residency import blocks
+from stagehand.residency import finding
 from stagehand.stores.checkpoint import Checkpoint
 from stagehand.stores.converting import convert_to_packed, convert_to_squareq
 from stagehand.stores.files import FileSet
@@ -80,8 +80,8 @@ TOKENS = torch.arange(12).view(2, 6)
 
 @pytest.fixture(autouse=True)
 def _toy_blocks(monkeypatch):
-    monkeypatch.setattr(blocks, "_SMALL_BYTES", 4096)
-    monkeypatch.setattr(blocks, "_COPY_EFFICIENT_BYTES", 0)
+    monkeypatch.setattr(finding, "_SMALL_BYTES", 4096)
+    monkeypatch.setattr(finding, "_COPY_EFFICIENT_BYTES", 0)
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ import stagehand
 from scenario.small import blocks_of, runtime_of
 from stagehand import LayerStreamer
 from stagehand.errors import CheckpointError, ConfigError, TensorMismatchError
-from stagehand.residency import blocks
+from stagehand.residency import finding
 from stagehand.stores.checkpoint import Checkpoint
 from stagehand.stores.converting import convert_to_packed, convert_to_squareq
 from stagehand.stores.headers import Span
@@ -107,8 +107,8 @@ def load(
 
 @pytest.fixture(autouse=True)
 def _toy_blocks(monkeypatch):
-    monkeypatch.setattr(blocks, "_SMALL_BYTES", 0)
-    monkeypatch.setattr(blocks, "_COPY_EFFICIENT_BYTES", 0)
+    monkeypatch.setattr(finding, "_SMALL_BYTES", 0)
+    monkeypatch.setattr(finding, "_COPY_EFFICIENT_BYTES", 0)
 
 
 def test_all_names_of_the_format_are_here():

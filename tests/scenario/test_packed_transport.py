@@ -13,7 +13,7 @@ import stagehand
 from architectures.trees import assert_bitwise_equal
 from scenario.small import assert_passes_equal, blocks_of, runtime_of, values
 from stagehand.errors import StagehandOOMError, StagehandWarning
-from stagehand.residency import blocks
+from stagehand.residency import finding
 from stagehand.stores.packed import PackedWire
 from stagehand.units import MIB
 
@@ -38,8 +38,8 @@ def batch(rows=4, dtype=torch.bfloat16):
 
 @pytest.fixture(autouse=True)
 def _toy_blocks(monkeypatch):
-    monkeypatch.setattr(blocks, "_SMALL_BYTES", 0)
-    monkeypatch.setattr(blocks, "_COPY_EFFICIENT_BYTES", 0)
+    monkeypatch.setattr(finding, "_SMALL_BYTES", 0)
+    monkeypatch.setattr(finding, "_COPY_EFFICIENT_BYTES", 0)
 
 
 @pytest.fixture
@@ -256,7 +256,7 @@ class Recomputed(nn.Sequential):
 def test_adapters_train_bitwise_on_a_packed_base(
     streamed, monkeypatch, mode, whole, budget
 ):
-    monkeypatch.setattr(blocks, "_SMALL_BYTES", 4096)
+    monkeypatch.setattr(finding, "_SMALL_BYTES", 4096)
     there, here, x = whole(*adapted()).to("hpu"), whole(*adapted()), batch()
     x.requires_grad_(True)
     streamed(here, budget, mode=mode)

@@ -23,7 +23,7 @@ from simulated.workloads import (
     wait,
 )
 from stagehand.core.device import AcceleratorDevice
-from stagehand.residency import blocks
+from stagehand.residency import finding
 
 waiting = pytest.mark.parametrize("waits", [False, True], ids=["ahead", "waiting"])
 
@@ -31,7 +31,7 @@ waiting = pytest.mark.parametrize("waits", [False, True], ids=["ahead", "waiting
 @pytest.fixture
 def start(sim, monkeypatch):
     """Streams a case's model and shuts it down after the test."""
-    monkeypatch.setattr(blocks, "_SMALL_BYTES", 0)  # toy blocks stand for large ones
+    monkeypatch.setattr(finding, "_SMALL_BYTES", 0)  # toy blocks stand for large ones
     loops = []
 
     def start(case, budget, *, mode="layers", host_us=0.0, **options):

@@ -22,7 +22,7 @@ from simulated.steps import (
     train,
 )
 from stagehand.activations.prefix import Rates, Save, foresee, plan_prefix
-from stagehand.residency import blocks
+from stagehand.residency import finding
 
 DEPTH, KEPT = 48, 24
 ROWS, WIDTH = 64, 256
@@ -180,7 +180,7 @@ def test_peak_is_never_higher_than_without(sim, rho):
 def test_lora_with_checkpoints_and_streamed_weights_is_within_the_joint_bound(
     sim, monkeypatch, load
 ):
-    monkeypatch.setattr(blocks, "_SMALL_BYTES", SMALL)
+    monkeypatch.setattr(finding, "_SMALL_BYTES", SMALL)
     case = Case(1e-3, load, kept=8, depth=24, rows=256)
     alone = resident_phases(sim, Adapted, case)
     row, kept = 64 * case.rows, case.depth // 3

@@ -16,7 +16,7 @@ from torch import nn
 import stagehand
 from simulated import workloads
 from stagehand.conductor import link
-from stagehand.residency import blocks
+from stagehand.residency import finding
 from stagehand.runtime import Runtime
 
 WIDTH, BATCH, DEPTH = 16, 4, 32
@@ -133,7 +133,7 @@ class Loop:
 @pytest.fixture
 def start(sim, monkeypatch):
     """Trains a model on a link, with a conductor that knows the link or without."""
-    monkeypatch.setattr(blocks, "_SMALL_BYTES", 0)
+    monkeypatch.setattr(finding, "_SMALL_BYTES", 0)
     monkeypatch.setattr(link, "_PIECE_BYTES", LARGE)
     monkeypatch.setattr(link, "_known", {})
     loops = []
@@ -340,7 +340,7 @@ def test_a_conductor_as_configured_by_default_slows_no_loop_down(
     sim, monkeypatch, load, waits
 ):
     """A host that is ahead finds all slots full: that alone is no contention."""
-    monkeypatch.setattr(blocks, "_SMALL_BYTES", 0)
+    monkeypatch.setattr(finding, "_SMALL_BYTES", 0)
     monkeypatch.setattr(link, "_known", {})
     monkeypatch.setattr(link, "_PIECE_BYTES", workloads.BLOCK)
     case = workloads.equal(48, 1e-3, load)

@@ -23,7 +23,7 @@ from simulated.workloads import (
     pieces,
     wait,
 )
-from stagehand.residency import blocks
+from stagehand.residency import finding
 from stagehand.units import MIB
 
 COUNT = 48
@@ -36,7 +36,7 @@ modes = pytest.mark.parametrize("mode", ["layers", "blocks"])
 @pytest.fixture
 def start(sim, monkeypatch, tmp_path):
     """Streams a case's model from a disk, until it is planned with measured times."""
-    monkeypatch.setattr(blocks, "_SMALL_BYTES", 0)  # toy blocks stand for large ones
+    monkeypatch.setattr(finding, "_SMALL_BYTES", 0)  # toy blocks stand for large ones
     loops: list[Loop] = []
 
     def start(

@@ -30,7 +30,7 @@ from simulated.workloads import (
     pieces,
     wait,
 )
-from stagehand.residency import blocks
+from stagehand.residency import finding
 
 GRID = 8
 
@@ -53,7 +53,7 @@ def bound(cases, cap, passes):
 @pytest.fixture
 def rounds(sim, monkeypatch):
     """Returns the seconds of a settled round; shuts all models down afterwards."""
-    monkeypatch.setattr(blocks, "_SMALL_BYTES", 0)  # toy blocks stand for large ones
+    monkeypatch.setattr(finding, "_SMALL_BYTES", 0)  # toy blocks stand for large ones
     held = []
 
     def rounds(cases, cap, passes, *, waits, warm_up=8, measured=2):

@@ -19,13 +19,13 @@ from simulated.steps import (
 from simulated.workloads import wait
 from stagehand.core.layout import same_bits
 from stagehand.core.transfer import Priority, TransferEngine
-from stagehand.residency import blocks
+from stagehand.residency import finding
 
 
 @pytest.fixture
 def start(sim, monkeypatch):
     """Trains a case resident, or streamed until its plan is made for measured times."""
-    monkeypatch.setattr(blocks, "_SMALL_BYTES", SMALL)
+    monkeypatch.setattr(finding, "_SMALL_BYTES", SMALL)
     loops = []
 
     def start(kind, case, *, streams=True):

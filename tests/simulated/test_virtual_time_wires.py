@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import stagehand
-from stagehand.residency import blocks
+from stagehand.residency import finding
 
 WIDTH, BATCH = 64, 8
 FLOP = 2 * BATCH * WIDTH * WIDTH
@@ -32,8 +32,8 @@ class Unit(nn.Module):
 @pytest.fixture
 def stream(sim, monkeypatch):
     """Streams a chain whose blocks compute and load for so long; runs it in."""
-    monkeypatch.setattr(blocks, "_SMALL_BYTES", 0)
-    monkeypatch.setattr(blocks, "_COPY_EFFICIENT_BYTES", 0)
+    monkeypatch.setattr(finding, "_SMALL_BYTES", 0)
+    monkeypatch.setattr(finding, "_COPY_EFFICIENT_BYTES", 0)
     models = []
 
     def stream(compute, load, budget, transport, hbm_gbps=1e12):
