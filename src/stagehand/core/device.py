@@ -344,7 +344,7 @@ def _registered_memory(nbytes: int, index: int) -> torch.Tensor:
     size = -(-nbytes // _HUGE_PAGE) * _HUGE_PAGE if nbytes >= _HUGE_PAGE else nbytes
     memory = _RegisteredMemory(-1, size, flags=_ANONYMOUS)
     if size >= _HUGE_PAGE:
-        _advise_huge_pages(memory, 0, size)
+        _advise_huge_pages(memory, size)
     whole = torch.frombuffer(memory, dtype=torch.uint8)
     whole.zero_()  # touched by all of PyTorch's threads: present pages lock faster
     memory.lock(whole.data_ptr(), size, index)
@@ -363,13 +363,14 @@ def host_memory(nbytes: int) -> torch.Tensor:
             return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         memory = mmap.mmap(-1, nbytes + _HUGE_PAGE, flags=_ANONYMOUS)
         start = -torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % _HUGE_PAGE
-        _advise_huge_pages(memory, start, nbytes // _HUGE_PAGE * _HUGE_PAGE)
+        # Not the end, of which a whole page would be taken.
+        _advise_huge_pages(memory, start + nbytes // _HUGE_PAGE * _HUGE_PAGE)
         return torch.frombuffer(memory, dtype=torch.uint8, count=nbytes, offset=start)
 
 
-def _advise_huge_pages(memory: mmap.mmap, start: int, nbytes: int) -> None:
-    with contextlib.suppress(OSError):  # a kernel without them
-        memory.madvise(_MADV_HUGEPAGE, start, nbytes)
+def _advise_huge_pages(memory: mmap.mmap, nbytes: int) -> None:
+    with contextlib.suppress(OSError):  # a kernel without them: slower to lock
+        memory.madvise(_MADV_HUGEPAGE, 0, nbytes)
 
 
 class _HostEvent:
