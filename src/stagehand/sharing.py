@@ -86,8 +86,13 @@ class Sharing:
             StagehandOOMError: If they are not there; it names the missing bytes and who
                 holds them.
             ConfigError: If it is a guest, or does not share this runtime's device
-                memory.
+                memory, or there is no such priority.
         """
+        if not isinstance(priority, ResidentPriority):
+            raise ConfigError(
+                f"priority is {priority!r}: expected ResidentPriority.PRIMARY or"
+                " SECONDARY"
+            )
         target = self._neighbour(model_or_runtime)
         return self._tenancy.shared.reserve(target._tenancy.number, priority)
 
@@ -155,5 +160,5 @@ class Sharing:
             return self
         if isinstance(model_or_runtime, Sharing):
             return model_or_runtime
-        target = model_or_runtime.__dict__.get(HANDLE)
+        target = getattr(model_or_runtime, "__dict__", {}).get(HANDLE)
         return target if isinstance(target, Sharing) else None

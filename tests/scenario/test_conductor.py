@@ -434,6 +434,27 @@ def test_no_policy_loosens_anything_within_a_step(says):
     conductor.shutdown()
 
 
+@pytest.mark.parametrize("says", [None, "nothing"])
+def test_a_policy_that_returns_no_limits_is_named_and_changes_nothing(
+    stream, conduct, says
+):
+    model = stream(passes=4)
+    conductor = conduct(model, policy=lambda readings: says)
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=f"returned a {type(says).__name__}: exp"):
+            run(model)
+        assert conductor.limits == runtime_of(model).bounds.current == Limits()
+    conductor.detach(model)
+    run(model)
+
+
+def test_what_is_no_configuration_or_no_policy_is_refused(sim):
+    with pytest.raises(ConfigError, match="config is a dict: expected a ConductorConf"):
+        stagehand.ConductorRuntime({"enabled": False})
+    with pytest.raises(ConfigError, match="policy is a str: expected a function"):
+        stagehand.ConductorRuntime(policy="heuristic")
+
+
 # Attaching
 
 
@@ -683,6 +704,26 @@ def test_caps_are_those_of_the_configuration(conduct):
     assert reserve(MIB, "a", kind="pinned") is not None
 
 
+@pytest.mark.parametrize(
+    ("nbytes", "options", "message"),
+    [
+        (-1, {}, "nbytes is -1: expected a whole number, 0 or more"),
+        (1.5, {}, "nbytes is 1.5: expected a whole number"),
+        (1, {"kind": "host"}, "kind is 'host': expected 'device' or 'pinned'"),
+        (1, {"mode": "HARD"}, "mode is 'HARD': expected one of Mode"),
+        (1, {"priority": 5}, "priority is 5: expected one of Priority"),
+        (1, {"until": "BACKWARD"}, "until is 'BACKWARD': expected one of Phase"),
+    ],
+)
+def test_a_request_that_makes_no_sense_is_refused_by_name(
+    conduct, nbytes, options, message
+):
+    conductor = conduct(vram_hard_cap_mb=1)
+    with pytest.raises(ConfigError, match=message):
+        conductor.budget.reserve(nbytes, "me", **options)
+    assert conductor.budget.counts == (0, 0, 0)
+
+
 # Slots
 
 
@@ -705,6 +746,8 @@ def test_slots_are_shared_with_whoever_asks_and_denials_are_typed(conduct):
     reason = Denied.PHASE_RULE_SUPPRESSED_SPECULATIVE
     assert transfer.acquire("h2d") is reason
     assert transfer.denied_count == 3
+    with pytest.raises(ConfigError, match="way is 'up': expected 'h2d' or 'd2h'"):
+        transfer.acquire("up")
 
 
 def test_a_models_early_loads_wait_for_slots_that_others_hold(stream, conduct, loads):
@@ -875,6 +918,8 @@ def test_gradients_that_a_dropped_conductor_had_put_aside_come_home(stream, wher
         ({"vram_soft_cap_mb": -1}, "vram_soft_cap_mb is -1"),
         ({"vram_soft_cap_mb": 3, "vram_hard_cap_mb": 2}, "soft cap that is not above"),
         ({"h2d_slots": 0}, "h2d_slots is 0: expected 1 or more"),
+        ({"d2h_slots": 1.5}, "d2h_slots is 1.5: expected 1 or more"),
+        ({"vram_hard_cap_mb": "8GB"}, "vram_hard_cap_mb is '8GB': expected more"),
         ({"telemetry_interval_steps": 0}, "telemetry_interval_steps is 0"),
         ({"yield_backlog_mb": -1}, "yield_backlog_mb is -1"),
         ({"link_arbitration": "maybe"}, "link_arbitration is 'maybe': expected one"),

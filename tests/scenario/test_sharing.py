@@ -20,6 +20,7 @@ from torch import nn
 import stagehand
 from architectures.trees import assert_bitwise_equal
 from stagehand.residency.shared import SharedDevice, shared_device
+from stagehand.units import MIB
 
 BUDGET = 6 * LAYER_BYTES
 places = pytest.mark.parametrize("place", ["cpu", "hpu"])
@@ -119,6 +120,22 @@ def test_a_second_model_does_not_double_the_budget(crowd, place):
     some = crowd(place, [8, 8])
     some.run(0, 1, 0, 1)
     assert some.device.ledger.device.limit_bytes == BUDGET
+
+
+@places
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_stagehand_runtime_shares_with_a_layer_or_has_its_own(crowd, place, shared):
+    some = crowd(place, [8])
+    whole, model = some.device.ledger.device, deepcopy(some.plain[0])
+    marks = {"vram_high_watermark_mb": BUDGET / MIB, "vram_low_watermark_mb": 0.01}
+    config = stagehand.StagehandConfig(**marks, shared=shared)
+    runtime = stagehand.StagehandRuntime(model, config, r"^\d$", device=place)
+    for each in (*some.models, model) * 3:
+        with torch.no_grad():
+            assert_bitwise_equal(each(batch()), some.expected[0], "output")
+    assert whole.peak_bytes <= whole.limit_bytes == BUDGET
+    assert (runtime.device_account is whole) is shared
+    runtime.shutdown()
 
 
 def test_the_cap_is_the_largest_budget_and_each_model_keeps_to_its_own(crowd):
@@ -518,8 +535,11 @@ def test_requests_that_contradict_each_other_are_refused(crowd):
         pass
     with host.as_guest(guest), pytest.raises(stagehand.ConfigError, match="guest"):
         guest.reserve_for_resident()
-    with pytest.raises(stagehand.ConfigError, match="not streamed"):
-        host.reserve_for_resident(nn.Linear(2, 2))
+    for other in (nn.Linear(2, 2), 3):
+        with pytest.raises(stagehand.ConfigError, match="not streamed"):
+            host.reserve_for_resident(other)
+    with pytest.raises(stagehand.ConfigError, match="priority is 'PRIMARY': expected"):
+        host.reserve_for_resident(priority="PRIMARY")
     guest.shutdown()
     with pytest.raises(stagehand.ClosedError):
         host.reserve_for_resident(guest)

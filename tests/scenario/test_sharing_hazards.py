@@ -186,6 +186,40 @@ def test_room_that_nobody_can_give_in_the_middle_of_a_pass_is_not_waited_for(cro
     some.run(0, 1)
 
 
+def test_a_wait_for_a_thread_that_waits_for_autograd_is_refused_if_that_waits_too(
+    crowd, monkeypatch
+):
+    """Autograd's own thread waits for the lock of the model that waits for room."""
+    some = crowd("hpu", [6, 7], ONE)
+    first = some.runtimes[0]
+    loss = some.models[1](batch().to("hpu")).sum()
+    waiting, refused, wait = threading.Event(), [], SharedDevice._wait
+
+    def noted(device, seat):
+        waiting.set()
+        wait(device, seat)
+
+    def run():
+        try:
+            some.run(1)
+        except stagehand.StagehandOOMError as error:
+            refused.append(str(error))
+
+    monkeypatch.setattr(SharedDevice, "_wait", noted)
+    thread = threading.Thread(target=run)
+    first.before_block(first.block_ids[2])
+    thread.start()
+    assert waiting.wait(timeout=30)
+    with pytest.raises(stagehand.StagehandOOMError):
+        loss.backward()
+    first.after_block(first.block_ids[2])
+    thread.join(timeout=30)
+    assert not thread.is_alive()
+    assert len(refused) == 1
+    some.models[1].zero_grad()
+    some.run(0, 1)
+
+
 def test_a_block_that_is_used_by_hand_is_named_where_nobody_can_end_it(crowd):
     """The thread that uses it waits for the model that needs its memory."""
     some = crowd("hpu", [6, 7], ONE)

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, get_args
 
+from stagehand.core.clock import Phase
 from stagehand.core.ledger import Grant, Ledger, Mode
 from stagehand.core.limits import Priority
-from stagehand.errors import StagehandOOMError
+from stagehand.errors import ConfigError, StagehandOOMError
 from stagehand.units import format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from enum import Enum
 
-    from stagehand.core.clock import Phase
     from stagehand.core.device import Device
     from stagehand.core.ledger import Account
 
@@ -63,7 +64,16 @@ class Budget:
             priority: How urgent it is.
             until: The phase with whose end the grant ends.
             recall: Called when somebody more urgent needs the bytes.
+
+        Raises:
+            ConfigError: If one of them is none of what it can be.
         """
+        if not isinstance(nbytes, int) or nbytes < 0:
+            raise ConfigError(f"nbytes is {nbytes}: expected a whole number, 0 or more")
+        _check("mode", mode, Mode)
+        _check("priority", priority, Priority)
+        if until is not None:
+            _check("until", until, Phase)
         grant = self._account(kind).grant(
             nbytes, holder, mode=mode, priority=priority, until=until, recall=recall
         )
@@ -99,6 +109,8 @@ class Budget:
         )
 
     def _account(self, kind: Kind) -> Account:
+        if kind not in get_args(Kind):
+            raise ConfigError(f"kind is {kind!r}: expected 'device' or 'pinned'")
         return self.ledger.device if kind == "device" else self.ledger.pinned
 
     def allocated_bytes(self) -> int | None:
@@ -119,3 +131,8 @@ class Budget:
             device.partial_count + pinned.partial_count,
             device.deny_count + pinned.deny_count,
         )
+
+
+def _check(name: str, given: object, kind: type[Enum]) -> None:
+    if not isinstance(given, kind):
+        raise ConfigError(f"{name} is {given!r}: expected one of {kind.__name__}")

@@ -294,6 +294,11 @@ class Parts:
                 window=max((r.window for r in self._runtimes()), default=0),
             )
         )
+        if not isinstance(limits, Limits):
+            raise ConfigError(
+                f"the conductor's policy returned a {type(limits).__name__}: expected"
+                " Limits"
+            )
         if phase is not Phase.STEP_BEGIN:
             limits = tightest(self.limits, limits)
         if limits != self.limits:

@@ -50,7 +50,8 @@ class ConductorRuntime:
         policy: Replaces the three rules.
 
     Raises:
-        ConfigError: If there is no such device, or a telemetry file cannot be made.
+        ConfigError: If there is no such device, a telemetry file cannot be made, or the
+            policy is no function.
 
     Example:
         >>> conductor = stagehand.ConductorRuntime(stagehand.ConductorConfig())
@@ -66,7 +67,11 @@ class ConductorRuntime:
         device: torch.device | str | int | None = None,
         policy: Policy = heuristic,
     ) -> None:
-        config = config or ConductorConfig()
+        config = ConductorConfig() if config is None else config
+        _check(
+            "config", config, isinstance(config, ConductorConfig), "a ConductorConfig"
+        )
+        _check("policy", policy, callable(policy), "a function of Readings")
         self._enabled = config.enabled
         if not config.enabled:
             return
@@ -209,6 +214,11 @@ class ConductorRuntime:
         """Detach everything and end. Idempotent."""
         if self._enabled:
             self._parts.close()
+
+
+def _check(name: str, given: object, fits: bool, expected: str) -> None:
+    if not fits:
+        raise ConfigError(f"{name} is a {type(given).__name__}: expected {expected}")
 
 
 def _conducted(runtime: Conducted | nn.Module) -> Conducted:

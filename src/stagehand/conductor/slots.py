@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, get_args
 
 from stagehand.core.limits import Priority
+from stagehand.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -59,7 +60,12 @@ class LinkSlots:
         Args:
             way: "h2d" to the device, "d2h" from it.
             priority: CRITICAL and REQUIRED are demand.
+
+        Raises:
+            ConfigError: If there is no such way.
         """
+        if way not in get_args(Way):
+            raise ConfigError(f"way is {way!r}: expected 'h2d' or 'd2h'")
         traffic, to_device = self._traffic, way == "h2d"
         ask = traffic.deny_load if to_device else traffic.deny_home
         denied = ask(priority)

@@ -337,10 +337,13 @@ class SharedDevice:
                 return waits and all(
                     self._is_stuck(t, stuck | {thread}) for t in owners
                 )
-        if not any(seat.waits and seat.thread is thread for seat in seats):
+        if any(seat.waits and seat.thread is thread for seat in seats):
+            others = self._threads_in(seats, but=thread)
+            return all(self._is_stuck(t, stuck | {thread}) for t in others)
+        if not waits_for_backward(thread.ident or 0):
             return False
-        others = self._threads_in(seats, but=thread)
-        return all(self._is_stuck(t, stuck | {thread}) for t in others)
+        autograds = [t for t in threading.enumerate() if _is_autograds(t)]
+        return any(self._is_stuck(t, stuck | {thread}) for t in autograds)
 
     def _threads_in(self, seats: Iterable[Seat], *, but: AnyThread) -> list[AnyThread]:
         """Return the threads that are in some tenants, except one."""
