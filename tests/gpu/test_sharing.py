@@ -9,6 +9,7 @@ import torch
 import stagehand
 from architectures import assert_bitwise_equal
 from gpu.models import batch, block_bytes, passes, resident, settle, stack, streamed
+from stagehand.conductor import link
 
 BLOCKS = 4  # of ten fit the device
 
@@ -134,5 +135,67 @@ def test_a_conducted_model_trains_exactly_and_its_passes_wait_for_nothing(
     model.zero_grad()
     settle(model, x, place)
     assert place.forbidden_calls(passes(model, x, count=2)) == []
+    conductor.shutdown()
+    runtime.shutdown()
+
+
+def test_the_link_is_measured_both_ways_once_and_is_as_fast_as_it_is(
+    place, monkeypatch
+):
+    monkeypatch.setattr(link, "_known", {})
+    before = place.allocated_bytes()
+    conductors = [stagehand.ConductorRuntime(device=place.name) for _ in range(2)]
+    rates = conductors[0].link
+    assert conductors[1].link is rates
+    off = 1.1 if place.exact_time else 1.5
+    assert rates.h2d == pytest.approx(place.link_rate(16 << 20), rel=off - 1)
+    assert 0.2 * rates.h2d < rates.h2d_busy < off * rates.h2d
+    assert 0.2 * rates.d2h < rates.d2h_busy < off * rates.d2h
+    place.synchronize()
+    assert place.allocated_bytes() == before
+    for conductor in conductors:
+        conductor.shutdown()
+
+
+def test_gradients_that_yield_to_loads_are_added_up_exactly(place, monkeypatch):
+    model, x = stack(place), batch(place)
+    plain = resident(model, place)
+    runtime = streamed(model, "blocks", BLOCKS * block_bytes(model), place)
+    config = stagehand.ConductorConfig(link_arbitration="always")
+    conductor = stagehand.ConductorRuntime(config, device=place.name)
+    conductor.attach(model)
+    traffic, waited = runtime.engine.traffic, []
+    put_aside = traffic.put_aside
+
+    def put(parcel):
+        waited.append(parcel)
+        put_aside(parcel)
+
+    monkeypatch.setattr(traffic, "put_aside", put)
+    for number in range(4):
+        for each in (plain, model):
+            if number % 2 == 0:
+                each.zero_grad()
+            each(x).square().mean().backward()
+        assert traffic.backlog == 0
+    place.synchronize()
+    assert len(waited) > 10
+    assert all(parcel.query() for parcel in waited)
+    for mine, theirs in zip(plain.parameters(), model.parameters(), strict=True):
+        assert_bitwise_equal(theirs.grad.cpu(), mine.grad.cpu(), "gradient")
+    conductor.shutdown()
+    runtime.shutdown()
+
+
+def test_a_conductor_makes_no_pass_longer(place):
+    model, x = stack(place), batch(place)
+    runtime = streamed(model, "blocks", BLOCKS * block_bytes(model), place)
+    settle(model, x, place)
+    alone = place.seconds(passes(model, x, count=4), rounds=5)
+    conductor = stagehand.ConductorRuntime(device=place.name)
+    conductor.attach(model)
+    settle(model, x, place)
+    conducted = place.seconds(passes(model, x, count=4), rounds=5)
+    assert conducted <= alone * (1.001 if place.exact_time else 1.1)
     conductor.shutdown()
     runtime.shutdown()
