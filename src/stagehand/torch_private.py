@@ -30,6 +30,8 @@
 - `torch._subclasses.fake_tensor.FakeTensorMode` and a storage's `_checkpoint_offset`:
   where in a file of `torch.save` a tensor lies, as torch's documentation says. Without
   them, such files are refused.
+- `torch.cuda._sanitizer`: its dispatch mode sees the library's copies, others do not.
+  It is known by this name alone.
 - `torch._disable_dynamo`: leave a function out of compiled graphs without importing the
   compiler. Without it, compiled blocks warn of what they cannot trace.
 
@@ -71,6 +73,8 @@ __all__ = [
     "waits_for_backward",
     "without_modes",
 ]
+
+_SANITIZER = "torch.cuda._sanitizer"
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 SavedHooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
@@ -206,13 +210,21 @@ def sharing_versions() -> AbstractContextManager[Any]:
 
 @contextmanager
 def without_modes() -> Iterator[None]:
-    """Keep what happens inside from the dispatch modes that are active."""
+    """Keep what happens inside from the dispatch modes that are active.
+
+    Not from the sanitizer: it looks for races with the library's copies, too.
+    """
     modes = []
     while dispatch_modes():
         modes.append(torch._C._pop_torch_dispatch_stack(None))
+    looking = [mode for mode in modes if type(mode).__module__ == _SANITIZER]
+    for mode in looking:
+        torch._C._push_on_torch_dispatch_stack(mode)
     try:
         yield
     finally:
+        for _ in looking:
+            torch._C._pop_torch_dispatch_stack(None)
         while modes:
             torch._C._push_on_torch_dispatch_stack(modes.pop())
 

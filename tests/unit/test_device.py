@@ -458,3 +458,26 @@ def test_device_that_is_not_there_is_refused_by_name(sim, name, message):
     with pytest.raises(ConfigError) as caught:
         find_device(name)
     assert str(caught.value).startswith(message)
+
+
+# ----------------------------------------------------------------- who sees the copies
+
+
+@pytest.mark.parametrize(("home", "seen"), [("torch.cuda._sanitizer", 1), (None, 0)])
+def test_sanitizer_alone_sees_what_is_kept_from_dispatch_modes(home, seen):
+    class Mode(torch_private.DispatchMode):
+        calls = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.calls += 1
+            return func(*args, **(kwargs or {}))
+
+    Mode.__module__ = home or __name__
+    mode = Mode()
+    with torch_private.dispatching(mode):
+        with torch_private.without_modes():
+            torch.ones(1)
+        assert mode.calls == seen
+        torch.ones(1)
+    assert mode.calls == seen + 1
+    assert torch_private.dispatch_modes() == 0
