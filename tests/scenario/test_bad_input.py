@@ -7,6 +7,8 @@ as it was; what happens to a file in use is refused where its bytes are needed.
 import contextlib
 import json
 import os
+import re
+import shutil
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -43,6 +45,10 @@ from stagehand.errors import (
     TruncatedShardError,
 )
 from stagehand.stores.checkpoint import Checkpoint
+from stagehand.stores.converting import convert_to_packed, convert_to_squareq
+from stagehand.stores.files import FileSet
+from stagehand.stores.packed_files import packed_weights
+from stagehand.stores.squareq import SquareQ
 
 PLACES = ["hpu", "cpu"]
 VICTIM = "3.0.weight"
@@ -286,7 +292,122 @@ def test_file_that_the_system_refuses_is_named_with_its_reason(
     runtime_of(model).shutdown()
 
 
+def test_folder_that_the_system_refuses_is_named_with_its_reason(
+    place, folder, monkeypatch
+):
+    """Asking whether a file is there fails without permission for its folder."""
+
+    def refuse(path: Path, **options: Any) -> Any:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    model = stagehand.layer(stack(), vram_budget=4 * LAYER_BYTES, device=place)
+    words = re.escape(str(folder)) + ".* cannot be read: .*Permission denied"
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "stat", refuse)
+        with pytest.raises(ReadError, match=words):
+            runtime_of(model).convert_registry_to_file_backed_sharded(folder)
+        with pytest.raises(ReadError, match=words):
+            stagehand.load(stack, folder, device=place)
+    runtime_of(model).shutdown()
+
+
+def test_file_name_in_an_index_that_no_system_takes_is_an_error(folder):
+    write_index(folder, {VICTIM: "x" * 5000})
+    with pytest.raises(ReadError, match=r"index .*index\.json cannot be read: .*long"):
+        Checkpoint.open(folder)
+
+
 # Bytes changed at random.
+
+
+def make_corpus(folder: Path) -> dict[str, tuple[Path, Callable[[], object]]]:
+    """A file of each kind, and what opens it."""
+    tensors = {
+        "a.weight": torch.randn(70, 64).bfloat16(),
+        "a.bias": torch.ones(70).bfloat16(),
+    }
+    save_file(tensors, folder / "model.safetensors")
+    torch.save(tensors, folder / "model.pt")
+    packed, quantized = folder / "packed", folder / "quantized"
+    convert_to_packed(folder / "model.safetensors", packed, max_shard_size=5000)
+    convert_to_squareq(folder / "model.safetensors", quantized)
+    slab = SquareQ.open(quantized)
+    layer = slab.layers["a"]
+    parts = {
+        "qweight": layer.codes_of(slab.files),
+        "scale": layer.scales,
+        "zero_point": layer.zeros,
+        "bias": layer.bias,
+    }
+    listed = {"name": "a", "out": 70, "inp": 64, "padded_in": 64, "has_bias": True}
+    manifest = {"quant_version": "bp8", "layout": "rowwise", "layers": [listed]}
+    torch.save({"manifest": manifest, "layers": {"a": parts}}, folder / "it.fpk")
+    slab.files.close()
+
+    def read_slab(path: Path) -> None:
+        slab = SquareQ.open(path)
+        for layer in slab.layers.values():
+            layer.codes_of(slab.files)
+        slab.files.close()
+
+    def read_packed() -> None:
+        checkpoint = Checkpoint.open(packed)
+        files = FileSet(checkpoint.files)
+        try:
+            for weight in packed_weights(checkpoint, files).values():
+                weight.decoded(files)
+        finally:
+            files.close()
+
+    def convert() -> None:
+        shutil.rmtree(folder / "target", ignore_errors=True)
+        convert_to_packed(folder / "model.pt", folder / "target")
+
+    return {
+        "torch.save": (folder / "model.pt", convert),
+        "SquareQ v1": (folder / "it.fpk", lambda: read_slab(folder / "it.fpk")),
+        "manifest": (quantized / "model.manifest.json", lambda: read_slab(quantized)),
+        "SquareQ v2": (quantized / "model.safetensors", lambda: read_slab(quantized)),
+        "index": (packed / "model.safetensors.index.json", read_packed),
+        "packed": (min(packed.glob("*-of-*.safetensors")), read_packed),
+    }
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory) -> dict[str, tuple[Path, Callable[[], object]]]:
+    return make_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+KINDS = ["torch.save", "SquareQ v1", "manifest", "SquareQ v2", "index", "packed"]
+
+
+@settings(max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@pytest.mark.parametrize("kind", KINDS)
+@given(data=st.data())
+def test_any_bytes_changed_in_any_file_are_read_or_refused_in_one_sentence(
+    corpus, kind, data
+):
+    path, read = corpus[kind]
+    content = path.read_bytes()
+    changed = bytearray(content)
+    # Headers are at the beginning, an archive's contents at the end.
+    places = st.integers(0, len(content) - 1)
+    places |= st.integers(0, min(1500, len(content)) - 1)
+    places |= st.integers(max(0, len(content) - 1500), len(content) - 1)
+    for _ in range(data.draw(st.integers(1, 3))):
+        changed[data.draw(places)] = data.draw(st.integers(0, 255))
+    keep = data.draw(st.just(len(content)) | st.integers(0, len(content)))
+    path.write_bytes(changed[:keep])
+    message = str(path.parent)
+    try:
+        read()
+    except CheckpointError as error:
+        message = str(error)
+    finally:
+        path.write_bytes(content)
+    assert str(path.parent) in message
+    assert "\n" not in message
+    assert open_files(path.parent) == 0
 
 
 @settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])

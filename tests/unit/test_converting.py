@@ -161,6 +161,51 @@ def test_file_of_torch_save_is_converted(tmp_path, convert, suffix):
     assert written.smaller == 2
 
 
+def save_old(folder, parts):
+    """As libraries did before safetensors: files of `torch.save`, with an index."""
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    torch.save({"lr": 1}, folder / "training_args.bin")
+    if len(parts) == 1:
+        torch.save(parts[0], folder / "pytorch_model.bin")
+        return
+    weight_map = {}
+    for number, part in enumerate(parts):
+        torch.save(part, folder / f"pytorch_model-{number}.bin")
+        weight_map.update(dict.fromkeys(part, f"pytorch_model-{number}.bin"))
+    index = json.dumps({"weight_map": weight_map})
+    (folder / "pytorch_model.bin.index.json").write_text(index)
+
+
+@pytest.mark.parametrize("convert", CONVERSIONS)
+@pytest.mark.parametrize("count", [1, 3])
+def test_folder_of_torch_save_is_converted_with_what_is_beside(
+    tmp_path, convert, count
+):
+    items = list(tensors().items())
+    parts = [dict(items[i::count]) for i in range(count)]
+    save_old(tmp_path / "source", parts)
+    written = convert(tmp_path / "source", tmp_path / "target")
+    assert written.path.name == "model.safetensors"
+    assert {"config.json", "model.safetensors"} <= names_in(tmp_path / "target")
+    if convert is convert_to_packed:
+        found, _ = decoded(written.path)
+        assert found.keys() == tensors().keys()
+        assert all(same_bits(found[n], tensor) for n, tensor in tensors().items())
+
+
+def test_files_of_torch_save_that_do_not_fit_each_other_are_refused(tmp_path):
+    one = {"a": torch.ones(3)}
+    save_old(tmp_path / "twice", [{**one, "b": one["a"]}, one])
+    with pytest.raises(CheckpointError, match=r"'a' is in .*-0\.bin and in .*-1\.bin"):
+        convert_to_packed(tmp_path / "twice", tmp_path / "target")
+    save_old(tmp_path / "short", [one, {"b": one["a"]}])
+    (tmp_path / "short" / "pytorch_model-1.bin").unlink()
+    with pytest.raises(CheckpointError, match=r"1 are not there: pytorch_model-1\.bin"):
+        convert_to_packed(tmp_path / "short", tmp_path / "target")
+    assert not (tmp_path / "target").exists()
+
+
 class Evil:
     """What unpickling runs, if it may."""
 

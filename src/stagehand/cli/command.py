@@ -164,7 +164,8 @@ def run(
 @app.command()
 def convert(
     source: Annotated[
-        Path, typer.Argument(help="A safetensors file or folder, or a .pt file.")
+        Path,
+        typer.Argument(help="Safetensors, or what torch.save wrote: a file or folder."),
     ],
     target: Annotated[Path, typer.Argument(help="A folder; made if it is not there.")],
     *,

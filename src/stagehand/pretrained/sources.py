@@ -11,7 +11,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from stagehand.errors import CheckpointError, ConfigError, TensorMismatchError
+from stagehand.errors import (
+    CheckpointError,
+    ConfigError,
+    ReadError,
+    TensorMismatchError,
+)
 from stagehand.pretrained import diffusers_models, transformers_models
 from stagehand.pretrained.deferred import Built, build
 from stagehand.pretrained.naming import Naming
@@ -161,9 +166,12 @@ def open_checkpoint(path: Path) -> Checkpoint:
     Raises:
         CheckpointError: If there are none, or they are not sound.
     """
-    for name in _WEIGHTS:
-        if (path / name).is_file():
-            return Checkpoint.open(path / name)
+    try:
+        alone = next((path / n for n in _WEIGHTS if (path / n).is_file()), None)
+    except OSError as error:
+        raise ReadError(f"'{path}' cannot be read: {error}") from error
+    if alone is not None:
+        return Checkpoint.open(alone)
     if path.is_dir() and not any(path.glob("*.safetensors*")):
         others = sorted(f.name for kind in _OTHER_FORMATS for f in path.glob(kind))
         found = f"found {others[0]}, which is not read" if others else "found none"

@@ -21,7 +21,7 @@ from stagehand.errors import (
 )
 from stagehand.stores.headers import FileStamp, Header, Span, load_json, read_header
 
-__all__ = ["Checkpoint", "Extent"]
+__all__ = ["Checkpoint", "Extent", "read_index"]
 
 _INDEX_NAMES = (
     "model.safetensors.index.json",
@@ -105,19 +105,10 @@ class Checkpoint(Mapping[str, Extent]):
             CheckpointError: If the directory holds no safetensors file.
         """
         root = Path(path).expanduser().absolute()
-        index = _find_index(root)
-        listed = _read_index(index) if index else {}
-        if index:
-            paths = sorted(set(listed.values()))
-        elif root.is_dir():
-            paths = sorted(root.glob("*.safetensors"))
-            if not paths:
-                raise CheckpointError(
-                    f"{root} holds no checkpoint: expected a *.safetensors file or a "
-                    f"*{_INDEX_SUFFIX}"
-                )
-        else:
-            paths = [root]
+        try:
+            listed, paths = _find_files(root)
+        except OSError as error:
+            raise ReadError(f"{root} cannot be read: {error}") from error
         headers = [read_header(shard) for shard in paths]
         files = {header.path: header.stamp for header in headers}
         return cls(root, _merge(root, headers, listed), files)
@@ -267,6 +258,23 @@ def _listing(names: Sequence[str]) -> str:
     return ", ".join(names[:_LISTED]) + more
 
 
+def _find_files(root: Path) -> tuple[dict[str, Path], list[Path]]:
+    """Return which file the index says holds which tensor, and all files."""
+    index = _find_index(root)
+    if index:
+        listed = read_index(index)
+        return listed, sorted(set(listed.values()))
+    if not root.is_dir():
+        return {}, [root]
+    paths = sorted(root.glob("*.safetensors"))
+    if not paths:
+        raise CheckpointError(
+            f"{root} holds no checkpoint: expected a *.safetensors file or a "
+            f"*{_INDEX_SUFFIX}"
+        )
+    return {}, paths
+
+
 def _find_index(root: Path) -> Path | None:
     if not root.is_dir():
         return root if root.name.endswith(_INDEX_SUFFIX) else None
@@ -282,8 +290,13 @@ def _find_index(root: Path) -> Path | None:
     return found[0] if found else None
 
 
-def _read_index(path: Path) -> dict[str, Path]:
-    """Return which file holds which tensor."""
+def read_index(path: Path) -> dict[str, Path]:
+    """Return which file holds which tensor.
+
+    Raises:
+        ReadError: If the index cannot be read.
+        IndexMismatchError: If it is not valid, or names a file that is not there.
+    """
     try:
         document = load_json(path.read_bytes())
     except OSError as error:
@@ -300,7 +313,10 @@ def _read_index(path: Path) -> dict[str, Path]:
         )
     files = {name: path.parent / shard for name, shard in listed.items()}
     paths = sorted(set(files.values()))
-    absent = [shard.name for shard in paths if not shard.is_file()]
+    try:
+        absent = [shard.name for shard in paths if not shard.is_file()]
+    except OSError as error:
+        raise ReadError(f"a file of index {path} cannot be read: {error}") from error
     if absent:
         raise IndexMismatchError(
             f"index {path} names {len(paths)} files, of which {len(absent)} are not "

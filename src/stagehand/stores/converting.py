@@ -17,7 +17,7 @@ import torch
 
 from stagehand.core.layout import plain_tensors
 from stagehand.errors import CheckpointError, ConfigError
-from stagehand.stores.checkpoint import Checkpoint
+from stagehand.stores.checkpoint import Checkpoint, read_index
 from stagehand.stores.files import FileSet
 from stagehand.stores.packed_files import is_packed, packed_name
 from stagehand.stores.packing import pack
@@ -53,6 +53,8 @@ SHARD_SIZE = "5GB"
 
 _INDEX = ".index.json"
 _PICKLED = (".pt", ".pth", ".bin", ".ckpt")
+# Where libraries save models with torch.save, in one file or in several.
+_OLD_NAMES = ("pytorch_model.bin", "diffusion_pytorch_model.bin")
 _WEIGHT = ".weight"
 _LEAST_SHARE = 0.75  # no packed checkpoint is smaller
 _AT_ONCE = 1 << 17  # weights for each thread: they stay in a core's own cache
@@ -93,7 +95,8 @@ def convert_to_packed(
     `stagehand.load()` and file-backed streaming read it; every bit is kept.
 
     Args:
-        source: A safetensors file or folder, or a file of `torch.save`.
+        source: A safetensors file or folder, or a file of `torch.save`, or the folder
+            of a library that saved with it.
         target: A folder, made if it is not there.
         max_shard_size: The most bytes of tensors in one file, counted as they are
             before they are packed: with more of them there are several, and an index.
@@ -178,7 +181,8 @@ def convert_to_squareq(
     manifest.
 
     Args:
-        source: A safetensors file or folder, or a file of `torch.save`.
+        source: A safetensors file or folder, or a file of `torch.save`, or the folder
+            of a library that saved with it.
         target: A folder, made if it is not there.
         only: A regular expression: quantize what it is found in, nothing else.
         exclude: A regular expression: do not quantize what it is found in.
@@ -444,13 +448,17 @@ def _copy(file: Path, target: Path, files: Together) -> None:
 @contextmanager
 def _opened(source: str | Path) -> Iterator[_Tensors]:
     path = Path(source).expanduser().absolute()
-    if path.suffix in _PICKLED and path.is_file():
-        file, found = _unpickled(path)
-        sizes = {name: _like(t.shape, t.dtype) for name, t in found.items()}
+    pickled = _pickled_files(path)
+    if pickled:
+        found = _unpickled(pickled)
+        sizes = {name: _like(t.shape, t.dtype) for name, (_, t) in found.items()}
         try:
-            yield _Tensors(path, [path], sizes, lambda n: file.read(n, found[n]))
+            yield _Tensors(
+                path, pickled, sizes, lambda n: found[n][0].read(n, found[n][1])
+            )
         finally:
-            file.files.close()
+            for file, _ in found.values():
+                file.files.close()
         return
     checkpoint = Checkpoint.open(path)
     if _is_smaller(path, checkpoint):
@@ -491,18 +499,41 @@ def _like(shape: Iterable[int], dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(tuple(shape), dtype=dtype, device="meta")
 
 
-def _unpickled(path: Path) -> tuple[Pickled, dict[str, torch.Tensor]]:
-    file = Pickled(path)
-    found = file.content
-    if not isinstance(found, dict) or not all(
-        isinstance(name, str) and isinstance(value, torch.Tensor)
-        for name, value in found.items()
-    ):
-        raise CheckpointError(
-            f"{path} cannot be converted: expected a dictionary of tensors by name,"
-            f" found {type(found).__name__}; save the model's state_dict()"
-        )
-    return file, found
+def _pickled_files(path: Path) -> list[Path]:
+    """Return the files of `torch.save` that a source is, if it has no others."""
+    if path.is_file():
+        return [path] if path.suffix in _PICKLED else []
+    if any(path.glob("*.safetensors*")):
+        return []
+    for stem in _OLD_NAMES:
+        if (path / (stem + _INDEX)).is_file():
+            return sorted(set(read_index(path / (stem + _INDEX)).values()))
+        if (path / stem).is_file():
+            return [path / stem]
+    return []
+
+
+def _unpickled(paths: Iterable[Path]) -> dict[str, tuple[Pickled, torch.Tensor]]:
+    """Return all tensors, each with the file that it is in."""
+    found: dict[str, tuple[Pickled, torch.Tensor]] = {}
+    for path in paths:
+        file = Pickled(path)
+        named = file.content
+        if not isinstance(named, dict) or not all(
+            isinstance(name, str) and isinstance(value, torch.Tensor)
+            for name, value in named.items()
+        ):
+            raise CheckpointError(
+                f"{path} cannot be converted: expected a dictionary of tensors by name,"
+                f" found {type(named).__name__}; save the model's state_dict()"
+            )
+        for name in named.keys() & found.keys():
+            raise CheckpointError(
+                f"tensor {name!r} is in {found[name][0].path} and in {path}: expected"
+                " it in one of them"
+            )
+        found.update((name, (file, tensor)) for name, tensor in named.items())
+    return found
 
 
 @contextmanager

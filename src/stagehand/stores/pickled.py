@@ -8,6 +8,7 @@ import pickle
 import struct
 import sys
 import zipfile
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -24,6 +25,12 @@ from stagehand.torch_private import load_places, place_of
 
 __all__ = ["Pickled"]
 
+# Readers of pickles and archives raise almost anything at bytes that make no sense.
+_MALFORMED = (
+    *(ArithmeticError, AssertionError, AttributeError, EOFError, LookupError),
+    *(RuntimeError, TypeError, ValueError, pickle.UnpicklingError),
+    *(struct.error, zipfile.BadZipFile, zlib.error),
+)
 _LOCAL_HEADER = 30  # bytes, before a record's name
 _LENGTHS = 26  # byte of a local header where the lengths of name and extra field are
 
@@ -48,10 +55,7 @@ class Pickled:
             """What was saved; its tensors have sizes and no values."""
         except OSError as error:
             raise ReadError(f"{path} cannot be read: {error}") from error
-        except (
-            *(RuntimeError, pickle.UnpicklingError, EOFError, ValueError),
-            *(zipfile.BadZipFile, struct.error, KeyError),
-        ) as error:
+        except _MALFORMED as error:
             raise CheckpointError(
                 f"{path} is cut off or not what is read here: expected tensors and"
                 " plain values, and no other objects, in a zip archive as torch.save"
