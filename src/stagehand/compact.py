@@ -17,7 +17,7 @@ from stagehand.stores.compact_wires import packed_wire, quantized_wire
 from stagehand.stores.files import FileSet
 from stagehand.stores.packed_files import PackedWeight, packed_name, packed_weights
 from stagehand.stores.squareq import QuantizedWeight, SquareQ, manifest_of
-from stagehand.stores.wired import WiredStore
+from stagehand.stores.wired import WiredStore, origin_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -228,9 +228,9 @@ def wired_store(
     """
     kind = parts.device.torch_device.type
     packed = [w if isinstance(w, PackedWeight) else None for w in weights]
-    before, layout = block.store, block.layout
+    before, layout = origin_of(block.store), block.layout
     wire = packed_wire(layout, hosts, packed, files, kind, before=before)
     if wire is None:
         quantized = [w if isinstance(w, QuantizedWeight) else None for w in weights]
         wire = quantized_wire(layout, hosts, quantized, files, kind, before=before)
-    return WiredStore(layout, hosts, wire)
+    return WiredStore(layout, hosts, wire, before)

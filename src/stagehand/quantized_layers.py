@@ -14,7 +14,7 @@ from stagehand.errors import ManifestError, TensorMismatchError
 from stagehand.files import make_real
 from stagehand.stores.files import FileSet
 from stagehand.stores.safetensors import host_tensor
-from stagehand.stores.wired import WiredStore
+from stagehand.stores.wired import WiredStore, origin_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -110,7 +110,7 @@ def _quantized_stores(
             slab.layers.get(layer) if layer != key else None
             for layer, key in zip(layers, keys, strict=True)
         ]
-        store = WiredStore(block.layout, hosts, None)
+        store = WiredStore(block.layout, hosts, None, origin_of(block.store))
         if not parts.device.is_host and block in parts.streamed:
             store = wired_store(parts, block, hosts, weights, slab.files)
         made.append((block, store))

@@ -27,7 +27,9 @@ from stagehand.errors import (
 from stagehand.stores import reading
 from stagehand.stores.checkpoint import Checkpoint
 from stagehand.stores.files import FileSet
+from stagehand.stores.module import ModuleStore
 from stagehand.stores.safetensors import SafetensorsStore
+from stagehand.stores.wired import WiredStore, origin_of
 
 DTYPES = [
     *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.uint16, torch.int32),
@@ -446,6 +448,42 @@ def test_overlay_of_a_truncated_file_is_an_error_not_a_bus_error(opened, path):
         opened.store.read_into(image)
     with pytest.raises(ShardChangedError):
         opened.store.write_back(image)
+
+
+def test_store_with_a_wire_reads_what_is_still_the_files(opened, path):
+    """Its host tensors are views of the file, which would end the process now."""
+    wired = WiredStore(opened.layout, opened.store.hosts, None, opened.store)
+    image = opened.image()
+    wired.read_into(image)
+    assert all(map(same_bits, opened.layout.views(image), TENSORS.values()))
+    assert wired.holds(image)
+    os.truncate(path, 10)
+    for use in (wired.read_into, wired.holds, wired.write_back):
+        with pytest.raises(TruncatedShardError, match=r"'a' in .*expected 1024 bytes"):
+            use(image)
+
+
+def test_store_with_a_wire_knows_edits_of_what_files_have(opened, path):
+    wired = WiredStore(opened.layout, opened.store.hosts, None, opened.store)
+    image = opened.image()
+    wired.read_into(image)
+    wired.hosts[0].zero_()
+    wired.edited(0)
+    assert not wired.holds(image)
+    wired.write_back(image)
+    assert wired.holds(image)
+    os.truncate(path, 10)
+    for use in (wired.read_into, wired.holds, wired.write_back):
+        with pytest.raises(ShardChangedError, match=r"model\.safetensors"):
+            use(image)
+
+
+def test_store_with_a_wire_keeps_only_the_files_of_the_one_before(opened):
+    first = WiredStore(opened.layout, opened.store.hosts, None, opened.store)
+    assert origin_of(first) is origin_of(opened.store) is opened.store
+    assert origin_of(None) is None
+    memory = ModuleStore.pack(opened.layout, opened.tensors, opened.image())
+    assert origin_of(memory) is None
 
 
 @pytest.mark.parametrize("change", ["rewritten", "replaced", "touched", "removed"])

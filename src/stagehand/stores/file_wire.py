@@ -18,6 +18,7 @@ from stagehand.stores.files import FileSet, naming
 from stagehand.stores.packed_layout import RawRun, in_runs
 from stagehand.stores.pages import was_written
 from stagehand.stores.reading import Part
+from stagehand.stores.wired import value_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -116,11 +117,9 @@ class FileWire:
         return None
 
     def edited(self, index: int) -> None:
-        """Say that a host tensor was changed; what is raw comes from it then."""
+        """Say that a host tensor was changed; what is raw is asked for anyway."""
         if index in self._streams:
             self._is_old = True
-        elif self._before is not None:
-            self._before.edited(index)
 
     def is_current(self) -> bool:
         """See `Wire.is_current`."""
@@ -156,15 +155,8 @@ class FileWire:
                     entry.shape,
                     entry.stride,
                 )
-                copy_values(view, self._value(index))
+                copy_values(view, value_of(index, self._hosts, self._before))
         return nbytes
-
-    def _value(self, index: int) -> torch.Tensor:
-        """Return the values of a raw entry."""
-        host = self._hosts[index]
-        if self._before is not None and self._before.hosts[index] is host:
-            return self._before.value(index)
-        return host
 
     def decode(
         self, wire: torch.Tensor, image: torch.Tensor, scratch: torch.Tensor | None

@@ -86,6 +86,7 @@ class SafetensorsStore:
             CheckpointError: If the file changed or cannot be read.
         """
         if index in self._edited or was_written(self._hosts[index]):
+            self._files.check_file(self._extents[index].path)
             return self._hosts[index]
         return read_tensor(self._files, self._extents[index])
 

@@ -6,10 +6,32 @@ from typing import Protocol
 import torch
 
 from stagehand.core.layout import BlockLayout, copy_values, same_bits
-from stagehand.stores.base import Wire
+from stagehand.stores.base import Store, Wire
 from stagehand.stores.module import ModuleStore
 
-__all__ = ["WiredStore"]
+__all__ = ["WiredStore", "origin_of", "value_of"]
+
+
+def origin_of(store: Store | None) -> Store | None:
+    """Return the store that host tensors came from first, unless it is of memory."""
+    if isinstance(store, WiredStore):
+        return store.before
+    return store if store is not None and store.pinned is None else None
+
+
+def value_of(
+    index: int, hosts: Sequence[torch.Tensor], before: Store | None
+) -> torch.Tensor:
+    """Return the values of a host tensor; those of the store before, as it gives them.
+
+    Args:
+        index: Of the tensor.
+        hosts: The host tensors.
+        before: The store of which some of them are, if there was one.
+    """
+    if before is not None and before.hosts[index] is hosts[index]:
+        return before.value(index)
+    return hosts[index]
 
 
 class WiredStore(ModuleStore):
@@ -24,19 +46,53 @@ class WiredStore(ModuleStore):
         layout: BlockLayout,
         hosts: Sequence[torch.Tensor],
         wire: "EditableWire | None",
+        before: Store | None = None,
     ) -> None:
         """Keep what is given; copy nothing.
+
+        Args:
+            layout: The block's layout.
+            hosts: One host tensor per entry.
+            wire: What says the same.
+            before: The store of which some host tensors are, if they are views of
+                files: it reads those.
 
         Raises:
             StagehandInternalError: If there are more or fewer hosts than entries.
         """
         super().__init__(layout, hosts)
         self._wire = wire
+        self.before = before
+        """The store of which some host tensors are."""
 
     @property
     def wire(self) -> Wire | None:
         """How the block crosses the link, if not as its image."""
         return self._wire
+
+    def value(self, index: int) -> torch.Tensor:
+        """Return the values of one entry.
+
+        Raises:
+            CheckpointError: If its file changed or cannot be read.
+        """
+        return value_of(index, self._hosts, self.before)
+
+    def _values(self) -> list[torch.Tensor]:
+        return [self.value(index) for index in range(len(self._hosts))]
+
+    def read_into(self, image: torch.Tensor) -> int:
+        """Fill `image`; return 0, as host memory does.
+
+        Raises:
+            CheckpointError: If a file changed or cannot be read.
+        """
+        self._layout.pack(self._values(), image)
+        return 0
+
+    def holds(self, image: torch.Tensor) -> bool:
+        """Return whether the truth is bit for bit what is in `image`."""
+        return self._layout.matches(image, self._values())
 
     def write_back(self, image: torch.Tensor) -> None:
         """Copy what changed in `image` into the host tensors, in place.
@@ -45,7 +101,7 @@ class WiredStore(ModuleStore):
         """
         views = self._layout.views(image)
         for index, (host, view) in enumerate(zip(self._hosts, views, strict=True)):
-            if not same_bits(view, host):
+            if not same_bits(view, self.value(index)):
                 copy_values(host, view)
                 self.edited(index)
 
@@ -53,6 +109,9 @@ class WiredStore(ModuleStore):
         """Say that a host tensor was changed, so that the wire may be old."""
         if self._wire is not None:
             self._wire.edited(index)
+        before = self.before
+        if before is not None and before.hosts[index] is self._hosts[index]:
+            before.edited(index)
 
 
 class EditableWire(Wire, Protocol):
