@@ -31,6 +31,7 @@ from layered import (
 )
 from stagehand import LayerStreamer
 from stagehand.compat import layer_streamer as compat
+from stagehand.core.arena import live_leases
 from stagehand.core.device import AcceleratorDevice
 from stagehand.core.transfer import Ticket
 from stagehand.errors import ClosedError, ConfigError, StagehandWarning
@@ -335,6 +336,23 @@ def test_interrupt_leaves_nothing_of_the_memory_for_packed_layers(sim, stream, p
         streamer.run_pass(0, raising(KeyboardInterrupt()))
     assert sim.allocated_bytes() == held
     streamer.run_pass(0, lambda x, weights, layer: x)
+
+
+@pytest.mark.parametrize("wires", [0.5, 1.5])
+def test_device_without_room_to_decode_says_so_and_nothing_is_left(
+    sim, stream, packed, wires
+):
+    held, leases = sim.allocated_bytes(), live_leases()
+    streamer = stream("hpu", packed)
+    room = int(wires * streamer._images[0].link_nbytes)
+    sim.configure(capacity_bytes=held + room)
+    with pytest.raises(torch.OutOfMemoryError):
+        streamer.run_pass(0, lambda x, weights, layer: x)
+    assert live_leases() == leases
+    sim.configure()
+    streamer.run_pass(0, lambda x, weights, layer: x)
+    streamer.close()
+    assert (sim.allocated_bytes(), live_leases()) == (held, leases)
 
 
 def raising(error):

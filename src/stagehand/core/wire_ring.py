@@ -73,7 +73,11 @@ class WireRing:
         self._leases: list[Lease] = []
         sizes = [nbytes] * count + ([scratch_nbytes] if scratch_nbytes else [])
         for size in sizes:
-            lease = arena.acquire_nowait(size, "wire memory")
+            try:
+                lease = arena.acquire_nowait(size, "wire memory")
+            except BaseException:  # the device may be full of others' memory
+                self.close()
+                raise
             if lease is None:
                 self.close()
                 account = arena.account
