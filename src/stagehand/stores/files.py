@@ -29,7 +29,9 @@ from stagehand.stores.reading import Chunk, OpenFile, Part, Scratch, Sectors, cu
 
 __all__ = ["FileSet", "naming"]
 
-_READERS = 4  # threads: what a fast disk needs to be busy; a slow one needs fewer
+# Threads: four keep a fast disk busy. With few cores, one waits for the disk while the
+# others copy; more would be in each other's way.
+_READERS = min(4, 1 + (os.cpu_count() or 3))
 _SHARED_BYTES = 1 << 20  # less is read before a thread has woken up
 _CACHE_SHARE = 0.6  # of the free memory may be expected to hold a checkpoint
 # Without it Linux refuses to map a file larger than its memory, though a private
@@ -48,7 +50,7 @@ class FileSet:
     it stays open until that read returns.
 
     Memory: where reads pass the page cache, at most a buffer of 4 MiB for each of the
-    four threads that read.
+    threads that read, of which there are four at most.
     """
 
     def __init__(
