@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 __all__ = ["LinkRates", "measure_link"]
 
-_PIECE_BYTES = 16 << 20
+_PIECE_BYTES = 16 << 20  # smaller copies tell of their cost, not of the link
 _PIECES = 4
 _HALVED = 0.8
 
@@ -39,19 +39,18 @@ class LinkRates:
 _known: dict[torch.device, LinkRates] = {}
 
 
-def measure_link(device: Device, *, piece_bytes: int = _PIECE_BYTES) -> LinkRates:
+def measure_link(device: Device) -> LinkRates:
     """Return the rates of a device's link, measured at the first call.
 
-    Waits for the device, and takes some milliseconds and 2 x `piece_bytes` of device
+    Waits for the device, and takes some milliseconds and 2 x `_PIECE_BYTES` of device
     and of pinned memory for as long.
 
     Args:
         device: An accelerator.
-        piece_bytes: The size of a copy; small ones tell of their cost, not the link.
     """
     rates = _known.get(device.torch_device)
     if rates is None:
-        rates = _known[device.torch_device] = _measure(device, piece_bytes)
+        rates = _known[device.torch_device] = _measure(device, _PIECE_BYTES)
     return rates
 
 
