@@ -42,7 +42,7 @@ SEED = {
 RECORDED = {
     *("step", "activations_saved", "activations_kept", "activations_spilled"),
     *("activations_restored", "spill_bytes", "restore_bytes", "stall_time_ms"),
-    *("stall_count", "pool_hits", "pool_misses", "vram_peak_mb"),
+    *("stall_count", "pool_hits", "pool_misses", "vram_peak_mb", "over_count"),
 }
 
 

@@ -92,6 +92,55 @@ def test_saved_bytes_never_exceed_the_budget_after_the_first_step(saved, watched
     assert spill_of(saved).tally.over_count == 0
 
 
+def test_backward_that_ends_early_does_not_hold_what_it_brought(saved, watched):
+    """One of a bundle was asked for: the others came with it, and nobody wants them."""
+    x = torch.linspace(-1, 1, 2048, device="hpu", requires_grad=True)
+
+    def forward():
+        y = x
+        for number in range(100):
+            y = y.sigmoid()
+            if number == 9:
+                early = y
+        return early, y.sum()
+
+    spill = spill_of(saved)
+    for _ in range(3):
+        with saved:
+            early, loss = forward()
+        loss.backward()
+    expected, x.grad = x.grad / 3, None
+    with saved:
+        early, loss = forward()
+    torch.autograd.grad(loss, early, retain_graph=True)
+    assert any(bundle.due > 0 for ref in spill._used if (bundle := ref()) is not None)
+    watched.clear()
+    spill.tally.reset()
+    spill.budget_bytes = 20_000  # less than what was brought
+    with saved:
+        other = forward()[1]
+    assert max(watched) <= 20_000
+    assert spill.tally.over_count == 0
+    spill.budget_bytes = BUDGET
+    loss.backward()
+    assert torch.equal(x.grad, expected)
+    del early, loss, other
+
+
+def test_what_can_never_fit_is_counted_in_the_record(sim):
+    model = stack().to("hpu")
+    config = stagehand.ActivationStagehandConfig(budget=ROW_BYTES)
+    runtime = stagehand.ActivationRuntime(config)
+    for _ in range(3):
+        runtime.step_begin()
+        gradients(model, plain, runtime.managed_forward())
+        record = runtime.step_end()
+        assert record.over_count > 0
+        assert f'"over_count": {record.over_count}' in record.to_json()
+    gc.collect()
+    runtime.shutdown()
+
+
 def test_device_memory_falls_by_what_exceeds_the_budget(saved, sim):
     model = stack().to("hpu")
 

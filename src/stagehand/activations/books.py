@@ -45,7 +45,7 @@ class Tally:
     stuck_count: int = 0
     """Pieces that stayed because somebody else keeps their storage."""
     over_count: int = 0
-    """Saves for which there was no room though nothing more could leave."""
+    """How often there was no room, and nothing more could leave."""
 
     def reset(self) -> None:
         """Set every counter to zero."""
@@ -97,7 +97,7 @@ class Books:
         self._leaving: deque[Leaving] = deque()
         self._leaving_bytes = 0
         self._ahead: deque[weakref.ref[Bundle]] = deque()  # fetched before their use
-        self._spent: list[weakref.ref[Bundle]] = []
+        self._used: list[weakref.ref[Bundle]] = []  # came back, and was unpacked
         self._stuck: deque[weakref.ref[Piece]] = deque()  # kept by others
         self._unpruned = 0
         self._is_skipped = False

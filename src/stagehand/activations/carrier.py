@@ -106,13 +106,19 @@ class Carrier:
     ) -> Done:
         """Queue the copies of a bundle's pieces to the host."""
         slab = bundle.slab = self._slab(bundle.nbytes)
-        pairs = []
-        for piece, source in zip(pieces, sources, strict=True):
-            if self._checks:
-                bundle.sums[piece.start] = _sum(source.cpu())
-            end = piece.start + piece.nbytes
-            pairs.append((source, slab.buffer[piece.start : end]))
-        left = bundle.left = self.engine.send_group(pairs, makers=makers)
+        try:
+            pairs = []
+            for piece, source in zip(pieces, sources, strict=True):
+                if self._checks:
+                    bundle.sums[piece.start] = _sum(source.cpu())
+                end = piece.start + piece.nbytes
+                pairs.append((source, slab.buffer[piece.start : end]))
+            left = bundle.left = self.engine.send_group(pairs, makers=makers)
+        finally:
+            if bundle.left is None:
+                self._device.synchronize()  # some of the copies may be under way
+                bundle.slab = None
+                self.pool.give(slab)
         return left
 
     def _slab(self, nbytes: int) -> Slab:
@@ -145,9 +151,13 @@ class Carrier:
         maker = self._device.current_stream()
         back = self._device.empty(bundle.nbytes)
         source = slab.buffer[: bundle.nbytes]
-        arrived = self.engine.bring_group(source, back, after=left, maker=maker)
-        bundle.back, bundle.arrived = back, arrived
-        bundle.maker, bundle.seen = maker, None
+        try:
+            arrived = self.engine.bring_group(source, back, after=left, maker=maker)
+            bundle.back, bundle.arrived = back, arrived
+            bundle.maker, bundle.seen = maker, None
+        finally:
+            if bundle.back is None:
+                self._device.synchronize()  # the copy may be under way
 
     def receive(self, bundle: Bundle) -> torch.Tensor:
         """Return a bundle's device memory, for use on the current stream."""

@@ -133,20 +133,19 @@ class SlabPool:
 
     def make(self, nbytes: int) -> Slab:
         """Return new memory: page-locked if there are no classes, and it is allowed."""
-        self._out += 1
         fitting = next((size for size in self._classes if size >= nbytes), None)
-        if fitting is None:
-            slab = self._exact(self.sizes(nbytes)[0])
-            if slab is not None:
-                return slab
-        else:
-            self._out_pageable[fitting] += 1
-            lacking = max(self._lacking[fitting], self._out_pageable[fitting])
-            self._lacking[fitting] = lacking
+        slab = self._exact(self.sizes(nbytes)[0]) if fitting is None else None
+        if slab is None:
+            self._warn(nbytes)  # which may raise: nothing is counted yet
+            slab = Slab(host_memory(nbytes), fitting, None)
+            self.pageable += 1
+            if fitting is not None:
+                self._out_pageable[fitting] += 1
+                lacking = max(self._lacking[fitting], self._out_pageable[fitting])
+                self._lacking[fitting] = lacking
         self.misses += 1
-        self.pageable += 1
-        self._warn(nbytes)
-        return Slab(host_memory(nbytes), fitting, None)
+        self._out += 1
+        return slab
 
     def _exact(self, size: int) -> Slab | None:
         """Return a new slab without a class; None if that is not allowed."""
@@ -156,7 +155,6 @@ class SlabPool:
             lease = self._arena.acquire_nowait(size, "saved tensors")
         if lease is None:
             return None
-        self.misses += 1
         return Slab(lease.buffer, size, lease)
 
     def _drop_one(self, size: int) -> bool:

@@ -45,6 +45,9 @@ class ActivationStep:
     """How often it was pageable memory."""
     saved_peak_bytes: int
     """The most bytes of saved tensors on the device."""
+    over_count: int
+    """How often saved tensors exceeded the budget because nothing more could leave:
+    one is larger than the budget, or what is in use is."""
     budget_bytes: int
     """What was allowed; the watermarks may have moved it."""
     vram_peak_bytes: int | None

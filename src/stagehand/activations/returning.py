@@ -56,18 +56,24 @@ class Returning(Books):
         self.tally.cancelled_count += 1
         return True
 
-    def _drop_spent(self) -> None:
-        """Let go of what came back and was unpacked by all who wait for it.
+    def _drop_used(self, *, wanted: bool = True) -> bool:
+        """Let go of what came back and was unpacked; False if there is none.
 
         If the graph goes on to live, its bundles do, and would keep the memory.
+
+        Args:
+            wanted: Also what is wanted again: some backward passes end early.
         """
-        for ref in tuple(self._spent):
+        dropped = False
+        for ref in tuple(self._used):
             bundle = ref()
             if bundle is None or bundle.back is None:
-                self._spent.remove(ref)
-            elif bundle.is_alone():
-                self._spent.remove(ref)
+                self._used.remove(ref)
+            elif (wanted or bundle.due <= 0) and bundle.is_alone():
+                self._used.remove(ref)
                 self._drop(bundle)
+                dropped = True
+        return dropped
 
     def _drop(self, bundle: Bundle) -> None:
         self._carrier.drop(bundle)

@@ -56,9 +56,9 @@ class Room(Returning):
 
     def _look_at(self, refs: list[weakref.ref[Piece]], scope: Scope) -> None:
         count = len(refs)
-        scope.tensors += count
         for ref in refs[:count]:
             piece = ref()
+            scope.tensors += 1
             scope.count += 1
             if piece is None or piece.alias is None:
                 continue
@@ -113,13 +113,23 @@ class Room(Returning):
         self._held -= bundle.counted - nbytes
         if not pieces:
             return
-        done = self._carrier.send(bundle, pieces, sources, scope.streams)
+        try:
+            done = self._carrier.send(bundle, pieces, sources, scope.streams)
+        finally:
+            if bundle.left is None:
+                self._put_back(pieces)
         self.tally.spilled_bytes += nbytes
         ref = weakref.ref(bundle)
         scope.bundles.append(ref)
         refs = [weakref.ref(piece) for piece in pieces]
         self._leaving.append(Leaving(ref, refs, sources, scope.streams, nbytes, done))
         self._leaving_bytes += nbytes
+
+    def _put_back(self, pieces: list[Piece]) -> None:
+        """Let pieces be as if they had not been about to leave."""
+        for piece in reversed(pieces):
+            piece.bundle = None
+            self._kept.appendleft((weakref.ref(piece), piece.nbytes))
 
     # Room
 
@@ -139,6 +149,8 @@ class Room(Returning):
             self._send_waiting(at_once=True)
             while self._held - self._leaving_bytes > limit and self._kept:
                 self._send_oldest(self._held - self._leaving_bytes - limit)
+            if not self._leaving and self._drop_used():
+                continue
             if not self._leaving:
                 self.tally.over_count += 1
                 return
@@ -234,7 +246,7 @@ class Room(Returning):
                 self._leaving.remove(leaving)
                 self._leaving_bytes -= leaving.nbytes
                 self._held -= leaving.nbytes
-        self._drop_spent()
+        self._drop_used(wanted=False)
 
     def _prune(self) -> None:
         """Count dead pieces no more. Backward lets the newest go first."""

@@ -181,6 +181,7 @@ class ActivationRuntime:
             pool_misses=pool.misses,
             pageable_count=pool.pageable,
             saved_peak_bytes=parts.spill.peak_bytes,
+            over_count=tally.over_count,
             budget_bytes=parts.spill.budget_bytes,
             vram_peak_bytes=parts.device.peak_allocated_bytes(),
         )

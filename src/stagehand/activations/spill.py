@@ -175,7 +175,6 @@ class Spill(Room):
             self._held -= piece.nbytes
             self._set_aside(piece)
         else:
-            self._kept.pop()
             self._gather(piece, scope)
         self._release()
 
@@ -186,6 +185,7 @@ class Spill(Room):
         if scope.open is None:
             scope.open = Bundle(self._carrier.gone)
             self._open.append(scope)
+        self._kept.pop()
         scope.open.add(piece)
         if scope.open.nbytes >= self._bundle_bytes:
             self._flush(scope)
@@ -211,16 +211,16 @@ class Spill(Room):
         bundle = piece.bundle
         if bundle is None:
             raise StagehandInternalError(f"{handle} is nowhere")
-        self._drop_spent()
+        self._drop_used(wanted=False)
         if bundle.back is None:
             self.tally.demanded_count += 1
             if self._held + bundle.nbytes > self.budget_bytes:
                 self._make_room(bundle.nbytes)
             self._fetch(bundle)
+        if bundle.seen is None:
+            self._used.append(weakref.ref(bundle))
         found = handle.view(self._carrier.receive(bundle), piece.start)
         bundle.due -= 1
-        if bundle.due == 0:
-            self._spent.append(weakref.ref(bundle))
         return found
 
     def _look_ahead(self, scope: Scope, sequence: int) -> None:
@@ -277,9 +277,13 @@ class Spill(Room):
             scope.ended = True
             self.peak_bytes = max(self.peak_bytes, self.held_bytes)
             self.tally.saved_count += scope.count
-            self._flush(scope)
-            self._release()
-            self.lessons.learn(scope, self.budget_bytes, failed=failed)
+            learned = False
+            try:
+                self._flush(scope)
+                self._release()
+                learned = not failed
+            finally:
+                self.lessons.learn(scope, self.budget_bytes, failed=not learned)
 
     def abandon(self) -> None:
         """Give back all host memory; graphs that are alive can go backward still."""

@@ -1,0 +1,106 @@
+"""After a failure at any point where memory, events or copies are asked for."""
+
+import gc
+import warnings
+
+import pytest
+import torch
+from keeping import assert_same, emptied, gradients, inputs, plain, stack
+
+import stagehand
+from stagehand.activations.pool import SlabPool
+from stagehand.core.arena import Arena
+from stagehand.core.device import AcceleratorDevice
+from stagehand.core.transfer import TransferEngine
+
+COPIES = ((TransferEngine, "send_group"), (TransferEngine, "bring_group"))
+POINTS = (
+    *COPIES,
+    (SlabPool, "make"),
+    (Arena, "acquire_nowait"),
+    (AcceleratorDevice, "empty"),
+    (AcceleratorDevice, "new_event"),
+)
+BUDGET = 150_000
+
+
+class Injected(Exception):
+    """Stands for whatever memory, events and copies may raise."""
+
+
+class Injection:
+    """Raises at one call of many; or after it, where copies are under way then."""
+
+    def __init__(self, patch, after):
+        self.calls = self.at = 0
+        for owner, name in COPIES if after else POINTS:
+            patch.setattr(owner, name, self.around(getattr(owner, name), after))
+
+    def around(self, method, after):
+        def called(*args, **kwargs):
+            self.calls += 1
+            if self.calls != self.at:
+                return method(*args, **kwargs)
+            if after:
+                method(*args, **kwargs)
+            raise Injected
+
+        return called
+
+    def run(self, at, step):
+        """Run a step that fails at a call; False if there are fewer calls."""
+        self.calls, self.at = 0, at
+        try:
+            step()
+        except Injected:
+            return True
+        finally:
+            self.at = 0
+        return False
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("steps", [0, 3], ids=["first", "settled"])
+def test_books_are_right_after_a_failure_at_any_point(sim, monkeypatch, steps, after):
+    model = stack(2).to("hpu")
+    expected = gradients(model, plain)
+    injection = Injection(monkeypatch, after=after)
+    at, failed = 1, True
+    while failed:
+        with emptied(stagehand.activations(BUDGET)) as saved:
+            for _ in range(steps):
+                gradients(model, plain, saved)
+            failed = injection.run(
+                at, lambda saved=saved: gradients(model, plain, saved)
+            )
+            flush()
+            for _ in range(2):
+                assert_same(gradients(model, plain, saved), expected)
+            assert saved._parts.saving.scope is None
+        at += 2  # of many alike
+    assert at > 4
+
+
+def flush():
+    """Let autograd's thread let go of its last graph."""
+    torch.ones(1, device="hpu", requires_grad=True).sum().backward()
+    gc.collect()
+
+
+def test_warning_of_pageable_memory_may_be_an_error(sim):
+    model = stack().to("hpu")
+    expected = gradients(model, plain)
+    with emptied(stagehand.activations(BUDGET, ram_budget=100_000)) as saved:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            with pytest.raises(stagehand.StagehandWarning, match="pageable"):
+                gradients(model, plain, saved)
+        flush()
+        assert saved._parts.pool.out == saved._parts.pool.pageable == 0
+        for _ in range(3):
+            assert_same(gradients(model, plain, saved), expected)
+        x = inputs()
+        with saved:
+            loss = plain(model, x)
+        assert saved._parts.spill.held_bytes <= BUDGET
+        del loss
