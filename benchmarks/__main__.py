@@ -18,6 +18,7 @@ from benchmarks import (
     planning,
     reading,
     schedules,
+    startup,
     streamer,
     threads,
     training,
@@ -54,6 +55,10 @@ SUITES: dict[str, tuple[Suite, Suite]] = {
     ),
     "virtual": (virtual.measure, lambda: virtual.measure(cells=1)),
     "memory": (memory.measure, lambda: memory.measure(rounds=1)),
+    "startup": (
+        startup.measure,
+        lambda: startup.measure(layers=6, width=512, rounds=1),
+    ),
     "threads": (threads.measure, lambda: threads.measure(rounds=10)),
     "handles": (handles.measure, lambda: handles.measure(rounds=1)),
     "packing": (packing.measure, lambda: packing.measure(rounds=1, weights=1 << 20)),

@@ -337,7 +337,6 @@ class Passing(PassListener):
             parts.loader.set_slabs(*staged)
             if parts.masters.pinning_bytes:
                 parts.loader.pin_on = parts.masters.pin_on
-                parts.steering.learns = False
             self._wires.open()
             self._keep_from_disk()
         self._ready = True

@@ -141,6 +141,47 @@ def test_pass_is_exact_whenever_in_it_an_image_comes(gate):
         del model, runtime
 
 
+def test_one_pass_uses_what_is_made_while_it_goes_on(gate):
+    model = streamed()
+    runtime = runtime_of(model)
+    handles = [
+        model[where].register_forward_pre_hook(lambda *_: gate.let(runtime, 3))
+        for where in (0, 4)
+    ]
+    assert_bitwise_equal(run(model), expected(), "first pass")
+    assert sum(pinned(model)) >= 4
+    for handle in handles:
+        handle.remove()
+    gate.open()
+    end(model)
+
+
+@pytest.mark.parametrize("budget", [BUDGET, ALL])
+@pytest.mark.parametrize("where", range(DEPTH))
+def test_what_a_forward_changes_on_the_device_is_kept_when_its_block_moves(
+    gate, where, budget
+):
+    model, plain = streamed(vram_budget=budget), stack(DEPTH)
+
+    def change(module, args):
+        in_place(module[0].weight, all_elements)
+
+    def let(module, args):
+        gate.let(runtime_of(model), 3)
+
+    resident = plain.to("hpu")
+    for one in (model, resident):
+        one[where].register_forward_pre_hook(change)
+    handle = model[where].register_forward_pre_hook(let)
+    for number in range(6):
+        with torch.no_grad():
+            wanted = resident(batch().to("hpu"))
+        assert_bitwise_equal(run(model), wanted, f"pass {number}")
+    assert all(pinned(model))
+    handle.remove()
+    assert_bitwise_equal(end(model), values(resident), "weights")
+
+
 EVERYWHERE = [
     *FEW,
     Setting("hpu", "layers", "third"),
@@ -284,6 +325,18 @@ def test_what_has_no_room_beside_slabs_is_pinned_when_they_are_gone(
     assert_bitwise_equal(end(model), values(plain), "weights")
     assert {r for r in sim.races() if "host buffer rewritten" not in r} == set()
     sim.clear_races()  # a copy under the edit is thrown away
+
+
+def test_thread_waits_when_some_pieces_are_not_used(gate):
+    model = streamed()
+    run(model)
+    jobs = [coming.job for coming in runtime_of(model)._parts.masters._coming]
+    assert [job is not None for job in jobs] == [True] * 3 + [False] * (DEPTH - 3)
+    gate.open()
+    for job in jobs[:3]:
+        job.result(timeout=60)
+    assert gate.asked == 3
+    end(model)
 
 
 def test_little_is_pinned_at_once(gate, monkeypatch):

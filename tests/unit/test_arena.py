@@ -103,11 +103,11 @@ def test_reservation_takes_memory_that_is_kept():
 
 def test_nobody_waits_while_memory_is_made():
     arena, _ = new_arena()
-    asked, permitted = threading.Event(), threading.Event()
+    asked, permitted, in_time = threading.Event(), threading.Event(), []
 
     def slow(nbytes):
         asked.set()
-        permitted.wait(timeout=10)
+        in_time.append(permitted.wait(timeout=5))
         return torch.zeros(nbytes, dtype=torch.uint8)
 
     arena._make = slow
@@ -119,6 +119,7 @@ def test_nobody_waits_while_memory_is_made():
     lease.release()
     permitted.set()
     first().release()
+    assert in_time == [True]
 
 
 def test_lease_whose_memory_cannot_be_made_is_given_back():

@@ -150,10 +150,6 @@ class LaneLoader:
         """See `Loader.request`."""
         if not block.needs_staging or block.index in self._staged:
             return False
-        if self.pin_on is not None:
-            self.pin_on()
-            if not block.needs_staging:
-                return False
         if block.link_nbytes > self._slab_bytes:
             return False
         slab = self._own_slab(block) or self._free_slab()

@@ -37,7 +37,8 @@ class Loader(Protocol):
     """Whether threads fill slots, so that `finish` has something to wait for."""
 
     pin_on: Callable[[], None] | None
-    """Called before a block is staged, as long as more blocks are being pinned."""
+    """Called before a load from elsewhere than pinned memory and at the end of a pass,
+    as long as more of it is being made."""
 
     def request(self, block: Block) -> bool:
         """Begin to stage a block; False if it cannot be now, or need not be."""

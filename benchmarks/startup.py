@@ -1,0 +1,104 @@
+"""What comes before the first output, where pages are locked before it or meanwhile.
+
+There is nothing to lock memory for without a GPU, so a device stands in that takes its
+time over it, as published for CUDA: what is measured is who waits for it. Its copies
+cost nothing.
+"""
+
+import gc
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import nn
+
+from benchmarks.models import LOOKAHEAD, FreeDevice
+from benchmarks.results import Result
+from benchmarks.timing import Times
+from stagehand.assembly import Settings
+from stagehand.core.device import host_memory
+from stagehand.residency import masters
+from stagehand.residency.blocks import find_blocks
+from stagehand.runtime import Runtime
+
+__all__ = ["measure"]
+
+_LOCKED_PER_SECOND = 3e9  # bytes, beside touching them
+_TARGET = 0.6
+_WIDTH = 2896  # 34 MB a layer
+_KEPT = 4  # layers on the device
+
+
+class _SlowToLock(FreeDevice):
+    """A device for which locking memory takes long, without the interpreter's lock."""
+
+    def pinned(self, nbytes: int) -> torch.Tensor:
+        """See `Device.pinned`."""
+        memory = host_memory(nbytes).zero_()
+        time.sleep(nbytes / _LOCKED_PER_SECOND)
+        return memory
+
+    page_locked = pinned
+
+
+def measure(layers: int = 24, width: int = _WIDTH, rounds: int = 3) -> Iterator[Result]:
+    """Yield what the first output takes both ways, and their ratio."""
+    usual = masters._AT_ONCE_BYTES
+    before, meanwhile, all_pinned = [], [], []
+    try:
+        for _ in range(rounds):
+            masters._AT_ONCE_BYTES = 1 << 60
+            before.append(_first_output(layers, width)[0])
+            masters._AT_ONCE_BYTES = 0
+            first, last = _first_output(layers, width)
+            meanwhile.append(first)
+            all_pinned.append(last)
+    finally:
+        masters._AT_ONCE_BYTES = usual
+    size = f"{layers * width * width * 4 / 1e9:.1f} GB"
+    early, late = _times(meanwhile), _times(before)
+    name = f"first output, {size} of weights"
+    yield Result.of(f"{name} pinned before it", late, "ms", scale=1e3)
+    yield Result.of(f"{name} pinned meanwhile", early, "ms", scale=1e3)
+    done = _times(all_pinned)
+    yield Result.of(f"{size} pinned while passes go on", done, "ms", scale=1e3)
+    yield Result.of(
+        "first output, pinned meanwhile over before",
+        early.part_of(late),
+        "x",
+        target=_TARGET,
+    )
+
+
+def _times(seconds: Sequence[float]) -> Times:
+    return Times(min(seconds), statistics.median(seconds))
+
+
+def _first_output(layers: int, width: int) -> tuple[float, float]:
+    """Return the seconds to the first output, and until all is pinned."""
+    model = nn.Sequential()
+    for _ in range(layers):
+        with torch.device("meta"):
+            layer = nn.Linear(width, width, bias=False)
+        layer.weight = nn.Parameter(torch.zeros(width, width))
+        model.append(layer)
+    x = torch.zeros(1, width)
+    began = time.perf_counter()
+    settings = Settings(
+        device=_SlowToLock(),
+        budget_bytes=_KEPT * width * width * 4,
+        pinned_bytes=1 << 60,
+        lookahead=LOOKAHEAD,
+    )
+    runtime = Runtime(model, find_blocks(model, r"^\d+$"), settings)
+    with torch.no_grad():
+        model(x)
+        first = time.perf_counter() - began
+        while runtime.report().pinning_bytes:
+            model(x)
+    last = time.perf_counter() - began
+    runtime.shutdown()
+    del model, runtime
+    gc.collect()
+    return first, last
