@@ -348,7 +348,6 @@ class Passing(PassListener):
         parts.masters.pin_on(insist=True)
         if parts.masters.reserved_bytes:
             return
-        parts.loader.pin_on = None
         if parts.masters.pinning_bytes or not any(
             block.needs_staging for block in parts.streamed
         ):
@@ -357,6 +356,7 @@ class Passing(PassListener):
                 parts.pinned_arena.trim()
         self._take_in()
         parts.loader.set_slabs(*parts.masters.pin_late())
+        parts.loader.pin_on = None  # not if something failed: then again
 
     def _account(self, *, trains: bool) -> None:
         """Count weights in host memory that are not those of their files any more."""

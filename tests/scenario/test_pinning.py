@@ -23,6 +23,7 @@ from stagehand.core.arena import live_leases
 from stagehand.core.device import AcceleratorDevice
 from stagehand.errors import StagehandWarning
 from stagehand.residency import masters
+from stagehand.residency.lane_loader import LaneLoader
 from training import FEW, Setting, assert_trains_equally, net, over
 
 DEPTH = 8
@@ -336,6 +337,43 @@ def test_thread_waits_when_some_pieces_are_not_used(gate):
     for job in jobs[:3]:
         job.result(timeout=60)
     assert gate.asked == 3
+    end(model)
+
+
+def test_room_for_the_last_blocks_is_asked_for_again_after_a_failure(gate, monkeypatch):
+    model, wanted = streamed(ram_budget=WEIGHT_BYTES), expected()
+    run(model)
+    pin = masters.Masters.pin
+
+    def fail(master, block):
+        monkeypatch.setattr(masters.Masters, "pin", pin)
+        raise MemoryError("no more memory")
+
+    monkeypatch.setattr(masters.Masters, "pin", fail)
+    failures = 0
+    for _ in range(2 * DEPTH):
+        gate.let(runtime_of(model), 3)
+        try:
+            assert_bitwise_equal(run(model), wanted, "pass")
+        except MemoryError:
+            failures += 1
+    assert failures == 1
+    assert all(pinned(model))
+    assert runtime_of(model)._parts.loader.pin_on is None
+    assert_bitwise_equal(end(model), values(stack(DEPTH)), "weights")
+
+
+def test_blocks_that_stay_are_staged_two_at_a_time(gate, monkeypatch):
+    fill, both = LaneLoader._fill, threading.Barrier(2)
+
+    def together(loader, block, slab):
+        both.wait(timeout=5)
+        return fill(loader, block, slab)
+
+    monkeypatch.setattr(LaneLoader, "_fill", together)
+    model = streamed(vram_budget=ALL)
+    assert_bitwise_equal(run(model), expected(), "first pass")
+    gate.open()
     end(model)
 
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["Masters"]
 
 _AT_ONCE_BYTES = 512 * MIB  # are pinned in a fraction of a second
-_AHEAD = 3
+_AHEAD = 3  # pieces that are made or in the making and not used
 _SLABS = 3  # meanwhile: two are filled by threads while one is sent
 
 
