@@ -209,15 +209,18 @@ def sharing_versions() -> AbstractContextManager[Any]:
 
 
 @contextmanager
-def without_modes() -> Iterator[None]:
+def without_modes(*, but_sanitizer: bool = False) -> Iterator[None]:
     """Keep what happens inside from the dispatch modes that are active.
 
-    Not from the sanitizer: it looks for races with the library's copies, too.
+    Args:
+        but_sanitizer: Let it look for races with the library's copies.
     """
     modes = []
     while dispatch_modes():
         modes.append(torch._C._pop_torch_dispatch_stack(None))
-    looking = [mode for mode in modes if type(mode).__module__ == _SANITIZER]
+    looking = []
+    if but_sanitizer:
+        looking = [mode for mode in modes if type(mode).__module__ == _SANITIZER]
     for mode in looking:
         torch._C._push_on_torch_dispatch_stack(mode)
     try:

@@ -30,6 +30,7 @@ from scenario.small import (
 from stagehand.core.arena import live_leases
 from stagehand.core.states import BlockState
 from stagehand.errors import ConfigError
+from stagehand.torch_private import DispatchMode
 
 BUDGET = 4 * LAYER_BYTES
 
@@ -57,6 +58,32 @@ def assert_whole(model, place):
             assert not block.bound
     assert_bitwise_equal(values(model), values(stack()), "the weights")
     assert_passes_equal(model, run_resident(stack(), place, batch()), batch())
+
+
+class Sanitizer(DispatchMode):
+    """What torch's sanitizer looks at: operators that name device memory."""
+
+    __module__ = "torch.cuda._sanitizer"
+
+    def __init__(self):
+        self.seen = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(isinstance(a, torch.Tensor) and not a.is_cpu for a in args):
+            self.seen.add(func.overloadpacket)
+        return func(*args, **(kwargs or {}))
+
+
+def test_sanitizer_sees_copies_and_takes_no_view_of_a_slot_for_a_write(sim):
+    """`set_` makes a view, and is said to write: no stream waits for that."""
+    model = streamed_stack("hpu")
+    with Sanitizer() as mode:
+        for _ in range(2):
+            model(batch()).sum().backward()
+    assert torch.ops.aten.copy_ in mode.seen
+    assert torch.ops.aten.set_ not in mode.seen
+    model.zero_grad()
+    end(model)
 
 
 def test_capture_in_a_graph_is_refused_before_anything_is_queued(sim, monkeypatch):

@@ -477,6 +477,9 @@ def test_sanitizer_alone_sees_what_is_kept_from_dispatch_modes(home, seen):
     with torch_private.dispatching(mode):
         with torch_private.without_modes():
             torch.ones(1)
+        assert mode.calls == 0
+        with torch_private.without_modes(but_sanitizer=True):
+            torch.ones(1)
         assert mode.calls == seen
         torch.ones(1)
     assert mode.calls == seen + 1

@@ -16,6 +16,7 @@ from itertools import pairwise
 import torch
 
 from stagehand.errors import StagehandInternalError
+from stagehand.torch_private import without_modes
 
 __all__ = [
     "ALIGNMENT",
@@ -93,7 +94,7 @@ class BlockLayout:
         """
         self.check_image(image)
         start = image.storage_offset()
-        with plain_tensors():
+        with plain_tensors(), without_modes():  # as in `placed`
             storage = image.untyped_storage()
             return [
                 torch.empty(0, dtype=entry.dtype, device=image.device).set_(
@@ -197,8 +198,11 @@ def placed(
     shape: Sequence[int],
     stride: Sequence[int],
 ) -> torch.Tensor:
-    """Return an ordinary tensor on a storage; `start` and `stride` in elements."""
-    with plain_tensors():
+    """Return an ordinary tensor on a storage; `start` and `stride` in elements.
+
+    No dispatch mode sees it: the sanitizer would take `set_` for a write to the memory.
+    """
+    with plain_tensors(), without_modes():
         empty = torch.empty(0, dtype=dtype, device=storage.device)
         return empty.set_(storage, start, shape, stride)
 

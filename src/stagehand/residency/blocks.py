@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from stagehand.residency.residency import Residency
+from stagehand.torch_private import without_modes
 from stagehand.units import format_bytes
 
 if TYPE_CHECKING:
@@ -253,7 +254,7 @@ def _fitting(tensor: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
     """
     if not tensor.is_inference() or place.is_inference():
         return place
-    with torch.inference_mode():
+    with torch.inference_mode(), without_modes():
         alias = torch.empty(0, dtype=place.dtype, device=place.device)
         start = place.storage_offset()
         storage = place.untyped_storage()
