@@ -148,6 +148,8 @@ class LaneLoader:
 
     def request(self, block: Block) -> bool:
         """See `Loader.request`."""
+        if self.pin_on is not None:
+            self.pin_on()  # who is staged does not move
         if not block.needs_staging or block.index in self._staged:
             return False
         if block.link_nbytes > self._slab_bytes:
