@@ -105,21 +105,12 @@ class Walk:
         return kept
 
     def _keep_evenly(self, streams: list[bool], room: int) -> int:
-        """Keep what fits so that the rest streams evenly; returns the bytes kept.
-
-        Spread twice: the second time for just the bytes that whole blocks came to. So
-        a budget with some bytes to spare gives the plan of the one without.
-        """
+        """Keep what fits so that the rest streams evenly; returns the bytes kept."""
         walk = [block for block in self.blocks if streams[block]]
-        kept = self._kept_evenly(streams, walk, room)
-        exact = sum(self._nbytes[block] for block in kept)
-        if exact < room:
-            kept = self._kept_evenly(streams, walk, exact)
-        return self._keep(kept, streams)
-
-    def _kept_evenly(
-        self, streams: list[bool], walk: list[int], room: int
-    ) -> list[int]:
+        sizes = {self._nbytes[block] for block in walk}
+        if len(sizes) == 1:
+            # Bytes that no whole block comes to would only blur where residents are.
+            room -= room % max(1, *sizes)
         crossing = sum(self._nbytes[block] for block in walk) - room
         kept: list[int] = []
         over = 0
@@ -131,7 +122,7 @@ class Walk:
                 break
         while over > 0:
             over -= self._nbytes[kept.pop()]
-        return kept
+        return self._keep(kept, streams)
 
     def _water_level(self, streams: list[bool], crossing: int) -> float:
         """The rate r, in bytes per second of compute, at which `crossing` bytes stream.
