@@ -194,6 +194,14 @@ def test_folder_of_torch_save_is_converted_with_what_is_beside(
         assert all(same_bits(found[n], tensor) for n, tensor in tensors().items())
 
 
+def test_folder_of_torch_save_is_never_written_to(tmp_path):
+    save_old(tmp_path / "source", [tensors()])
+    before = names_in(tmp_path / "source")
+    with pytest.raises(ConfigError, match="found the source"):
+        convert_to_packed(tmp_path / "source", tmp_path / "source")
+    assert names_in(tmp_path / "source") == before
+
+
 def test_files_of_torch_save_that_do_not_fit_each_other_are_refused(tmp_path):
     one = {"a": torch.ones(3)}
     save_old(tmp_path / "twice", [{**one, "b": one["a"]}, one])

@@ -309,9 +309,10 @@ def _replacing(path: Path, tensors: "_Tensors") -> Iterator[Together]:
         rf"{re.escape(path.stem)}(-\d+-of-\d+)?\.safetensors({re.escape(_INDEX)})?"
     )
     found = {p for end in ("", _INDEX) for p in path.parent.glob(f"*.safetensors{end}")}
-    source = {file.resolve() for file in tensors.files}
+    source = {file.resolve() for file in {tensors.path, *tensors.files}}
+    written = {file.resolve() for file in {path, path.parent, *found}}
     others = sorted(p.name for p in found if not own.fullmatch(p.name))
-    if others or source & {file.resolve() for file in {path, *found}}:
+    if others or source & written:
         raise ConfigError(
             f"{path.parent} cannot be converted to: expected an empty folder, or one"
             f" that holds {path.name} only, found"
