@@ -40,7 +40,7 @@ _NEW = _Files(
 
 
 def free_host_bytes(root: Path = _ROOT) -> int:
-    """Return the host memory that can be had without pushing anything out.
+    """Return the host memory that can be had; what only caches files counts as free.
 
     Args:
         root: Where the system's own file systems are mounted.
