@@ -1,0 +1,113 @@
+"""Whatever several threads ask of models that share a device, none waits for ever."""
+
+import random
+import threading
+
+import pytest
+import torch
+from small import LAYER_BYTES, batch
+from test_sharing import crowd, in_threads
+
+import stagehand
+from architectures.trees import assert_bitwise_equal
+
+__all__ = ["crowd"]
+
+DEPTHS = (2, 3, 5, 8)
+STEPS = 20
+
+
+class User:
+    """One thread's wishes, in an order of its own.
+
+    A model's lock is taken inside of another one's only in the order of the models:
+    against that order two threads would wait for each other, as with any locks.
+    """
+
+    def __init__(self, some, seed):
+        self.some, self.random = some, random.Random(seed)
+        self.inside = -1  # the latest model whose lock is held
+        self.runs = 0
+
+    def __call__(self):
+        for _ in range(STEPS):
+            self.wish()
+
+    def wish(self, depth=0):
+        choices = [self.run, self.run, self.hold, self.reserve, self.release]
+        choices += [] if depth > 2 else [self.nest, self.by_hand, self.save]
+        wish = self.random.choice(choices)
+        mine = self.random.randrange(self.inside + 1, len(DEPTHS) + 1)
+        if mine == len(DEPTHS):
+            return
+        try:
+            wish(mine, self.random.randrange(len(DEPTHS)), depth + 1)
+        except stagehand.StagehandOOMError:
+            pass  # what several threads need at once can be too much
+        except stagehand.ConfigError as error:
+            if "guest" not in str(error):  # that has a reservation, or is the host
+                raise
+
+    def run(self, mine, *_):
+        with torch.no_grad():
+            output = self.some.models[mine](batch())
+        assert_bitwise_equal(output, self.some.expected[mine], f"model {mine}")
+        self.runs += 1
+
+    def hold(self, mine, other, depth):
+        host = self.some.runtimes[mine]
+        hold = self.random.choice([host.keep_resident, host.as_guest])
+        with hold(self.some.models[other]):
+            self.wish(depth)
+            self.wish(depth)
+
+    def reserve(self, mine, other, _):
+        priority = self.random.choice(list(stagehand.ResidentPriority))
+        reserve = self.some.runtimes[mine].reserve_for_resident
+        reserve(self.some.models[other], priority=priority)
+
+    def release(self, mine, other, _):
+        self.some.runtimes[mine].release_reservation(self.some.models[other])
+
+    def save(self, mine, *_):
+        assert self.some.models[mine].state_dict()
+        assert repr(self.some.runtimes[mine])
+        assert str(self.some.runtimes[mine].report())
+
+    def by_hand(self, mine, _, depth):
+        runtime = self.some.runtimes[mine]
+        block = self.random.choice(runtime.block_ids)
+        runtime.before_block(block)
+        self.wish_inside(mine, depth)
+        runtime.after_block(block)
+
+    def nest(self, mine, _, depth):
+        here = threading.current_thread()
+
+        def call(*_):
+            if threading.current_thread() is here and self.inside < mine:
+                self.wish_inside(mine, depth)
+
+        hook = self.some.models[mine][0].register_forward_pre_hook(call)
+        try:
+            self.run(mine)
+        finally:
+            hook.remove()
+
+    def wish_inside(self, mine, depth):
+        before, self.inside = self.inside, mine
+        self.wish(depth)
+        self.inside = before
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("budget", [2, 5])
+def test_threads_may_ask_for_anything_in_any_order(crowd, seed, budget):
+    some = crowd("hpu", DEPTHS, budget * LAYER_BYTES)
+    users = [User(some, f"{seed} {number}") for number in range(3)]
+    in_threads(*users)
+    assert sum(user.runs for user in users) > STEPS / 2
+    for runtime in some.runtimes:
+        runtime.release_reservation()
+    some.run(*range(len(DEPTHS)))
+    assert {holding.why for holding in some.device.holdings()} == {"not held"}
