@@ -4,6 +4,7 @@ import gc
 import json
 import threading
 import weakref
+from contextlib import ExitStack, contextmanager
 
 import pytest
 import torch
@@ -851,8 +852,25 @@ def test_a_conductor_that_is_dropped_is_not_kept_by_torchs_optimizers(sim):
     assert len(_global_optimizer_pre_hooks) == before
 
 
+@contextmanager
+def held_by_a_thread(lock):
+    held, over = threading.Event(), threading.Event()
+
+    def hold():
+        with lock:
+            held.set()
+            over.wait(timeout=30)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    assert held.wait(timeout=30)
+    yield
+    over.set()
+    thread.join(timeout=30)
+
+
 @pytest.mark.parametrize("told", [True, False], ids=["told", "detected"])
-@pytest.mark.parametrize("how", ["dropped", "in a cycle"])
+@pytest.mark.parametrize("how", ["dropped", "in a cycle", "in another's hands"])
 def test_a_conductor_that_is_dropped_leaves_everything_as_it_was(stream, how, told):
     """Its models do not keep it: else limits of its last phase would hold for ever."""
     model = stream(passes=4)
@@ -871,9 +889,12 @@ def test_a_conductor_that_is_dropped_leaves_everything_as_it_was(stream, how, to
     gone = weakref.ref(conductor._parts)
     if how == "in a cycle":
         conductor.me = conductor
-    del conductor
-    if how == "in a cycle":
-        gc.collect()
+    with ExitStack() as withs:
+        if how == "in another's hands":
+            withs.enter_context(held_by_a_thread(conductor._parts._lock))
+        del conductor
+        if how == "in a cycle":
+            gc.collect()
     train(model, torch.optim.SGD(model.parameters(), lr=0.0))
     assert state_of(model) == before
     gc.collect()
