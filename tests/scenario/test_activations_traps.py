@@ -6,7 +6,9 @@ A test that ends with `assert_spilled` saw tensors leave and come back.
 import gc
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from copy import deepcopy
+from functools import partial
 
 import pytest
 import torch
@@ -605,6 +607,31 @@ def test_hooks_outside_of_the_context_get_what_does_not_leave(saved):
     assert_spilled(saved)
 
 
+@pytest.mark.parametrize("other", [False, True], ids=["same object", "two objects"])
+def test_hooks_outside_of_nested_entries_get_it_too(saved, other):
+    def hooked(model, x, depth, packed):
+        def pack(tensor):
+            packed.append(tuple(tensor.shape))
+            return tensor
+
+        with ExitStack() as entered:
+            entered.enter_context(saved_tensors_hooks(pack, lambda tensor: tensor))
+            for inner in (saved, second if other else saved)[:depth]:
+                entered.enter_context(inner)
+            return plain(model, x)
+
+    model = stack().to("hpu")
+    expected = gradients(model, plain)
+    with emptied(stagehand.activations(BUDGET)) as second:
+        for _ in range(3):
+            once, twice = [], []
+            for depth, packed in ((1, once), (2, twice)):
+                loss_of = partial(hooked, depth=depth, packed=packed)
+                assert_same(gradients(model, loss_of), expected)
+            assert once == twice != []
+    assert_spilled(saved)
+
+
 def test_other_offloading_inside_is_left_alone(saved):
     def offloaded(model, x):
         x = model[:4](x)
@@ -714,6 +741,25 @@ def test_selective_checkpoints_work(saved):
         return x.square().sum()
 
     check(saved, selective, spills=False)
+
+
+@pytest.mark.parametrize("selective", [False, True], ids=["whole", "selective"])
+def test_checkpoints_under_autocast_are_exact(tiny, selective):
+    def policy(ctx, operator, *args, **kwargs):
+        if operator is torch.ops.aten.mm.default:
+            return CheckpointPolicy.MUST_SAVE
+        return CheckpointPolicy.PREFER_RECOMPUTE
+
+    contexts = partial(create_selective_checkpoint_contexts, policy)
+
+    def cast(model, x):
+        with torch.autocast("hpu", torch.bfloat16):
+            for layer in model:
+                options = {"context_fn": contexts} if selective else {}
+                x = checkpoint(layer, x, use_reentrant=False, **options)
+            return x.float().square().sum()
+
+    check(tiny, cast)
 
 
 # 25 to 27: graphs that are gone through again
@@ -865,6 +911,33 @@ def test_compiled_regions_take_all_of_theirs_at_once(saved):
         for one, other in zip(found, expected, strict=True):
             torch.testing.assert_close(one, other)
     assert_spilled(saved)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiled_regions_of_streamed_weights_are_those_of_resident_ones(
+    saved, sim, backend
+):
+    def compiled(layers, model, x):
+        for layer in layers:
+            x = layer(x)
+        return x.square().sum()
+
+    def layers_of(model):
+        return [torch.compile(layer, backend=backend) for layer in model]
+
+    torch.compiler.reset()
+    model = stack()
+    resident = deepcopy(model).to("hpu")
+    expected = gradients(resident, partial(compiled, layers_of(resident)))
+    stagehand.layer(model, vram_budget=150_000)
+    layers = layers_of(model)
+    for _ in range(3):
+        assert_same(gradients(model, partial(compiled, layers), saved), expected)
+    assert_spilled(saved)
+    runtime = runtime_of(model)
+    assert runtime.report().peak_device_bytes <= 150_000
+    runtime.shutdown()
 
 
 def test_transforms_that_allow_no_hooks_run_while_paused(saved):

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Saving"]
 
+_Entry = tuple["Scope", Any]  # a forward, and the hooks outside of all of ours
+
 _CHECKPOINTS = "torch.utils.checkpoint"
 
 
@@ -98,8 +100,8 @@ class Saving:
         self._entered = threading.local()
         self._warned = False
 
-    def _stack(self) -> list[Scope | None]:
-        stack: list[Scope | None] | None = getattr(self._entered, "stack", None)
+    def _stack(self) -> list[_Entry | None]:
+        stack: list[_Entry | None] | None = getattr(self._entered, "stack", None)
         if stack is None:
             stack = self._entered.stack = []
         return stack
@@ -108,7 +110,7 @@ class Saving:
     def scope(self) -> Scope | None:
         """The forward that this thread is in."""
         stack = self._stack()
-        return stack[-1] if stack else None
+        return stack[-1][0] if stack and stack[-1] is not None else None
 
     def enter(self) -> None:
         """Begin a forward."""
@@ -121,19 +123,19 @@ class Saving:
             self._warn()
             self._stack().append(None)
             return
-        if outer is not None and _is_ours(outer):
-            outer = None
+        if outer is not None and outer[1] is self._unpack:  # entered again
+            outer = next(entry[1] for entry in reversed(self._stack()) if entry)
         scope = self.spill.begin()
-        self._stack().append(scope)
+        self._stack().append((scope, outer))
         hooks = _Hooks(self.spill, scope, self._unpack, outer)
         push_saved_hooks(hooks.pack, hooks.unpack)
 
     def leave(self, *, failed: bool) -> None:
         """End it; what was saved stays under the budget."""
-        scope = self._stack().pop()
-        if scope is not None:
+        entry = self._stack().pop()
+        if entry is not None:
             pop_saved_hooks()
-            self.spill.end(scope, failed=failed)
+            self.spill.end(entry[0], failed=failed)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
