@@ -1,5 +1,7 @@
 """Saved tensors leave and return beside compute, and the host never waits."""
 
+from copy import deepcopy
+
 import pytest
 import torch
 from torch import nn
@@ -8,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import stagehand
 from architectures import assert_bitwise_equal
-from gpu.models import batch, resident, stack
+from gpu.models import DEPTH, Block, batch, resident, stack
 from stagehand import ActivationRuntime, ActivationStagehandConfig
 
 
@@ -122,9 +124,48 @@ def test_copies_run_beside_compute(place, record_property):
     record_property("step over resident", spilled / alone)
     assert nbytes > 0
     rho = copying / alone
-    if place.exact_time and rho < 0.8:
+    if rho < 0.8:
         assert hidden >= 0.95
     model.zero_grad()
+    saved.close()
+
+
+def test_experiment_of_the_first_release(place, record_property):
+    """Half a hundred blocks under frozen weights: 2.5 GB less for 1 % of time."""
+    real = place.name == "cuda"
+    width, tokens, depth = (
+        (4096, 4096, 48) if real else (place.width, place.tokens, DEPTH)
+    )
+    dtype = torch.bfloat16 if real else torch.float32
+    less = 2_500_000_000 if real else blocks_bytes(place, 1)
+    block = Block(width).to(dtype).requires_grad_(False)
+    model = nn.Sequential(*(deepcopy(block).to(place.name) for _ in range(depth)))
+    x = torch.linspace(-1, 1, tokens * width, dtype=dtype).reshape(tokens, width)
+    x = x.to(place.name).requires_grad_()
+    step(model, x)
+    alone = place.peak_bytes(lambda: step(model, x))
+    seconds = place.seconds(lambda: step(model, x), rounds=5)
+    saved = stagehand.activations("80GB")
+    step(model, x, saved)
+    saved._parts.spill.budget_bytes = saved._parts.spill.peak_bytes - int(1.1 * less)
+    for _ in range(4):
+        step(model, x, saved)
+        place.synchronize()
+    assert saved._parts.spill.lessons.latest.prefix.nbytes >= less
+    peak = place.peak_bytes(lambda: step(model, x, saved))
+    spilled = place.seconds(lambda: step(model, x, saved), rounds=5)
+    theirs = place.peak_bytes(lambda: step(model, x, save_on_cpu(pin_memory=True)))
+    copied = place.seconds(
+        lambda: step(model, x, save_on_cpu(pin_memory=True)), rounds=3
+    )
+    record_property("peak bytes less", alone - peak)
+    record_property("step over resident", spilled / seconds)
+    record_property("save_on_cpu: peak bytes less", alone - theirs)
+    record_property("save_on_cpu: step over resident", copied / seconds)
+    assert alone - peak >= less
+    assert spilled <= 1.01 * seconds
+    assert spilled < copied
+    x.grad = None
     saved.close()
 
 

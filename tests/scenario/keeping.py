@@ -75,5 +75,6 @@ def emptied(saved: stagehand.activations) -> Iterator[stagehand.activations]:
     gc.collect()
     saved.close()
     assert saved._parts.spill.held_bytes == 0
+    assert all(ref() is None for ref in saved._parts.spill._live.values())
     assert saved._parts.pool.out == 0
     assert saved._parts.arena.leased_bytes == 0

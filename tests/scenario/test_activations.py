@@ -212,6 +212,22 @@ def test_nearly_all_bytes_that_are_copied_are_freed(saved):
     assert tally.freed_bytes >= 0.95 * tally.spilled_bytes
 
 
+def test_small_tensors_leave_and_return_in_bundles(saved, sim):
+    x = torch.linspace(-1, 1, 2048, device="hpu", requires_grad=True)
+    for _ in range(3):
+        spill_of(saved).tally.reset()
+        copies = sim.h2d_copies()
+        y = x
+        with saved:
+            for _ in range(150):
+                y = y.sigmoid()
+        y.sum().backward()
+        del y
+    restored = spill_of(saved).tally.restored_count
+    assert restored > 50
+    assert sim.h2d_copies() - copies <= restored / 4
+
+
 def test_host_memory_is_there_from_the_third_step_on(saved):
     model = stack().to("hpu")
     for _ in range(2):

@@ -27,6 +27,8 @@ from keeping import (
 from small import runtime_of
 from torch import nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -548,6 +550,26 @@ def test_nested_tensors_are_kept(saved):
         loss = (jagged * jagged).values().sum()
     loss.backward()
     assert torch.equal(rows[0].grad, torch.full((3, 4), 2.0))
+
+
+def test_distributed_tensors_are_kept(tiny, tmp_path):
+    """They have no storage of their own that a copy could stand for."""
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        local = torch.linspace(-1, 1, ROWS * WIDTH).reshape(ROWS, WIDTH)
+        one = distribute_tensor(local, mesh, [Shard(0)]).requires_grad_()
+        with tiny:
+            loss = one.sigmoid().sigmoid().sum().to_local()
+        loss.backward()
+        found = one.grad.to_local()
+    finally:
+        torch.distributed.destroy_process_group()
+    alone = local.requires_grad_()
+    alone.sigmoid().sigmoid().sum().backward()
+    assert torch.equal(found, alone.grad)
+    assert spill_of(tiny).tally.saved_count == 0
 
 
 # 21: storages that are taken away
