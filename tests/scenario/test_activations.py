@@ -41,13 +41,20 @@ def saved(sim):
 def pieces(monkeypatch):
     """All pieces that forwards save, weakly, in the order in which they do."""
     found = []
-    make = Piece.__init__
+    make = Spill.packer
 
-    def noted(piece, *args):
-        make(piece, *args)
-        found.append(weakref.ref(piece))
+    def packer(*args):
+        pack = make(*args)
 
-    monkeypatch.setattr(Piece, "__init__", noted)
+        def noted(saved):
+            handle = pack(saved)
+            if type(handle) is Piece:
+                found.append(weakref.ref(handle))
+            return handle
+
+        return noted
+
+    monkeypatch.setattr(Spill, "packer", packer)
     return found
 
 
