@@ -63,6 +63,21 @@ def _ramtorch(model: Stack) -> Callable[[], object]:
     return _nothing
 
 
+def _fsdp(model: Stack) -> Callable[[], object]:
+    """Each block a group of its own, in a process group of one."""
+    from torch import distributed
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+
+    store = distributed.HashStore()
+    distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    mesh, policy = init_device_mesh("cpu", (1,)), CPUOffloadPolicy(pin_memory=False)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, offload_policy=policy)
+    fully_shard(model, mesh=mesh, offload_policy=policy)
+    return distributed.destroy_process_group
+
+
 def _hooks_alone(model: Stack) -> Callable[[], object]:
     """Hooks on every block that do nothing: what PyTorch itself takes for them."""
     for block in model.blocks:
@@ -80,6 +95,7 @@ PEERS: dict[str, tuple[str, Prepare]] = {
     _OURS: ("stagehand", _stagehand),
     "diffusers group offloading": ("diffusers", _diffusers),
     "accelerate cpu_offload": ("accelerate", _accelerate),
+    "FSDP2 CPU offload": ("torch", _fsdp),
     "RamTorch": ("ramtorch", _ramtorch),
 }
 """How each is prepared, and the package that it needs, by the name it is printed as."""
@@ -136,7 +152,7 @@ def _overhead(
 def _pass(model: nn.Module) -> Callable[[], object]:
     x = torch.zeros(1, 16)
 
-    @torch.inference_mode()
+    @torch.no_grad()  # FSDP2 cannot run in inference mode
     def run() -> object:
         return model(x)
 

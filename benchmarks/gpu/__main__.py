@@ -7,11 +7,14 @@ weights (or saved tensors) elsewhere, beside a process that holds the rest of th
 This library's outcome has to be the resident one bit for bit.
 
 The line of each is added to a file with the device's name in `benchmarks/results/`.
-What has a line there is not measured again, so a run goes on where one stopped.
+What has a line there is not measured again, so a run goes on where one stopped: with
+`--short --minutes 9`, say, as often as there is time.
 """
 
 import argparse
+import math
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -24,12 +27,13 @@ from benchmarks.gpu.lines import Lines
 from benchmarks.gpu.suite import SHORT, all_cells, dry, pick
 from benchmarks.gpu.tasks.making import KINDS
 from benchmarks.gpu.ways.every import WAYS
-from benchmarks.gpu.worker import apart, attempt, measure_link
+from benchmarks.gpu.worker import apart, attempt, left_out, measure_link
 from benchmarks.simulated import ROOT
 from stagehand.units import format_bytes
 
 _DRY_BLOCKS = 4
 _DRY_DIVIDE = 64
+_FEWEST_SECONDS = 60.0  # in which no cell of a true size is done
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -46,17 +50,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     folder = options.out
     if folder is None and not options.dry:
         folder = ROOT / "benchmarks" / "results"
-    link = measure_link(card) if card else _apart(None, options)
+    ends = time.monotonic() + 60 * options.minutes
+    # A rehearsal is done here: it measures nothing that others would spoil.
+    link = measure_link(card, options.scratch) if card else _apart(None, options, ends)
     lines = Lines(link["device"], folder)
     lines.write(link)
+    left = [cell for cell in cells if options.again or cell not in lines]
     failed = 0
-    for cell in cells:
-        if cell in lines and not options.again:
-            continue
-        # A rehearsal is done here: it measures nothing that others would spoil.
-        line = attempt(cell, card, options.scratch) if card else _apart(cell, options)
+    for number, cell in enumerate(left):
+        if ends - time.monotonic() < _FEWEST_SECONDS:
+            print(f"{len(left) - number} cells are left: run the command again")
+            break
+        began = time.monotonic()
+        line = (
+            attempt(cell, card, options.scratch) if card else _one(cell, options, ends)
+        )
         lines.write(line)
-        print(f"{cell.name}: {_sentence(line)}", flush=True)
+        took = time.monotonic() - began
+        print(f"{cell.name}: {_sentence(line)} ({took:.0f} s)", flush=True)
         failed += cell.ours and "failed" in line
     return 1 if failed else 0
 
@@ -69,8 +80,16 @@ def _cells(options: argparse.Namespace) -> list[Cell]:
     return [cell.scaled(options.blocks, options.steps) for cell in found]
 
 
-def _apart(cell: Cell | None, options: argparse.Namespace) -> dict[str, Any]:
-    return apart(cell, dry=False, folder=options.scratch, seconds=options.seconds)
+def _one(cell: Cell, options: argparse.Namespace, ends: float) -> dict[str, Any]:
+    """Spend no process on a library that is not there."""
+    return left_out(cell) or _apart(cell, options, ends)
+
+
+def _apart(
+    cell: Cell | None, options: argparse.Namespace, ends: float
+) -> dict[str, Any]:
+    seconds = min(options.seconds, ends - time.monotonic())
+    return apart(cell, dry=False, folder=options.scratch, seconds=seconds)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -88,6 +107,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--ways", nargs="+", choices=WAYS, default=[], help="by whom")
     add("--blocks", type=int, help="fewer blocks of the true shape")
     add("--steps", type=int, default=10, help="timed steps of a cell")
+    add("--minutes", type=float, default=math.inf, help="in which to come to an end")
     add("--again", action="store_true", help="measure anew what has a line")
     add("--seconds", type=float, default=900, help="after which a cell is given up")
     add("--scratch", type=Path, help="folder for checkpoints, on the disk under test")

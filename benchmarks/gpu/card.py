@@ -91,6 +91,15 @@ class Card:
         with ballast(leave_bytes):
             yield
 
+    def most_used_bytes(self) -> int:
+        """The most that `used_bytes` was since `empty_cache`.
+
+        What torch's allocator has given back since then comes on top of what is gone.
+        """
+        given_back = torch.accelerator.max_memory_reserved()
+        given_back -= torch.accelerator.memory_reserved()
+        return self.used_bytes() + given_back
+
     def pinned_bytes(self) -> int:
         """Page-locked bytes: the most that torch had, and what the library has."""
         own = [m for m in gc.get_objects() if type(m) is _RegisteredMemory]

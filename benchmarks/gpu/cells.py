@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-__all__ = ["Cell"]
+__all__ = ["LEAST", "Cell"]
+
+LEAST = "least"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,7 +24,7 @@ class Cell:
     """Device memory of the card, such as "24GiB"; None for all there is."""
     budget: str | None = None
     """Device bytes for weights (for saved tensors, where those move), or a part of
-    all, such as "30%"; None for what the cap leaves."""
+    all, such as "30%"; `LEAST` for as few as work; None for what the cap leaves."""
     ram: str | None = None
     """Host bytes for weights, or a part of all, where they come from disk."""
     blocks: int | None = None
@@ -51,4 +53,4 @@ class Cell:
 
     def scaled(self, blocks: int | None, steps: int) -> Cell:
         """Return the same with so many blocks and timed steps."""
-        return replace(self, blocks=blocks, steps=steps)
+        return replace(self, blocks=blocks or self.blocks, steps=steps)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import time
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -12,7 +13,10 @@ if TYPE_CHECKING:
 
     from stagehand.core.device import Device, Stream
 
-__all__ = ["Spread", "time_each", "time_on", "time_phases", "time_steps"]
+__all__ = ["Spread", "Steps", "time_each", "time_on", "time_phases"]
+
+_ENOUGH_SECONDS = 20.0
+_FEWEST = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +37,16 @@ class Spread:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """Seconds of some steps, and the median of each of their parts."""
+
+    whole: Spread
+    phases: list[float]
+    host: float
+    """For each step, of the thread that runs it."""
+
+
 def time_on(
     device: Device, streams: Sequence[Stream], run: Callable[[], object]
 ) -> list[float]:
@@ -48,43 +62,49 @@ def time_on(
     return [start.elapsed_time(end) / 1e3 for start, end in pairs]
 
 
-def time_steps(device: Device, run: Callable[[], object], steps: int) -> Spread:
-    """Return the seconds of steps that follow each other without a pause."""
-    marks = [device.new_event(timing=True) for _ in range(steps + 1)]
-    stream = device.current_stream()
-    marks[0].record(stream)
-    for mark in marks[1:]:
-        run()
-        mark.record(stream)
-    device.synchronize()
-    return Spread.of([a.elapsed_time(b) / 1e3 for a, b in pairwise(marks)])
-
-
 def time_each(
-    device: Device, run: Callable[[], object], steps: int, before: Callable[[], object]
-) -> Spread:
-    """Return the seconds of steps before each of which something else is done."""
-    stream, found = device.current_stream(), []
+    device: Device,
+    phases: Sequence[Callable[[], object]],
+    steps: int,
+    before: Callable[[], object],
+) -> Steps:
+    """Return the times of steps before each of which something else is done."""
+    found = []
     for _ in range(steps):
         before()
-        found.append(time_on(device, (stream,), run)[0])
-    return Spread.of(found)
+        device.synchronize()
+        found.append(time_phases(device, phases, 1))
+    return Steps(
+        Spread.of([one.whole.median for one in found]),
+        _medians([one.phases for one in found]),
+        statistics.median(one.host for one in found),
+    )
 
 
 def time_phases(
     device: Device, phases: Sequence[Callable[[], object]], steps: int
-) -> list[float]:
-    """Return the median seconds of each part of steps that follow each other."""
-    stream = device.current_stream()
-    rows = [
-        [device.new_event(timing=True) for _ in range(len(phases) + 1)]
-        for _ in range(steps)
-    ]
-    for row in rows:
+) -> Steps:
+    """Return the times of steps that follow each other without a pause.
+
+    Fewer than `steps`, where they take long.
+    """
+    stream, rows = device.current_stream(), []
+    began, busy = time.perf_counter(), time.thread_time()
+    while len(rows) < steps and (
+        len(rows) < _FEWEST or time.perf_counter() - began < _ENOUGH_SECONDS
+    ):
+        row = [device.new_event(timing=True) for _ in range(len(phases) + 1)]
         row[0].record(stream)
         for phase, mark in zip(phases, row[1:], strict=True):
             phase()
             mark.record(stream)
+        rows.append(row)
+    busy = time.thread_time() - busy
     device.synchronize()
-    spans = [[a.elapsed_time(b) / 1e3 for a, b in pairwise(row)] for row in rows]
-    return [statistics.median(column) for column in zip(*spans, strict=True)]
+    wholes = [row[0].elapsed_time(row[-1]) / 1e3 for row in rows]
+    parts = [[a.elapsed_time(b) / 1e3 for a, b in pairwise(row)] for row in rows]
+    return Steps(Spread.of(wholes), _medians(parts), busy / len(rows))
+
+
+def _medians(rows: Sequence[Sequence[float]]) -> list[float]:
+    return [statistics.median(column) for column in zip(*rows, strict=True)]

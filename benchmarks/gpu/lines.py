@@ -20,7 +20,7 @@ class Lines:
 
     Args:
         device: Its name.
-        folder: Where the file lies; None prints only.
+        folder: Where the file lies; None prints.
     """
 
     def __init__(self, device: str, folder: Path | None) -> None:
@@ -46,11 +46,12 @@ class Lines:
     def write(self, line: dict[str, Any]) -> None:
         """Add a line."""
         text = json.dumps({**self._about, **line})
-        print(text, flush=True)
-        if self._path is not None:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            with self._path.open("a", encoding="utf-8") as file:
-                file.write(text + "\n")
+        if self._path is None:
+            print(text, flush=True)
+            return
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(text + "\n")
 
 
 def _key(line: dict[str, Any]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 import time
 from contextlib import ExitStack
@@ -11,14 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from benchmarks.gpu.clock import Spread, time_each, time_steps
-from benchmarks.gpu.link import copy_rate
+from benchmarks.gpu.cells import LEAST
+from benchmarks.gpu.clock import Steps, time_each, time_phases
+from benchmarks.gpu.link import copy_rate, disk_rates
 from benchmarks.gpu.outcomes import difference, equal
-from benchmarks.gpu.rates import Rates, read_rate
+from benchmarks.gpu.rates import Rates, copied_bytes
 from benchmarks.gpu.resident import Resident, run_resident
 from benchmarks.gpu.tasks.base import Room
 from benchmarks.gpu.tasks.making import KINDS, make
-from benchmarks.gpu.ways.base import Setting
+from benchmarks.gpu.ways.base import Pins, Setting
 from benchmarks.gpu.ways.every import WAYS
 from stagehand.core.machine import free_host_bytes
 from stagehand.units import MIB, format_bytes, parse_bytes
@@ -32,10 +34,11 @@ if TYPE_CHECKING:
 
 __all__ = ["measure"]
 
+_WARM_UP = 3  # steps, for those that learn nothing
 _SLACK = 32  # this part of the cap is left for fragments and the driver's own
 _ROUNDED = 16  # all weights are there with at most this part more
-_CHECKED = 64 * MIB
-_PINNED_TWICE = 2  # torch pins each tensor by itself, rounded up to a power of two
+_PROBED = 2048 * MIB
+_KEPT = 4  # this part of what is saved stays on the device, where most of it leaves
 
 
 def measure(cell: Cell, card: Card, folder: Path | None = None) -> dict[str, Any]:
@@ -65,13 +68,14 @@ def measure(cell: Cell, card: Card, folder: Path | None = None) -> dict[str, Any
             place=card.place,
             folder=Path(files),
         )
+        card.empty_cache()  # of what blocks were made with
         with setting.ends:
             line = _away(setting, card, found, rates)
             # What is left needs memory of its own: a profiler's buffers.
             capped.close()
             line |= _checked(setting, card, found)
         del setting
-    line["h2d_rate_after"] = copy_rate(card.device, MIB if card.dry else _CHECKED)
+    line["h2d_rate_after"] = copy_rate(card.device, copied_bytes(card))
     return {"kind": "cell", "cell": cell.line(), "cap_bytes": cap, **line}
 
 
@@ -86,16 +90,26 @@ def _cap(cell: Cell, card: Card, found: Resident) -> int | None:
 
 def _room(cell: Cell, card: Card, found: Resident, cap: int | None) -> Room:
     whole = found.moved_bytes
-    if cell.budget is not None:
+    spilled = 0
+    if WAYS[cell.way].spills:
+        spilled = found.saved_bytes - found.saved_bytes // _KEPT
+    if cell.budget == LEAST:
+        budget = 0
+    elif cell.budget is not None:
         budget = parse_bytes(cell.budget, name="budget", of=whole)
     elif cap is not None:
-        budget = cap - cap // _SLACK - card.used_bytes() - found.beside_bytes
+        budget = cap - cap // _SLACK - card.used_bytes() - found.beside_bytes + spilled
         assert budget > 0, f"{cell.cap} do not hold what a step needs beside weights"
     else:
         budget = whole
     ram = None if cell.ram is None else parse_bytes(cell.ram, name="ram", of=whole)
-    budget = min(budget, whole + whole // _ROUNDED)
-    return Room(whole_bytes=whole, budget_bytes=budget, ram_bytes=ram)
+    return Room(
+        whole_bytes=whole,
+        budget_bytes=min(budget, whole + whole // _ROUNDED),
+        ram_bytes=ram,
+        saved_bytes=found.saved_bytes - spilled,
+        spilled_bytes=spilled,
+    )
 
 
 def _disk_rate(cell: Cell, found: Resident, folder: Path) -> float | None:
@@ -104,12 +118,12 @@ def _disk_rate(cell: Cell, found: Resident, folder: Path) -> float | None:
         return None
     path = folder / "probe"
     with path.open("wb") as file:
-        written = 0
-        while written < min(found.moved_bytes, 32 * _CHECKED):
-            written += file.write(bytes(min(_CHECKED, found.moved_bytes)))
-    rate = read_rate(path)
+        piece = os.urandom(min(32 * MIB, found.moved_bytes))
+        while file.tell() < min(found.moved_bytes, _PROBED):
+            file.write(piece)
+    rates = disk_rates(path)
     path.unlink()
-    return rate
+    return max(rates.values())
 
 
 def _away(
@@ -126,28 +140,30 @@ def _away(
     prepared = time.perf_counter() - began
     outcome = task.outcome()
     startup = time.perf_counter() - began
-    _check(cell, found, outcome)
-    same, apart = equal(outcome, found.outcome), difference(outcome, found.outcome)
-    del outcome
-    used = card.used_bytes()
+    expected = task.expected or found.outcome
+    _check(cell, found, outcome, expected)
+    same, apart = equal(outcome, expected), difference(outcome, expected)
+    del outcome, expected
     pinned = _pinned(task, device, began)
-    for _ in range(cell.settling):
+    for _ in range(cell.settling if cell.ours else min(cell.settling, _WARM_UP)):
         task.step()
         device.synchronize()
-    step = _time(setting, card)
-    bound = task.bound(found.phases, setting.room, rates)
+    steps = _time(setting, card)
+    bound = task.bound(found.steps.phases, setting.room, rates)
     return {
         "version": way.version,
-        "step": asdict(step),
-        "resident": asdict(found.step),
-        "resident_phases": found.phases,
+        "step": asdict(steps.whole),
+        "phases": steps.phases,
+        "host_seconds": steps.host,
+        "resident": asdict(found.steps.whole),
+        "resident_phases": found.steps.phases,
         "bound": bound,
-        "over_bound": step.median / bound,
-        "over_resident": step.median / found.step.median,
+        "over_bound": steps.whole.median / bound,
+        "over_resident": steps.whole.median / found.steps.whole.median,
         "equal": same,
         "difference": apart,
         "resident_difference": found.difference,
-        **_memory(setting, card, found, used),
+        **_memory(setting, card, found),
         **_reported(task),
         "prepared": prepared,
         "startup": startup,
@@ -161,37 +177,43 @@ def _checked(setting: Setting, card: Card, found: Resident) -> dict[str, Any]:
     cell, task = setting.cell, setting.task
     line: dict[str, Any] = _copied(card.copies(task.step))
     if not task.trains:
-        last = task.outcome()
-        _check(cell, found, last)
-        line["equal_at_end"] = equal(last, found.outcome)
+        last, expected = task.outcome(), task.expected or found.outcome
+        _check(cell, found, last, expected)
+        line["equal_at_end"] = equal(last, expected)
     return line
 
 
 def _check_host(setting: Setting) -> None:
     """Leave out what would drive this machine out of memory."""
-    need = _PINNED_TWICE * setting.room.whole_bytes
+    pins = WAYS[setting.cell.way].pins
+    if pins is Pins.NOTHING:
+        return
+    weights = [w.numel() * w.element_size() for w in setting.task.streamed_weights()]
+    need = sum(1 << (nbytes - 1).bit_length() for nbytes in weights)
+    if pins is Pins.IN_PLACE:
+        need -= sum(weights)
     free = free_host_bytes()
     if need > free:
         raise MemoryError(
-            f"may page-lock {format_bytes(need)}, {format_bytes(free)} are free"
+            f"page-locks {format_bytes(need)} more, {format_bytes(free)} are free"
         )
 
 
-def _time(setting: Setting, card: Card) -> Spread:
+def _time(setting: Setting, card: Card) -> Steps:
     task, steps = setting.task, setting.cell.steps
     if task.before_step is None:
-        return time_steps(card.device, task.step, steps)
-    return time_each(card.device, task.step, steps, task.before_step)
+        return time_phases(card.device, task.phases(), steps)
+    return time_each(card.device, task.phases(), steps, task.before_step)
 
 
-def _memory(setting: Setting, card: Card, found: Resident, used: int) -> dict[str, int]:
+def _memory(setting: Setting, card: Card, found: Resident) -> dict[str, int]:
     allocated = card.device.peak_allocated_bytes() or 0
     return {
         "weight_bytes": setting.room.whole_bytes,
         "budget_bytes": setting.room.budget_bytes,
         "allocated_bytes": allocated,
         "reserved_bytes": torch.accelerator.max_memory_reserved(),
-        "device_bytes": max(used, card.used_bytes(), allocated),
+        "device_bytes": card.most_used_bytes(),
         "resident_peak_bytes": found.peak_bytes,
         "pinned_bytes": card.pinned_bytes(),
         "host_bytes": card.resident_bytes(),
@@ -230,10 +252,15 @@ def _copied(copies: Copies) -> dict[str, int]:
     }
 
 
-def _check(cell: Cell, found: Resident, outcome: list[torch.Tensor]) -> None:
+def _check(
+    cell: Cell,
+    found: Resident,
+    outcome: list[torch.Tensor],
+    expected: list[torch.Tensor],
+) -> None:
     """Hold this library to its word. Gradients may differ where resident ones do."""
     if not cell.ours:
         return
     first = 1 if KINDS[cell.kind].trains and found.difference else None
-    same = equal(outcome[:first], found.outcome[:first])
-    assert same, f"{cell.name}: off by {difference(outcome, found.outcome)}"
+    same = equal(outcome[:first], expected[:first])
+    assert same, f"{cell.name}: off by {difference(outcome, expected)}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from benchmarks.gpu.clock import Spread, time_phases, time_steps
+from benchmarks.gpu.clock import Steps, time_phases
 from benchmarks.gpu.outcomes import difference
 from benchmarks.gpu.tasks.base import nbytes_of
 from benchmarks.gpu.tasks.making import make
@@ -26,13 +26,14 @@ class Resident:
     outcome: list[torch.Tensor]
     difference: float
     """Between two such outcomes: kernels may add in any order."""
-    step: Spread
-    phases: list[float]
+    steps: Steps
     peak_bytes: int
     moved_bytes: int
     """Of the weights that may stream, or of what a step saves for backward."""
     beside_bytes: int
     """The peak without what is at home where weights stream, but on its way there."""
+    saved_bytes: int
+    """Of that, what forward leaves for backward."""
 
 
 def run_resident(cell: Cell, card: Card) -> Resident:
@@ -46,15 +47,19 @@ def run_resident(cell: Cell, card: Card) -> Resident:
     task.step()
     card.empty_cache()
     held = card.device.allocated_bytes() or 0
-    step = time_steps(card.device, task.step, cell.steps)
-    phases = time_phases(card.device, task.phases(), cell.steps)
+    first, *others = task.phases()
+    first()
+    saved = (card.device.allocated_bytes() or 0) - held if task.trains else 0
+    for phase in others:
+        phase()
+    steps = time_phases(card.device, task.phases(), cell.steps)
     peak = card.device.peak_allocated_bytes() or 0
     return Resident(
         outcome=outcome,
         difference=apart,
-        step=step,
-        phases=phases,
+        steps=steps,
         peak_bytes=peak,
         moved_bytes=weights if task.at_home else peak - held,
         beside_bytes=peak - task.copies_home * weights + task.flying_bytes(),
+        saved_bytes=saved,
     )

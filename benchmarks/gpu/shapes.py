@@ -215,8 +215,16 @@ def build(
         with torch.device("meta"):
             block = make(divide).to(dtype)
         block = _filled(block.to_empty(device=device), generator)
-        made.append(block if home is None else block.to(home))
+        made.append(block if home is None else _brought(block, home))
     return Stack(made).requires_grad_(False)
+
+
+def _brought(block: nn.Module, home: torch.device) -> nn.Module:
+    """To the host: into memory that all threads touched, which one alone is slow at."""
+    for parameter in block.parameters():
+        there = torch.empty_like(parameter, device=home).zero_()
+        parameter.data = there.copy_(parameter.detach())
+    return block
 
 
 def skeleton(shape: Shape, *, blocks: int | None = None, divide: int = 1) -> Stack:

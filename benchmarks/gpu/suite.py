@@ -6,8 +6,8 @@ from dataclasses import replace
 from fnmatch import fnmatch
 from typing import TYPE_CHECKING
 
-from benchmarks.gpu.cells import Cell
-from benchmarks.gpu.ways.every import ways_of
+from benchmarks.gpu.cells import LEAST, Cell
+from benchmarks.gpu.ways.every import WAYS, ways_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -38,9 +38,30 @@ _FULL = {"llama-3-8b": ("24GiB", "8GiB")}
 _PAIRS = {"gemma-3-12b+ltx-2": ("24GiB",), "llama-3-8b+qwen2.5-7b": ("8GiB",)}
 _SAVED = {"llama-3-8b": ("50%", "20%"), "flux.1": ("20%",)}
 _DISK = {"qwen2.5-7b": ("100%", "30%"), "llama-3-8b": ("30%",)}
+_BUDGETS = {
+    # A twenty-fifth of LTX-2 is two blocks: nothing of it is kept.
+    ("inference", "qwen2.5-7b"): LEAST,
+    ("lora", "llama-3-8b"): LEAST,
+    ("lora", "ltx-2"): "4%",
+}
+_DRY_BUDGETS = {"4%": "60%", "12%": "50%"}  # of four blocks
+_INT8 = {"flux.2": 14, "llama-3-8b": None}
+"""By the number of blocks whose files, plain and quantized, a small disk holds."""
 
-SHORT = ("inference/ltx-2/24GiB/*", "lora/ltx-2/24GiB/*", "inference/flux.1/8GiB/*")
-"""What a few minutes are enough for."""
+SHORT = (
+    "lora/ltx-2/24GiB/stagehand*",
+    "lora/ltx-2/24GiB/[nf]*",
+    "lora/ltx-2/4%/stagehand",
+    "inference/ltx-2/24GiB/[sa]*",
+    "inference/qwen2.5-7b/4GiB/[sa]*",
+    "lora/flux.1-large/8GiB/stagehand*",
+    "pair/gemma*/stagehand*",
+    "int8/flux.2/*",
+    "full/llama-3-8b/24GiB/stagehand-overlap",
+    "activations/llama-3-8b/20%/*",
+    "disk/qwen2.5-7b/*",
+)
+"""The headlines, the most telling first: as many as the time is enough for."""
 
 
 def all_cells() -> Iterator[Cell]:
@@ -54,6 +75,12 @@ def all_cells() -> Iterator[Cell]:
         for shape, caps in table.items():
             for cap in caps:
                 yield from _every_way(Cell(kind=kind, shape=shape, cap=cap))
+    for (kind, shape), budget in _BUDGETS.items():
+        yield Cell(kind=kind, shape=shape, budget=budget)
+    for shape, blocks in _INT8.items():
+        yield from _every_way(
+            Cell(kind="int8", shape=shape, budget="12%", blocks=blocks)
+        )
     for shape, budgets in _SAVED.items():
         for budget in budgets:
             yield from _every_way(Cell(kind="activations", shape=shape, budget=budget))
@@ -80,14 +107,19 @@ def dry(cells: Iterable[Cell], *, blocks: int, divide: int) -> list[Cell]:
         small = replace(
             cell,
             cap=cell.cap and "75%",
+            budget=_DRY_BUDGETS.get(cell.budget, cell.budget),
             blocks=blocks,
             # Small tensors are never spilled.
-            divide=divide // 4 if cell.kind == "activations" else divide,
+            divide=divide // 4 if _spills(cell) else divide,
             steps=2,
             settling=3,
         )
         found[small] = None
     return list(found)
+
+
+def _spills(cell: Cell) -> bool:
+    return cell.kind == "activations" or WAYS[cell.way].spills
 
 
 def pick(
@@ -101,14 +133,16 @@ def pick(
 
     Args:
         cells: Of these.
-        names: Patterns as in a shell, "lora/*" or "*/sdxl/*".
+        names: Patterns as in a shell, "lora/*" or "*/sdxl/*"; they give the order.
         kinds: What is done.
         ways: Who keeps weights elsewhere.
     """
-    return [
+    found = [
         cell
         for cell in cells
-        if (not names or any(fnmatch(cell.name, name) for name in names))
-        and (not kinds or cell.kind in kinds)
-        and (not ways or cell.way in ways)
+        if (not kinds or cell.kind in kinds) and (not ways or cell.way in ways)
     ]
+    named = (
+        cell for name in names or "*" for cell in found if fnmatch(cell.name, name)
+    )
+    return list(dict.fromkeys(named))

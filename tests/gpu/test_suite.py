@@ -64,6 +64,8 @@ MEASURED = {
     "prepared",
     "startup",
     "pinned",
+    "phases",
+    "host_seconds",
     "rates",
     "h2d_rate_after",
     "version",
@@ -74,6 +76,10 @@ ONE = ["--cells", "inference/llama-3-8b/8GiB/stagehand"]
 @pytest.fixture(autouse=True)
 def root_on_path(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT))
+
+
+# Of a block that is divided by 64 some layers are too small to shrink.
+pytestmark = pytest.mark.filterwarnings("ignore:.*would not shrink")
 
 
 @pytest.fixture
@@ -121,8 +127,12 @@ def test_every_shape_is_measured_and_is_its_resident_self(rehearse):
         assert line["equal_at_end"]
         assert line["difference"] == 0
         assert line["over_bound"] > 0.999
-        assert line["device_bytes"] <= line["cap_bytes"]
-        assert 0 < line["budget_bytes"] < line["weight_bytes"]
+        if line["cell"]["budget"] == "least":
+            assert line["budget_bytes"] == 0
+            assert line["device_bytes"] < 0.6 * line["resident_peak_bytes"]
+        else:
+            assert line["device_bytes"] <= line["cap_bytes"]
+            assert 0 < line["budget_bytes"] < line["weight_bytes"]
         assert line["h2d_copies"] > 0
         assert 0 < line["pinned_bytes"] < 1.1 * line["weight_bytes"]
 
@@ -136,7 +146,7 @@ def test_every_way_is_measured_or_says_why_not(rehearse, kind):
     for name, line in found.items():
         if "failed" in line:
             assert not line["cell"]["way"].startswith("stagehand")
-            assert WAYS[name].missing or name == "fsdp2"
+            assert WAYS[name].missing or name.startswith("fsdp2")
             continue
         assert line.keys() >= MEASURED
         assert line["equal"], name
@@ -152,6 +162,31 @@ def test_all_weights_are_trained_with_the_optimizer_on_the_host(rehearse):
     assert line["equal"]
     assert line["d2h_bytes"] > 0.9 * line["weight_bytes"]  # gradients, all but norms'
     assert line["device_bytes"] <= line["cap_bytes"]
+
+
+def test_int8_crosses_the_link_and_is_what_its_weights_give(rehearse):
+    (line,) = rehearse("--cells", "int8/llama*")
+    assert line["equal"]
+    assert line["equal_at_end"]
+    assert line["difference"] == 0
+    assert line["h2d_bytes"] < line["weight_bytes"] - line["budget_bytes"]
+
+
+def test_one_of_two_models_is_reserved_and_not_loaded_again(rehearse):
+    found = _ways(rehearse("--cells", "pair/llama*/stagehand*"), "pair")
+    reserved, shared = found["stagehand-reserved"], found["stagehand"]
+    assert reserved["equal"]
+    assert len(reserved["phases"]) == 2
+    # The one that stays computes and waits for nothing.
+    assert reserved["phases"][0] < 1.01 * reserved["resident_phases"][0]
+    assert shared["equal"]
+
+
+def test_what_checkpoints_keep_leaves_as_well(rehearse):
+    (line,) = rehearse("--cells", "lora/llama*/stagehand-spilling")
+    assert line["equal"]
+    assert line["over_bound"] > 0.999
+    assert line["d2h_bytes"] > 0
 
 
 def test_optimizer_beside_backward_is_measured(rehearse):
@@ -342,6 +377,7 @@ def test_real_card_asks_torch_for_what_torch_has(sim, monkeypatch):
     activities = (torch.profiler.ProfilerActivity.CPU,)
     monkeypatch.setattr(module.Card, "_profiled", activities)
     monkeypatch.setattr("benchmarks.gpu.worker._SIZES", (4096,))
+    monkeypatch.setattr("benchmarks.gpu.rates._COPIED", 4096)
     card = module.Card()
     assert measure_link(card)["device"] == "a card"
     line = attempt(_small("stagehand", cap="75%"), card)
@@ -354,9 +390,11 @@ def test_other_library_is_left_out_where_the_host_has_too_little(sim, monkeypatc
     from benchmarks.gpu.card import SimulatedCard
     from benchmarks.gpu.worker import attempt
 
-    monkeypatch.setattr(module, "_PINNED_TWICE", 1 << 40)
+    found = type("Found", (), {"available": 1000})
+    monkeypatch.setattr(module.psutil, "virtual_memory", found)
     line = attempt(_small("naive-pinned"), SimulatedCard())
-    assert "MemoryError: may page-lock" in line["failed"]
+    assert "MemoryError: page-locks" in line["failed"]
+    assert "failed" not in attempt(_small("naive-pageable"), SimulatedCard())
 
 
 def test_copies_are_counted_in_the_profilers_trace():

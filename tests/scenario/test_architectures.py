@@ -1,7 +1,8 @@
 """Real models stream exactly and within any budget, and are given back whole.
 
 Every model runs in layer mode and in block mode, from memory and from files, on the
-simulated device and on the host, each with three budgets.
+simulated device and on the host, each with three budgets. Of the eight ways to combine
+these a model takes the four that hold every pair, and the next model the other four.
 """
 
 import functools
@@ -9,6 +10,7 @@ import json
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from types import ModuleType
 
@@ -38,6 +40,7 @@ from streamed import (
 )
 
 MODES = tuple(GRAD_MODES)
+WAYS = (("layers", "blocks"), ("memory", "files"), ("hpu", "cpu"))
 # Some of their modules read weights of others. That is found in the first pass, so the
 # learned route comes one pass later; the last two need two such weights at once.
 READ_BY_OTHERS = {"dit", "mamba", "mamba2", "whisper", "deberta_v2", "sam"}
@@ -167,11 +170,17 @@ class Case:
         assert_bitwise_equal(model.state_dict(), weights, "state_dict()")
 
 
+CASES = [
+    pytest.param(architecture, *names, id="-".join((str(architecture), *names)))
+    for number, architecture in enumerate(ARCHITECTURES)
+    for places in product(range(2), repeat=3)
+    if (number + sum(places)) % 2 == 0
+    for names in [[pair[place] for pair, place in zip(WAYS, places, strict=True)]]
+]
+
+
 @pytest.mark.filterwarnings("ignore:.*every call is watched:stagehand.StagehandWarning")
-@pytest.mark.parametrize("device", ["hpu", "cpu"], ids=["simulated", "host"])
-@pytest.mark.parametrize("store", ["memory", "files"])
-@pytest.mark.parametrize("mode", ["layers", "blocks"])
-@pytest.mark.parametrize("architecture", ARCHITECTURES, ids=str)
+@pytest.mark.parametrize(("architecture", "mode", "store", "device"), CASES)
 def test_model_streams_exactly_within_its_budget_and_is_given_back_whole(
     architecture: Architecture,
     mode: str,

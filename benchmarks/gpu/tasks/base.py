@@ -28,6 +28,10 @@ class Room:
     """On the device."""
     ram_bytes: int | None = None
     """In host memory, where they come from disk."""
+    saved_bytes: int = 0
+    """Of what forward leaves for backward, what stays on the device."""
+    spilled_bytes: int = 0
+    """Of that, what leaves the device for the time between."""
 
     @property
     def crossing_bytes(self) -> int:
@@ -61,6 +65,10 @@ class Task:
         self.models, self.states = models, states
         self.saving: AbstractContextManager[Any] = nullcontext()
         self.before_step: Callable[[], object] | None = None
+        self.expected: list[torch.Tensor] | None = None
+        """The outcome of weights that are not the resident ones."""
+        self.link_share = 1.0
+        """How much of a weight's bytes crosses the link for it."""
 
     def flying_bytes(self) -> int:
         """What is on the device for a while, on its way home."""

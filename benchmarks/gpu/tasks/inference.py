@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,6 +12,7 @@ from benchmarks.gpu.tasks.base import Room, Task
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from benchmarks.gpu.blocks import State
     from benchmarks.gpu.rates import Rates
 
 __all__ = ["Inference"]
@@ -21,21 +23,23 @@ class Inference(Task):
 
     def outcome(self) -> list[torch.Tensor]:
         """See `Task`. The outputs."""
-        return [out.cpu() for out in self._forward()]
+        return [
+            out.cpu()
+            for number in range(len(self.models))
+            for out in self._forward(number)
+        ]
 
     def phases(self) -> Sequence[Callable[[], object]]:
-        """See `Task`. One: all of it."""
-        return (self._forward,)
+        """See `Task`. One for each model."""
+        return [partial(self._forward, number) for number in range(len(self.models))]
 
     @torch.no_grad()
-    def _forward(self) -> list[torch.Tensor]:
-        return [
-            out
-            for model, state in zip(self.models, self.states, strict=True)
-            for out in model(*state)
-        ]
+    def _forward(self, number: int) -> State:
+        found: State = self.models[number](*self.states[number])
+        return found
 
     def bound(self, seconds: Sequence[float], room: Room, rates: Rates) -> float:
         """See `Task`. Compute, the link, or the disk: whichever takes longest."""
         disk = room.read_bytes / rates.disk if rates.disk else 0.0
-        return max(sum(seconds), room.crossing_bytes / rates.h2d, disk)
+        crossing = self.link_share * room.crossing_bytes
+        return max(sum(seconds), crossing / rates.h2d, disk)

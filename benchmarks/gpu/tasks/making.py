@@ -27,6 +27,7 @@ KINDS: dict[str, type[Task]] = {
     "full": FineTuning,
     "activations": Saved,
     "disk": Inference,
+    "int8": Inference,
     "pair": Inference,
 }
 """What is done, by the name of it."""

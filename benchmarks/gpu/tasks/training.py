@@ -148,14 +148,16 @@ class Lora(_Training):
         return [w for w in super().streamed_weights() if not w.requires_grad]
 
     def bound(self, seconds: Sequence[float], room: Room, rates: Rates) -> float:
-        """See `Task`. max(C_f, (W - V) / B) + max(C_b, (W - V) / B) + optimizer.
+        """See `Task`. max(C_f, (W - V) / B) + max(C_b, (W - V + A) / B) + optimizer.
 
         For at most V of the weights W can be there when a phase starts, and what is
-        computed again uses weights that backward needs as well.
+        computed again uses weights that backward needs as well. A is what was spilled
+        in forward, over the other lane.
         """
         forward, backward, update = seconds
-        crossing = room.crossing_bytes / rates.h2d
-        return max(forward, crossing) + max(backward, crossing) + update
+        crossing, spilled = room.crossing_bytes, room.spilled_bytes
+        forward = max(forward, crossing / rates.h2d, spilled / rates.d2h)
+        return forward + max(backward, (crossing + spilled) / rates.h2d) + update
 
 
 class FineTuning(_Training):

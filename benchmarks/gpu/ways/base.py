@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import functools
 import importlib.metadata
 import importlib.util
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from benchmarks.gpu.cells import Cell
     from benchmarks.gpu.tasks.base import Room, Task
 
-__all__ = ["FAILURES", "Setting", "Way"]
+__all__ = ["FAILURES", "Pins", "Setting", "Way"]
 
 FAILURES = (
     RuntimeError,
@@ -56,6 +57,16 @@ class Setting:
         return self.room.budget_bytes * own // self.room.whole_bytes
 
 
+class Pins(enum.Enum):
+    """What torch page-locks for a way, each tensor rounded up to a power of two."""
+
+    NOTHING = enum.auto()
+    IN_PLACE = enum.auto()
+    """All weights, one after the other in the place of ordinary memory."""
+    COPIES = enum.auto()
+    """All weights, before ordinary memory is given up."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Way:
     """One way."""
@@ -66,6 +77,10 @@ class Way:
     """Changes the models of a task."""
     package: str = "torch"
     """What has to be installed."""
+    spills: bool = False
+    """Whether most of what forward leaves for backward leaves the device."""
+    pins: Pins = Pins.NOTHING
+    """What it page-locks by itself."""
 
     @property
     def missing(self) -> bool:

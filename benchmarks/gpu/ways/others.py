@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from benchmarks.gpu.ways.base import Way
-from benchmarks.gpu.ways.plain import place_trained
+from benchmarks.gpu.ways.base import Pins, Way
+from benchmarks.gpu.ways.plain import pin_in_place, place_trained
 from stagehand.units import MIB
 
 if TYPE_CHECKING:
@@ -33,11 +33,12 @@ def _accelerate(at: Setting) -> None:
             for block in model.blocks  # type: ignore[union-attr]
             if any(isinstance(m, nn.ParameterList) for m in block.modules())
         }
+        pin_in_place(model)
         cpu_offload(
             model,
             execution_device=at.place,
             offload_buffers=False,
-            state_dict={n: t.pin_memory() for n, t in model.state_dict().items()},
+            state_dict=model.state_dict(),
             preload_module_classes=sorted(listed),
         )
 
@@ -91,20 +92,27 @@ def _mmgp(at: Setting) -> None:
 _FORWARD = frozenset({"inference"})
 
 OTHERS = {
-    "accelerate": Way(kinds=_FORWARD, prepare=_accelerate, package="accelerate"),
+    "accelerate": Way(
+        kinds=_FORWARD,
+        prepare=_accelerate,
+        package="accelerate",
+        pins=Pins.IN_PLACE,
+    ),
     "diffusers-block": Way(
         kinds=_FORWARD,
         prepare=functools.partial(_diffusers, level="block_level"),
         package="diffusers",
+        pins=Pins.COPIES,
     ),
     "diffusers-leaf": Way(
         kinds=_FORWARD,
         prepare=functools.partial(_diffusers, level="leaf_level"),
         package="diffusers",
+        pins=Pins.COPIES,
     ),
     "ramtorch": Way(
         kinds=frozenset({"inference", "lora"}), prepare=_ramtorch, package="ramtorch"
     ),
-    "mmgp": Way(kinds=_FORWARD, prepare=_mmgp, package="mmgp"),
+    "mmgp": Way(kinds=_FORWARD, prepare=_mmgp, package="mmgp", pins=Pins.COPIES),
 }
 """By their names."""

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import functools
+from copy import deepcopy
 from typing import TYPE_CHECKING
+
+import torch
 
 import stagehand
 from benchmarks.disk import drop_cache
+from benchmarks.gpu.cells import LEAST
 from benchmarks.gpu.shapes import SHAPES, Stack, skeleton
 from benchmarks.gpu.tasks.making import DTYPE
 from benchmarks.gpu.tasks.training import FineTuning
 from benchmarks.gpu.ways.base import Way
 from benchmarks.gpu.ways.files import write_checkpoint
 from stagehand.optim import OffloadedAdamW
+from stagehand.stores.converting import convert_to_squareq
 from stagehand.units import MIB
 
 if TYPE_CHECKING:
@@ -23,22 +28,48 @@ if TYPE_CHECKING:
 
     from benchmarks.gpu.cells import Cell
     from benchmarks.gpu.ways.base import Setting
+    from stagehand.wires import Transport
 
 __all__ = ["OWN"]
 
 _LEARNING_RATE = 1e-4
 
 
-def _by_layers(at: Setting) -> None:
-    task = at.task
-    for model in task.models:
-        stagehand.layer(
+def _by_layers(at: Setting, *, transport: Transport = "plain") -> None:
+    """Models in turns share all of the budget."""
+    for model in at.task.models:
+        stream = functools.partial(
+            stagehand.layer,
             model,
-            vram_budget=at.share(model),
-            inference_mode=not task.trains,
+            inference_mode=not at.task.trains,
             telemetry=True,
+            transport=transport,
         )
+        try:
+            stream(vram_budget=max(1, at.room.budget_bytes))
+        except stagehand.StagehandOOMError as error:
+            if at.cell.budget != LEAST:
+                raise
+            stream(vram_budget=error.needed_bytes)
         at.ends.callback(model._stagehand_layer_runtime.shutdown)
+
+
+def _reserved(at: Setting) -> None:
+    """The first of two models stays; the other one is its guest."""
+    _by_layers(at)
+    at.task.models[0]._stagehand_layer_runtime.reserve_for_resident()
+
+
+def _spilling(at: Setting) -> None:
+    """Weights stream, and most of what checkpoints keep leaves as well."""
+    _by_layers(at)
+    _spill(at, at.room.saved_bytes)
+
+
+def _spill(at: Setting, budget_bytes: int) -> None:
+    saving = stagehand.activations(budget_bytes)
+    at.ends.callback(saving.close)
+    at.task.saving = saving
 
 
 def _by_blocks(at: Setting) -> None:
@@ -78,26 +109,48 @@ def _fine_tuning(at: Setting, *, overlap: bool) -> None:
 
 
 def _saved(at: Setting) -> None:
-    saving = stagehand.activations(at.room.budget_bytes)
-    at.ends.callback(saving.close)
-    at.task.saving = saving
+    _spill(at, at.room.budget_bytes)
 
 
 def _from_disk(at: Setting) -> None:
     """Write a checkpoint, forget the model, and open it again from there."""
     files = write_checkpoint(at.task.models[0], at.folder)
+    _open(at, at.folder)
+    at.task.before_step = lambda: _drop(files)
+
+
+def _open(at: Setting, folder: Path) -> nn.Module:
     at.task.models.clear()
     model: nn.Module = stagehand.load(
         functools.partial(_skeleton, at.cell),
-        at.folder,
+        folder,
         vram_budget=at.room.budget_bytes,
         ram_budget=at.room.ram_bytes,
+        scratch_dir=at.folder,
         inference_mode=True,
         telemetry=True,
     )
     at.ends.callback(model._stagehand_layer_runtime.shutdown)
     at.task.models.append(model)
-    at.task.before_step = lambda: _drop(files)
+    return model
+
+
+def _quantized(at: Setting) -> None:
+    """INT8 crosses the link. Expected is what its weights give, block by block."""
+    task, small = at.task, at.folder / "int8"
+    files = write_checkpoint(task.models[0], at.folder)
+    convert_to_squareq(at.folder, small)
+    for file in files:
+        file.unlink()
+    model = _open(at, small)
+    blocks = model._stagehand_layer_runtime._parts.streamed
+    whole = sum(block.nbytes for block in blocks)
+    task.link_share = sum(block.link_nbytes for block in blocks) / whole
+    (state,) = task.states
+    with torch.no_grad():
+        for block in model.blocks:  # type: ignore[union-attr]
+            state = deepcopy(block).to(at.place)(*state)
+    task.expected = [out.cpu() for out in state]
 
 
 def _drop(files: Iterable[Path]) -> None:
@@ -115,6 +168,15 @@ OWN = {
     "stagehand": Way(
         kinds=frozenset({"inference", "lora", "pair"}), prepare=_by_layers
     ),
+    "stagehand-packed": Way(
+        kinds=frozenset({"inference"}),
+        prepare=functools.partial(_by_layers, transport="packed"),
+    ),
+    "stagehand-reserved": Way(kinds=frozenset({"pair"}), prepare=_reserved),
+    "stagehand-spilling": Way(
+        kinds=frozenset({"lora"}), prepare=_spilling, spills=True
+    ),
+    "stagehand-int8": Way(kinds=frozenset({"int8"}), prepare=_quantized),
     "stagehand-blocks": Way(kinds=frozenset({"inference", "lora"}), prepare=_by_blocks),
     "stagehand-overlap": Way(
         kinds=frozenset({"full"}),
