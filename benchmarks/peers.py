@@ -102,7 +102,7 @@ PEERS: dict[str, tuple[str, Prepare]] = {
 
 
 def measure(
-    depths: tuple[int, ...] = (10, 100, 1_000), *, blocks_timed: int = 20_000
+    depths: tuple[int, ...] = (10, 100, 1_000, 10_000), *, blocks_timed: int = 20_000
 ) -> Iterator[Result]:
     """Yield each library's overhead over the bare modules, and ours over the best.
 

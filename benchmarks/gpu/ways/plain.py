@@ -13,7 +13,7 @@ from torch import nn
 from benchmarks.gpu.ways.base import Pins, Way
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sized
 
     from benchmarks.gpu.ways.base import Setting
 
@@ -106,11 +106,14 @@ def _fsdp(at: Setting, *, ahead: bool = False) -> None:
 
 
 @contextlib.contextmanager
-def copies_ahead(place: torch.device) -> Iterator[None]:
+def copies_ahead(place: torch.device) -> Iterator[Sized]:
     """Let FSDP2 in a group of one copy a block when it is asked to prefetch it.
 
     PyTorch copies it when it is needed, on the stream that computes, so nothing
-    overlaps: `unshard` only notes an event there. What comes ahead is used once.
+    overlaps: `unshard` only notes an event there.
+
+    Yields:
+        What came ahead and was not used yet.
     """
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
@@ -142,7 +145,7 @@ def copies_ahead(place: torch.device) -> Iterator[None]:
 
     FSDPParamGroup.unshard, FSDPParam.all_gather_inputs = bring, property(take)
     try:
-        yield
+        yield there
     finally:
         FSDPParamGroup.unshard, FSDPParam.all_gather_inputs = unshard, plain
 
