@@ -251,12 +251,11 @@ class Room(Returning):
     def _prune(self) -> None:
         """Count dead pieces no more. Backward lets the newest go first."""
         kept = self._kept
-        dead = [nbytes for ref, nbytes in kept if ref() is None]
-        if dead:
-            self._held -= sum(dead)
-            alive = [item for item in kept if item[0]() is not None]
-            kept.clear()
-            kept.extend(alive)
+        before = sum(nbytes for _, nbytes in kept)
+        alive = [item for item in kept if item[0]() is not None]
+        self._held -= before - sum(nbytes for _, nbytes in alive)
+        kept.clear()
+        kept.extend(alive)
         self._unpruned = 0
 
     def _prune_newest(self) -> None:
