@@ -1,7 +1,8 @@
 """Background threads for what would block the thread that runs the model.
 
-Threads only read disks and copy pageable memory; they never issue device work, because
-a thread wakes up to 5 ms late behind Python code, and that is lost link time.
+Threads only read disks, copy pageable memory and make page-locked memory; they never
+issue device work, because a thread wakes up to 5 ms late behind Python code, and that
+is lost link time.
 """
 
 import threading
