@@ -16,6 +16,28 @@ if TYPE_CHECKING:
 __all__ = ["ExpertBlock", "GemmaBlock", "LlamaBlock"]
 
 
+def _attention(
+    width: int,
+    heads: int,
+    groups: int,
+    head: int,
+    *,
+    bias: bool = False,
+    normed: int | None = None,
+) -> Attention:
+    """Grouped, of a stream to itself."""
+    return Attention(
+        width,
+        width,
+        heads=heads,
+        head=head,
+        groups=groups,
+        bias=bias,
+        out_bias=False,
+        normed=normed,
+    )
+
+
 class LlamaBlock(nn.Module):
     """Grouped attention and a gated feed-forward: 9 tensors, 12 with biases."""
 
@@ -24,15 +46,7 @@ class LlamaBlock(nn.Module):
     ) -> None:
         super().__init__()
         self.norms = nn.ModuleList(nn.RMSNorm(width) for _ in range(2))
-        self.attention = Attention(
-            width,
-            width,
-            heads=heads,
-            head=width // heads,
-            groups=groups,
-            bias=bias,
-            out_bias=False,
-        )
+        self.attention = _attention(width, heads, groups, width // heads, bias=bias)
         self.gate = nn.Linear(width, hidden, bias=False)
         self.up = nn.Linear(width, hidden, bias=False)
         self.down = nn.Linear(hidden, width, bias=False)
@@ -53,16 +67,7 @@ class GemmaBlock(nn.Module):
     ) -> None:
         super().__init__()
         self.norms = nn.ModuleList(nn.RMSNorm(width) for _ in range(4))
-        self.attention = Attention(
-            width,
-            width,
-            heads=heads,
-            head=head,
-            groups=groups,
-            bias=False,
-            out_bias=False,
-            normed=head,
-        )
+        self.attention = _attention(width, heads, groups, head, normed=head)
         self.gate = nn.Linear(width, hidden, bias=False)
         self.up = nn.Linear(width, hidden, bias=False)
         self.down = nn.Linear(hidden, width, bias=False)
@@ -96,16 +101,7 @@ class ExpertBlock(nn.Module):
         super().__init__()
         self.taken = taken
         self.norms = nn.ModuleList(nn.RMSNorm(width) for _ in range(2))
-        self.attention = Attention(
-            width,
-            width,
-            heads=heads,
-            head=head,
-            groups=groups,
-            bias=False,
-            out_bias=False,
-            normed=head,
-        )
+        self.attention = _attention(width, heads, groups, head, normed=head)
         self.gate = nn.Linear(width, experts, bias=False)
         self.experts = _Experts(width, hidden, experts)
 
