@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent / "src" / "stagehand"
+ARCHITECTURE = ROOT.parent.parent / "docs" / "architecture.md"
 
 # Rank, then parts, then the part's files. A file may import lower ranks, and the files
 # of its own part that stand before it; parts of one rank do not import each other. A
@@ -145,6 +146,39 @@ EMPTY_WORDS = {
     *("manager", "handler", "helper", "entry", "hub", "bridge", "coordinator"),
     *("context", "data", "info", "misc"),
 }
+
+
+def first_line(name: str) -> str:
+    """Return the sentence with which a file says what it is."""
+    return (ast.get_docstring(parse(name)) or "").split("\n\n")[0].replace("\n", " ")
+
+
+def file_tables() -> str:
+    """Return what `docs/architecture.md` lists: ranks, parts, files, first lines."""
+    lines = []
+    for rank, parts in PLAN.items():
+        lines += [f"### Rank {rank}", ""]
+        single = [
+            name for part, files in parts.items() for name in single_files(part, files)
+        ]
+        folders = {part: files for part, files in parts.items() if part and files}
+        for part, files in {"": single, **folders}.items():
+            if not files:
+                continue
+            title = f"`{part}/`" if part else "file"
+            what = first_line(f"{part}/__init__") if part else "what it is"
+            lines += [f"| {title} | {what} |", "|---|---|"]
+            names = [f"{part}/{stem}".removeprefix("/") for stem in files]
+            lines += [f"| `{n.rpartition('/')[2]}` | {first_line(n)} |" for n in names]
+            lines.append("")
+    return "\n".join(lines)
+
+
+def single_files(part: str, files: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the files of a part that has no folder."""
+    if not part:
+        return files
+    return () if files or not (ROOT / f"{part}.py").exists() else (part,)
 
 
 def module_names() -> list[str]:
@@ -372,6 +406,12 @@ RULES = (
     *(upward_imports, impure_imports, missing_heads, device_names, private_torch),
     *(threads, prints, broad_excepts, empty_names, default_places),
 )
+
+
+def test_architecture_lists_every_file_with_its_first_line():
+    tables = file_tables()
+    listed = tables in ARCHITECTURE.read_text(encoding="utf-8")
+    assert listed, f"docs/architecture.md should have, in its place:\n\n{tables}"
 
 
 def test_public_names_are_the_promised_ones():
