@@ -69,9 +69,11 @@ def measure(
         cold = by_the_wall(
             {**ways, **raw}, turns, lambda: drop_cache(path), uncounted=uncounted
         )
-        yield from _compare("cold", cold, raw, nbytes, _COLD_TARGET)
+        yield from _compare("cold", cold, raw, "best raw read", nbytes, _COLD_TARGET)
         warm = by_the_wall({**ways, **raw, **copy}, turns, uncounted=uncounted)
-        yield from _compare("warm", warm, copy, nbytes, _WARM_TARGET)
+        yield from _compare(
+            "warm", warm, copy, "copy by two threads", nbytes, _WARM_TARGET
+        )
         rival.close()
         reader.close()
 
@@ -80,16 +82,17 @@ def _compare(
     when: str,
     seconds: dict[str, list[float]],
     best_of: Mapping[str, object],
+    what: str,
     nbytes: int,
     target: float,
 ) -> Iterator[Result]:
     best = min(best_of, key=lambda name: min(seconds[name]))
     times = Times(min(seconds[best]), statistics.median(seconds[best]))
-    yield Result.of(f"{best} of a GB, {when}", times, "ms", scale=1e12 / nbytes)
+    yield Result.of(f"{what} of a GB, {when}", times, "ms", scale=1e12 / nbytes)
     for name, found in seconds.items():
         if name not in best_of:
             yield Result.of(
-                f"{name} over the {best}, {when}",
+                f"{name} over the {what}, {when}",
                 Times.ratio(found, seconds[best]),
                 "x",
                 target=target if name == "blocks" else None,
