@@ -99,7 +99,7 @@ def streamed_stack(place, **options):
 @pytest.mark.parametrize("edit", EDITS, ids=lambda e: e.__name__)
 @pytest.mark.parametrize(
     ("layers", "pinned_layers"),
-    [(4, None), (4, 3), (2, 5)],
+    [(4, None), (3, 3), (2, 5)],
     ids=["pinned", "staged", "staged_far_ahead"],
 )
 def test_an_edit_between_passes_is_used_in_the_next_and_there_after_shutdown(

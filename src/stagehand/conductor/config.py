@@ -60,16 +60,16 @@ class ConductorConfig:
         check_types(self)
         for name in ("vram_soft_cap_mb", "vram_hard_cap_mb", "pinned_cap_mb"):
             value = getattr(self, name)
-            if value is not None and not (_is_number(value) and 0 < value < math.inf):
+            if value is not None and not 0 < value < math.inf:
                 raise ConfigError(f"{name} is {value!r}: expected more than 0 MiB")
         backlog = self.yield_backlog_mb
-        if not (_is_number(backlog) and 0 <= backlog < math.inf):
+        if not 0 <= backlog < math.inf:
             raise ConfigError(
                 f"yield_backlog_mb is {backlog!r}: expected 0 MiB or more"
             )
         for name in ("h2d_slots", "d2h_slots", "telemetry_interval_steps"):
             count = getattr(self, name)
-            if not isinstance(count, int) or count < 1:
+            if count < 1:
                 raise ConfigError(f"{name} is {count!r}: expected 1 or more")
         if self.link_arbitration not in get_args(Arbitration):
             raise ConfigError(
@@ -87,7 +87,3 @@ class ConductorConfig:
         """Return one of the sizes in bytes."""
         value = getattr(self, name)
         return None if value is None else int(value * MIB)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float)
