@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from stagehand.core.ledger import Watermarks
 from stagehand.errors import ConfigError
@@ -10,7 +11,10 @@ from stagehand.guards import Checks
 from stagehand.settings import check_types
 from stagehand.units import MIB
 
-__all__ = ["StagehandConfig"]
+__all__ = ["StagehandConfig", "Transport"]
+
+Transport = Literal["plain", "packed"]
+"""How weights cross the link."""
 
 _SIZES = (
     "pinned_pool_mb",
@@ -61,7 +65,7 @@ class StagehandConfig:
     """Steps between lines in the log `stagehand`."""
     shared: bool = True
     """Share device memory and lanes with other runtimes on the device; see `layer`."""
-    transport: str = "plain"
+    transport: Transport = "plain"
     """"packed" sends bfloat16 weights in three quarters of their bytes; see `layer`."""
     telemetry_file: str | Path | None = None
     """A file for one line of JSON a step. None writes no file."""
@@ -74,10 +78,6 @@ class StagehandConfig:
                 raise ConfigError(
                     f"{name} is {getattr(self, name)}: expected more than 0 MiB"
                 )
-        if self.transport not in ("plain", "packed"):
-            raise ConfigError(
-                f"transport is {self.transport!r}: expected 'plain' or 'packed'"
-            )
         if self.telemetry_interval_steps < 1:
             raise ConfigError(
                 f"telemetry_interval_steps is {self.telemetry_interval_steps}: expected"

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from itertools import chain
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, TypeVar, get_args
 
 import torch
 from torch import nn
 
 from stagehand.assembly import Settings
-from stagehand.config import StagehandConfig
+from stagehand.config import StagehandConfig, Transport
 from stagehand.core.device import Device, find_device
 from stagehand.core.layout import can_cast
 from stagehand.core.machine import free_host_bytes, host_bytes
@@ -22,14 +22,12 @@ from stagehand.runtime import Runtime
 from stagehand.sharing import HANDLE
 from stagehand.units import MIB, parse_bytes
 from stagehand.weights.sites import is_hooked
-from stagehand.wires import TRANSPORTS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
     from stagehand.core.arena import Arena
-    from stagehand.wires import Transport
 
 __all__ = [
     "StagehandRuntime",
@@ -180,9 +178,9 @@ def layer(
     """
     if prefetch_k < 0:
         raise ConfigError(f"prefetch_k is {prefetch_k}: expected 0 or more")
-    if transport not in TRANSPORTS:
+    if transport not in (ways := get_args(Transport)):
         raise ConfigError(
-            f"transport is {transport!r}: expected {' or '.join(map(repr, TRANSPORTS))}"
+            f"transport is {transport!r}: expected {' or '.join(map(repr, ways))}"
         )
     place = find_device(device)
     check_model(model, dtype)

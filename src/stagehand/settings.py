@@ -45,8 +45,8 @@ def _is_a(value: Any, hint: Any) -> bool:
     if origin is tuple:
         each = get_args(hint)[0]
         return isinstance(value, tuple) and all(_is_a(item, each) for item in value)
-    if origin is Literal:  # which text is for the caller to check
-        hint = str
+    if origin is Literal:
+        return value in get_args(hint)
     return isinstance(value, _WORDS[hint][0]) and (
         hint is bool or not isinstance(value, bool)
     )
@@ -58,4 +58,6 @@ def _words(hint: Any) -> list[str]:
         return [word for each in get_args(hint) for word in _words(each)]
     if origin is tuple:
         return [f"a tuple, each {_words(get_args(hint)[0])[0]}"]
-    return [_WORDS[str if origin is Literal else hint][1]]
+    if origin is Literal:
+        return list(map(repr, get_args(hint)))
+    return [_WORDS[hint][1]]

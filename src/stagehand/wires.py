@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from stagehand.errors import ConfigError, StagehandOOMError, StagehandWarning
 from stagehand.units import format_at_least, format_bytes
@@ -17,10 +17,8 @@ if TYPE_CHECKING:
     from stagehand.residency.blocks import Block
     from stagehand.stores.base import Wire
 
-__all__ = ["TRANSPORTS", "Transport", "Wires"]
+__all__ = ["Wires"]
 
-Transport = Literal["plain", "packed"]
-TRANSPORTS = ("plain", "packed")
 _MORE = 0.08
 
 

@@ -943,7 +943,10 @@ def test_gradients_that_a_dropped_conductor_had_put_aside_come_home(stream, wher
         ({"vram_hard_cap_mb": "8GB"}, "vram_hard_cap_mb is '8GB': expected a number"),
         ({"telemetry_interval_steps": 0}, "telemetry_interval_steps is 0"),
         ({"yield_backlog_mb": -1}, "yield_backlog_mb is -1"),
-        ({"link_arbitration": "maybe"}, "link_arbitration is 'maybe': expected one"),
+        (
+            {"link_arbitration": "maybe"},
+            "link_arbitration is 'maybe': expected 'measure'",
+        ),
     ],
 )
 def test_settings_that_cannot_work_are_refused_by_name(options, message):

@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal
 
 from stagehand.errors import ConfigError
 from stagehand.settings import check_types
@@ -71,11 +71,6 @@ class ConductorConfig:
             count = getattr(self, name)
             if count < 1:
                 raise ConfigError(f"{name} is {count!r}: expected 1 or more")
-        if self.link_arbitration not in get_args(Arbitration):
-            raise ConfigError(
-                f"link_arbitration is {self.link_arbitration!r}: expected one of"
-                f" {', '.join(map(repr, get_args(Arbitration)))}"
-            )
         soft, hard = self.vram_soft_cap_mb, self.vram_hard_cap_mb
         if soft is not None and hard is not None and soft > hard:
             raise ConfigError(
