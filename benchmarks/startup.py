@@ -19,7 +19,7 @@ from benchmarks.timing import Times
 from stagehand.assembly import Settings
 from stagehand.core.device import host_memory
 from stagehand.residency import masters
-from stagehand.residency.blocks import find_blocks
+from stagehand.residency.finding import find_blocks
 from stagehand.runtime import Runtime
 
 __all__ = ["measure"]

@@ -5,6 +5,7 @@ Beside it: what pinning costs, and the rates of host memory and of the disk.
 
 from __future__ import annotations
 
+import mmap
 import os
 import time
 from dataclasses import asdict, dataclass
@@ -12,8 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from benchmarks.disk import drop_cache, read_raw
+from benchmarks.disk import Rival, drop_cache
 from benchmarks.gpu.clock import Spread, time_on
+from stagehand.core.device import host_memory
+from stagehand.units import MIB
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -26,6 +29,7 @@ __all__ = ["Link", "both_ways", "calibrate", "copy_rate", "disk_rates", "host_ra
 _ROUNDS = 7
 _QUEUED = 8  # copies: the first one's way to the device is not their rate
 _THREADS = (1, 2, 4, 8, 16)
+_SLAB_BYTES = 64 * MIB
 
 Rates = dict[int, float]
 
@@ -192,11 +196,14 @@ def disk_rates(path: Path) -> dict[str, float]:
 
     By two threads, past the page cache and through it.
     """
-    found = {}
+    nbytes, found = path.stat().st_size, {}
+    slabs = [host_memory(_SLAB_BYTES + mmap.PAGESIZE).zero_() for _ in range(2)]
+    rival = Rival(path, slabs, _SLAB_BYTES)
     for name, direct in (("past the cache", True), ("through it", False)):
         drop_cache(path)
         began = time.perf_counter()
-        read_raw(path, direct=direct)
-        found[name] = path.stat().st_size / (time.perf_counter() - began)
+        rival.read(range(-(-nbytes // _SLAB_BYTES)), direct=direct)
+        found[name] = nbytes / (time.perf_counter() - began)
+    rival.close()
     drop_cache(path)
     return found

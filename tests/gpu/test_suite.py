@@ -388,8 +388,7 @@ def test_other_library_is_left_out_where_the_host_has_too_little(sim, monkeypatc
     from benchmarks.gpu.card import SimulatedCard
     from benchmarks.gpu.worker import attempt
 
-    found = type("Found", (), {"available": 1000})
-    monkeypatch.setattr(module.psutil, "virtual_memory", found)
+    monkeypatch.setattr(module, "free_host_bytes", lambda: 1000)
     line = attempt(_small("naive-pinned"), SimulatedCard())
     assert "MemoryError: page-locks" in line["failed"]
     assert "failed" not in attempt(_small("naive-pageable"), SimulatedCard())
