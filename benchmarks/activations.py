@@ -24,6 +24,10 @@ __all__ = ["measure"]
 _LAYERS = 600  # as many as a training step of a transformer saves
 _TARGET_US = 2.5
 _ROWS = 16  # 4 KiB a tensor: what is measured is the library, not the memory
+_LARGE_LAYERS = 32
+_LARGE_ROWS = 4096  # 1 MiB a tensor
+_STAYING = 2
+_TARGET_COPIES = 1.1
 
 
 def measure(rounds: int = 100) -> Iterator[Result]:
@@ -60,6 +64,50 @@ def measure(rounds: int = 100) -> Iterator[Result]:
         scale=1e6,
         target=_TARGET_US,
     )
+    yield _over_copies(max(1, rounds // 5))
+
+
+def _over_copies(rounds: int) -> Result:
+    """Return what a MiB that leaves costs, over copying it there and back."""
+    spill = _spill(_STAYING * _LARGE_ROWS * 64 * 4)
+    saving, copies = Saving(spill), _Copies(_LARGE_LAYERS)
+    times = take_turns(
+        {
+            "no hooks": _step(_nothing, _LARGE_LAYERS, _LARGE_ROWS),
+            "copies": _step(copies.hooks, _LARGE_LAYERS, _LARGE_ROWS),
+            "leaves": _step(lambda: _entered(saving), _LARGE_LAYERS, _LARGE_ROWS),
+        },
+        rounds=rounds,
+    )
+    spill.close()
+    over = {name: times[name].over(times["no hooks"]) for name in ("leaves", "copies")}
+    return Result.of(
+        "a saved MiB that leaves over a copy there and back",
+        over["leaves"].part_of(over["copies"]),
+        "x",
+        target=_TARGET_COPIES,
+    )
+
+
+class _Copies:
+    """Hooks that do nothing but copy, to memory that is there and back."""
+
+    def __init__(self, count: int) -> None:
+        self._away = torch.zeros(count, _LARGE_ROWS, 64)
+        self._back = torch.zeros(count, _LARGE_ROWS, 64)
+        self._count = 0
+
+    def hooks(self) -> saved_tensors_hooks:
+        self._count = 0
+        return saved_tensors_hooks(self._pack, self._unpack)
+
+    def _pack(self, tensor: torch.Tensor) -> int:
+        self._away[self._count].copy_(tensor.detach())
+        self._count += 1
+        return self._count - 1
+
+    def _unpack(self, number: int) -> torch.Tensor:
+        return self._back[number].copy_(self._away[number])
 
 
 def _spill(budget_bytes: int) -> Spill:
@@ -86,13 +134,17 @@ def _same(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def _step(hooks: Callable[[], AbstractContextManager[Any]]) -> Callable[[], None]:
-    x = torch.zeros(_ROWS, 64, requires_grad=True)
+def _step(
+    hooks: Callable[[], AbstractContextManager[Any]],
+    layers: int = _LAYERS,
+    rows: int = _ROWS,
+) -> Callable[[], None]:
+    x = torch.zeros(rows, 64, requires_grad=True)
 
     def run() -> None:
         y = x
         with hooks():
-            for _ in range(_LAYERS):
+            for _ in range(layers):
                 y = y.sigmoid()  # saves what it returns
         y.backward(y)  # type: ignore[no-untyped-call]
 
