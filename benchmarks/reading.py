@@ -134,9 +134,7 @@ class _Blocks:
 
     def _fill(self, number: int) -> int:
         store, slab = self._stores[number], self.slabs[number % _SLABS]
-        start = 0
-        if store.skew is not None:
-            start = (store.skew.past - slab.data_ptr()) % store.skew.of
+        start = 0 if store.skew is None else store.skew.start_in(slab)
         return store.read_into(slab[start : start + self._layout.nbytes])
 
     def by_safe_open(self, some: range) -> None:

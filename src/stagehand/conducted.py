@@ -11,10 +11,6 @@ from stagehand.conductor.adapters import LinkNeed
 from stagehand.core.ledger import SubAccount
 
 if TYPE_CHECKING:
-    import weakref
-
-    from torch import nn
-
     from stagehand.assembly import Parts, Settings
     from stagehand.core.clock import PhaseClock
     from stagehand.core.ledger import Account
@@ -33,8 +29,6 @@ class Conduct:
     _settings: Settings
     _measure: Measure
     _bounds: Bounds
-    _closed: bool
-    _model_ref: weakref.ref[nn.Module]
     _link_need: tuple[Plan, LinkNeed | None] | None
 
     @property
@@ -56,11 +50,6 @@ class Conduct:
     def kind(self) -> str:
         """What it is called in a conductor's records."""
         return "stagehand"
-
-    @property
-    def is_open(self) -> bool:
-        """Whether it was not shut down, and its model lives."""
-        return not self._closed and self._model_ref() is not None
 
     @property
     def window(self) -> int:

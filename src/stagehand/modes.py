@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import chain
-from typing import TYPE_CHECKING, TypeVar, get_args
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import nn
@@ -19,6 +19,7 @@ from stagehand.residency.blocks import tensor_bytes
 from stagehand.residency.finding import find_blocks, find_layers
 from stagehand.residency.shared import shared_bytes
 from stagehand.runtime import Runtime
+from stagehand.settings import check_value
 from stagehand.sharing import HANDLE
 from stagehand.units import MIB, parse_bytes
 from stagehand.weights.sites import is_hooked
@@ -178,10 +179,7 @@ def layer(
     """
     if prefetch_k < 0:
         raise ConfigError(f"prefetch_k is {prefetch_k}: expected 0 or more")
-    if transport not in (ways := get_args(Transport)):
-        raise ConfigError(
-            f"transport is {transport!r}: expected {' or '.join(map(repr, ways))}"
-        )
+    check_value("transport", transport, Transport)
     place = find_device(device)
     check_model(model, dtype)
     budget, pinned = _budgets(model, place, vram_budget, ram_budget)

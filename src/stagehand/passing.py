@@ -86,6 +86,11 @@ class Passing(PassListener):
     def _clear_device(self) -> None:
         raise NotImplementedError
 
+    @property
+    def is_open(self) -> bool:
+        """Whether the runtime was not shut down, and its model lives."""
+        return not self._closed and self._model_ref() is not None
+
     def check(self) -> None:
         """See `PassListener.check`."""
         self._device.refuse_capture("a pass of a streamed model")
@@ -139,7 +144,7 @@ class Passing(PassListener):
 
     def _turn_back(self) -> None:
         """Something is unpacked: autograd goes back, if it is through this model."""
-        if not self._closed and self._model_ref() is not None:
+        if self.is_open:
             self._edges.enter_backward()
 
     def begin_backward(self) -> None:
@@ -158,7 +163,7 @@ class Passing(PassListener):
     def end_backward(self, *, failed: bool) -> None:
         """See `PassListener.end_backward`."""
         self._saved.goes_back = False
-        if self._closed or self._model_ref() is None:
+        if not self.is_open:
             return
         try:
             self._end_backward(failed=failed)
@@ -183,7 +188,7 @@ class Passing(PassListener):
 
     def _fetch(self, block: Block) -> None:
         """Bring a block to the device for autograd."""
-        if self._closed or self._model_ref() is None:
+        if not self.is_open:
             raise ClosedError(
                 f"a graph needs weights of block {block.name!r}, but the runtime that"
                 " knows where they are was shut down, or its model is gone; run the"

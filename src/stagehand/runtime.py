@@ -231,7 +231,7 @@ class Runtime(Passing, Sharing, Storing, Conduct):
 
     def _settle(self) -> None:
         """Bring all home for one who reads every tensor, until `resume`."""
-        if not self._closed and self._model_ref() is not None:
+        if self.is_open:
             resumes = self._resumes or self._ready
             self.park()
             self._resumes = resumes

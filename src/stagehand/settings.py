@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from stagehand.errors import ConfigError
 
-__all__ = ["check_types"]
+__all__ = ["check_types", "check_value"]
 
 _WORDS: dict[Any, tuple[type, str]] = {
     bool: (bool, "True or False"),
@@ -31,11 +31,17 @@ def check_types(settings: Any) -> None:
     """
     hints = get_type_hints(type(settings))
     for field in fields(settings):
-        value, hint = getattr(settings, field.name), hints[field.name]
-        if not _is_a(value, hint):
-            raise ConfigError(
-                f"{field.name} is {value!r}: expected {' or '.join(_words(hint))}"
-            )
+        check_value(field.name, getattr(settings, field.name), hints[field.name])
+
+
+def check_value(name: str, value: Any, hint: Any) -> None:
+    """Refuse a value of another type than `hint`, or that is none of a `Literal`'s.
+
+    Raises:
+        ConfigError: With the name, the value and what was expected.
+    """
+    if not _is_a(value, hint):
+        raise ConfigError(f"{name} is {value!r}: expected {' or '.join(_words(hint))}")
 
 
 def _is_a(value: Any, hint: Any) -> bool:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Literal
 
 from stagehand.core.clock import Phase
 from stagehand.core.ledger import Grant, Ledger, Mode
 from stagehand.core.limits import Priority
 from stagehand.errors import ConfigError, StagehandOOMError
+from stagehand.settings import check_value
 from stagehand.units import format_bytes
 
 if TYPE_CHECKING:
@@ -109,8 +110,7 @@ class Budget:
         )
 
     def _account(self, kind: Kind) -> Account:
-        if kind not in get_args(Kind):
-            raise ConfigError(f"kind is {kind!r}: expected 'device' or 'pinned'")
+        check_value("kind", kind, Kind)
         return self.ledger.device if kind == "device" else self.ledger.pinned
 
     def allocated_bytes(self) -> int | None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Literal
 
 from stagehand.core.limits import Priority
-from stagehand.errors import ConfigError
+from stagehand.settings import check_value
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -64,8 +64,7 @@ class LinkSlots:
         Raises:
             ConfigError: If there is no such way.
         """
-        if way not in get_args(Way):
-            raise ConfigError(f"way is {way!r}: expected 'h2d' or 'd2h'")
+        check_value("way", way, Way)
         traffic, to_device = self._traffic, way == "h2d"
         ask = traffic.deny_load if to_device else traffic.deny_home
         denied = ask(priority)

@@ -181,6 +181,11 @@ class Arena:
         """Bytes that wait here to be leased again."""
         return sum(buffer.numel() for buffer, _ in self._kept)
 
+    @property
+    def free_bytes(self) -> int:
+        """Bytes that can be leased: what the account has free, and what is kept."""
+        return self.account.free_bytes + self.kept_bytes
+
     def acquire_nowait(self, nbytes: int, holder: str) -> Lease | None:
         """Return a lease, or None while the account cannot pay for one.
 

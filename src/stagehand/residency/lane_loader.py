@@ -110,9 +110,8 @@ class LaneLoader:
 
     def room_to_keep(self) -> int:
         """See `Loader.room_to_keep`."""
-        free = self._arena.account.free_bytes + self._arena.kept_bytes
         ring = (self._limit - len(self._slabs)) * self._slab_bytes
-        return free + self.kept_bytes - ring
+        return self._arena.free_bytes + self.kept_bytes - ring
 
     def keep(self, blocks: Sequence[Block]) -> None:
         """See `Loader.keep`."""

@@ -139,7 +139,7 @@ class Masters:
         wanted = [b for b in blocks if b.index in self._origin and b.image is None]
         wanted = [b for b in wanted if b.wire is None and b.nbytes]
         largest = max((b.nbytes for b in wanted), default=0)
-        room = self._arena.account.free_bytes + self._arena.kept_bytes
+        room = self._arena.free_bytes
         if sum(b.nbytes for b in wanted) > room:
             room -= min(room // 2, (lookahead + 2) * largest)
         stubborn = []
@@ -212,7 +212,7 @@ class Masters:
             StagehandOOMError: If not even one slab fits.
         """
         self.stop_pinning()
-        free = self._arena.account.free_bytes + self._arena.kept_bytes
+        free = self._arena.free_bytes
         away = [b for b in blocks if b.needs_staging]
         wanted = [b for b in away if b.index in self._origin]
         staged = [b for b in away if b.index not in self._origin]

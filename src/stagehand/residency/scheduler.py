@@ -289,15 +289,13 @@ class Scheduler:
                     self._mover.evict(block)
                     continue
                 block.point_to_host()
-            if block.seal is None:
-                block.seal = sample(block)
+            _seal(block)
         self._seal_staged()
         self._mover.passed += 1  # uses outside of passes must notice edits, too
 
     def _seal_staged(self) -> None:
         for block in self._loader.staged():
-            if block.seal is None:
-                block.seal = sample(block)
+            _seal(block)
 
     def _await_loads(self) -> None:
         """Let the host bytes be that copies still read and that are about to change.
@@ -412,8 +410,8 @@ class Scheduler:
         self._ahead.run_into_next_pass(self._device.current_stream())
         for slot in self._memory.slots:
             block = slot.occupant
-            if block is not None and not block.bound and block.seal is None:
-                block.seal = sample(block)
+            if block is not None and not block.bound:
+                _seal(block)
         self._seal_staged()
         return came_back
 
@@ -531,3 +529,9 @@ class Scheduler:
                 slot.occupant = None
             self._memory.free(slot)
         self._memory.slots = []
+
+
+def _seal(block: Block) -> None:
+    """Note a sample of the host bytes that a copy was made from, once."""
+    if block.seal is None:
+        block.seal = sample(block)
