@@ -23,7 +23,7 @@ PLAN: dict[int, dict[str, tuple[str, ...]]] = {
     1: {
         "core": (
             *("states", "machine", "device", "stopwatch", "clock", "telemetry"),
-            "limits",
+            *("limits", "turn"),
             *("ledger", "arena", "workers", "layout", "saved"),
             *("wire_ring", "traffic", "transfer"),
         )
@@ -67,7 +67,7 @@ PLAN: dict[int, dict[str, tuple[str, ...]]] = {
             ],
             (),
         ),
-        "weights": ("turn", "edges", "rows", "strays", "sites"),
+        "weights": ("edges", "rows", "strays", "sites"),
         "streamer": (
             *("depths", "progress", "layers", "images", "rates", "stages", "handover"),
             *("pipeline", "streamer", "grid", "outcomes", "trial", "tuner"),

@@ -9,6 +9,7 @@ __all__ = [
     "CheckpointError",
     "ClosedError",
     "ConfigError",
+    "DeadlockError",
     "DtypeMismatchError",
     "HeaderError",
     "IndexMismatchError",
@@ -45,6 +46,10 @@ class ConfigError(StagehandError, ValueError):
 
 class ClosedError(StagehandError, RuntimeError):
     """Something was used after its `close()` or `shutdown()`."""
+
+
+class DeadlockError(StagehandError, RuntimeError):
+    """Threads would wait for each other's models for ever."""
 
 
 class StagehandOOMError(StagehandError, ValueError):

@@ -124,7 +124,7 @@ class Runtime(Passing, Sharing, Storing, Conduct):
         self._owners = {
             id(tensor): block for block in parts.away for tensor in block.tensors
         }
-        self._edges = Edges(self, settings.device.torch_device)
+        self._edges = Edges(self, settings.device.torch_device, parts.weights.name)
         self._tenancy = Tenancy(parts, self._edges, settings.budget_bytes)
         self._marked_bytes = settings.budget_bytes  # by watermarks
         self._saved = SavedTensors(

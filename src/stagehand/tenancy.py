@@ -179,11 +179,6 @@ class Tenancy:
         edges = self._edges()
         return None if edges is None else edges.lock.owner
 
-    def is_awaited_by(self, thread: Any) -> bool:
-        """See `Tenant.is_awaited_by`."""
-        edges = self._edges()
-        return edges is not None and edges.lock.is_awaited_by(thread)
-
     # What the scheduler asks
 
     def make_room(self, nbytes: int) -> bool:

@@ -169,6 +169,15 @@ def waits_for_backward(thread: int) -> bool:
     return False
 
 
+def is_autograds(thread: Any) -> bool:
+    """Return whether it is a thread of autograd's own.
+
+    Python calls threads that it has not started by this name.
+    """
+    name: str = thread.name
+    return name.startswith("Dummy-")
+
+
 def has_more_hooks(tensor: torch.Tensor) -> bool:
     """Return whether a tensor has several post-accumulate hooks."""
     hooks: Any = getattr(tensor, "_post_accumulate_grad_hooks", None)

@@ -11,7 +11,10 @@ from torch import nn
 
 import stagehand
 from architectures.trees import assert_bitwise_equal
+from stagehand.core.turn import awaited_by
+from stagehand.errors import DeadlockError
 from stagehand.residency.shared import SharedDevice
+from stagehand.torch_private import is_autograds
 
 __all__ = ["crowd"]
 
@@ -54,6 +57,12 @@ def let_go_when_asked(runtime, over, monkeypatch):
         return given
 
     monkeypatch.setattr(runtime._tenancy, "give_up", asked)
+
+
+def wait_until(happens):
+    """For what another thread does next, and tells nobody."""
+    while not happens():
+        threading.Event().wait(0.001)
 
 
 # Edits
@@ -156,31 +165,34 @@ def test_room_that_is_missing_in_the_middle_of_a_pass_is_waited_for(crowd, monke
     some.run(0, 1)
 
 
-def test_room_that_nobody_can_give_in_the_middle_of_a_pass_is_not_waited_for(crowd):
-    """Who has it waits for the model that needs it."""
-    some = crowd("hpu", [6, 7], ONE)
+@pytest.mark.parametrize("where", ["on the same device", "elsewhere"])
+def test_room_that_nobody_can_give_in_the_middle_of_a_pass_is_not_waited_for(
+    crowd, where
+):
+    """Who has it waits for a model of the thread that needs it."""
+    some, apart = crowd("hpu", [6, 7], ONE), crowd("cpu", [4])
     some.run(0)
-    first, second = some.runtimes
+    first = some.runtimes[0]
+    lock = (apart if where == "elsewhere" else some).runtimes[-1]._edges.lock
     withs = ExitStack()
 
     def begin():
         first.before_block(first.block_ids[2])
         thread = threading.current_thread()
-        waits.append(lambda: second._edges.lock.is_awaited_by(thread))
+        waits.append(lambda: awaited_by(thread) is lock)
 
     def end():
-        with second._edges.lock:
+        with lock:
             first.after_block(first.block_ids[2])
 
     def take(*_):
         over = withs.enter_context(elsewhere(begin, end))
         over.set()
-        while not waits[0]():
-            threading.Event().wait(0.001)
+        wait_until(waits[0])
 
     waits = []
     hook = some.models[1][0].register_forward_pre_hook(take)
-    with withs, torch.no_grad(), pytest.raises(stagehand.StagehandOOMError):
+    with withs, lock, torch.no_grad(), pytest.raises(stagehand.StagehandOOMError):
         some.models[1](batch())
     hook.remove()
     some.run(0, 1)
@@ -217,6 +229,115 @@ def test_a_wait_for_a_thread_that_waits_for_autograd_is_refused_if_that_waits_to
     assert not thread.is_alive()
     assert len(refused) == 1
     some.models[1].zero_grad()
+    some.run(0, 1)
+
+
+@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("place", ["cpu", "hpu"])
+def test_threads_that_run_models_inside_of_each_other_in_a_circle_are_told(
+    crowd, place, count
+):
+    """Each is in one model and waits for the next: one fails, the others go on."""
+    some = crowd(place, range(4, 4 + count), 40 * LAYER_BYTES)
+    inside, errors, ran = threading.Barrier(count, timeout=30), [], []
+
+    def nested(number):
+        following = (number + 1) % count
+
+        def call(*_):
+            hook.remove()
+            inside.wait()
+            some.run(following)
+
+        hook = some.models[number][0].register_forward_pre_hook(call)
+        try:
+            some.run(number)
+            ran.append(number)
+        except DeadlockError as error:
+            errors.append(str(error))
+
+    in_threads(*(lambda number=number: nested(number) for number in range(count)))
+    assert len(ran) == count - 1
+    [error] = errors
+    assert "for ever" in error
+    assert "in the same order in every thread" in error
+    for runtime in some.runtimes:
+        assert runtime._tenancy.name in error
+    some.run(*range(count))
+
+
+@pytest.mark.parametrize("closes", ["autograd", "forward"])
+def test_a_circle_through_autograds_own_thread_is_told(crowd, closes):
+    """A thread in one model waits for a backward through another one, in which a second
+    thread waits for the first model: autograd's thread waits on behalf of the first.
+    """
+    some = crowd("hpu", [4, 5], 40 * LAYER_BYTES)
+    loss = some.models[1](batch().to("hpu")).sum()
+    first, second = some.runtimes
+    goes_back, outcomes = threading.Event(), {}
+
+    def autograd_waits():
+        """Autograd's thread and this one have a lock each, and want the other's."""
+        return any(
+            is_autograds(thread) and awaited_by(thread) is second._edges.lock
+            for thread in threading.enumerate()
+        )
+
+    def other():
+        with second._edges.lock:
+            goes_back.set()
+            if closes == "forward":
+                wait_until(autograd_waits)
+            try:
+                some.run(0)
+            except DeadlockError as error:
+                outcomes["forward"] = str(error)
+
+    thread = threading.Thread(target=other)
+    first.before_block(first.block_ids[0])
+    thread.start()
+    assert goes_back.wait(timeout=30)
+    if closes == "autograd":
+        wait_until(lambda: awaited_by(thread) is first._edges.lock)
+    try:
+        loss.backward()
+    except DeadlockError as error:
+        outcomes["autograd"] = str(error)
+    first.after_block(first.block_ids[0])
+    thread.join(timeout=30)
+    assert not thread.is_alive()
+    assert [*outcomes] == [closes]
+    assert "waits for autograd" in outcomes[closes]
+    some.models[1].zero_grad()
+    some.run(0, 1)
+
+
+def test_a_model_that_was_left_by_an_interrupt_closes_no_circle(crowd):
+    """Who waits for it takes it over."""
+    some = crowd("hpu", [4, 5], 40 * LAYER_BYTES)
+    first, second = some.runtimes
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    hook = some.models[0][2][0].register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        some.run(0)
+    hook.remove()
+    assert first._edges.lock.owner is threading.current_thread()
+    inside = threading.Event()
+
+    def other():
+        with second._edges.lock:
+            inside.set()
+            some.run(0)
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    assert inside.wait(timeout=30)
+    some.run(1)
+    thread.join(timeout=30)
+    assert not thread.is_alive()
     some.run(0, 1)
 
 

@@ -53,9 +53,6 @@ class Tenant(Protocol):
     def owner(self) -> AnyThread | None:
         """Return the thread that has its lock, if one has."""
 
-    def is_awaited_by(self, thread: AnyThread) -> bool:
-        """Whether a thread waits for its lock."""
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Holding:

@@ -22,8 +22,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from stagehand.core.ledger import Ledger
+from stagehand.core.turn import awaited_by
 from stagehand.residency.seats import Seats
-from stagehand.torch_private import waits_for_backward
+from stagehand.torch_private import is_autograds, waits_for_backward
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -52,15 +53,6 @@ class Turn:
 
 def _me() -> AnyThread:
     return threading.current_thread()
-
-
-def _is_autograds(thread: AnyThread) -> bool:
-    """Whether it is a thread of autograd's own.
-
-    Python calls threads that it has not started by this name.
-    """
-    name: str = thread.name
-    return name.startswith("Dummy-")
 
 
 class SharedDevice:
@@ -327,22 +319,20 @@ class SharedDevice:
         """Whether a thread waits for one of those that are stuck, if they are."""
         if thread in stuck:
             return True
-        if _is_autograds(_me()) and waits_for_backward(thread.ident or 0):
+        if is_autograds(_me()) and waits_for_backward(thread.ident or 0):
             return True  # for this one
+        turn = awaited_by(thread)
+        if turn is not None:
+            owner = turn.owner
+            waits = owner not in (None, thread)  # else it has it, or is about to
+            return waits and self._is_stuck(owner, stuck | {thread})
         seats = self._seats.all()
-        for seat in seats:
-            if seat.tenant.is_awaited_by(thread):
-                owners = self._threads_in([seat], but=thread)
-                waits = bool(owners)  # else it is free, and the thread about to have it
-                return waits and all(
-                    self._is_stuck(t, stuck | {thread}) for t in owners
-                )
         if any(seat.waits and seat.thread is thread for seat in seats):
             others = self._threads_in(seats, but=thread)
             return all(self._is_stuck(t, stuck | {thread}) for t in others)
         if not waits_for_backward(thread.ident or 0):
             return False
-        autograds = [t for t in threading.enumerate() if _is_autograds(t)]
+        autograds = [t for t in threading.enumerate() if is_autograds(t)]
         return any(self._is_stuck(t, stuck | {thread}) for t in autograds)
 
     def _threads_in(self, seats: Iterable[Seat], *, but: AnyThread) -> list[AnyThread]:

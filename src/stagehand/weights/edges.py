@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from stagehand.core.turn import HERE, Turn
 from stagehand.torch_private import (
     at_end_of_backward,
     graph_task,
@@ -27,7 +28,6 @@ from stagehand.torch_private import (
     pop_saved_hooks,
     without_modes,
 )
-from stagehand.weights.turn import HERE, Turn
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -99,10 +99,11 @@ class Edges:
     Args:
         listener: Told of passes.
         device: Where inputs are moved.
+        name: The model's, for errors.
     """
 
-    def __init__(self, listener: PassListener, device: torch.device) -> None:
-        self.lock = Turn(self._is_left, self._bury)
+    def __init__(self, listener: PassListener, device: torch.device, name: str) -> None:
+        self.lock = Turn(name, self._is_left, self._bury)
         self._listener = listener
         self._device = device
         self._stack: list[_Frame] = []
@@ -264,7 +265,8 @@ class Edges:
                 pop_saved_hooks()
 
     def _is_left(self) -> bool:
-        return bool(self._stack) and not _is_running(self._stack[0].frame)
+        # In another thread than its owner's: the stack may change meanwhile.
+        return any(not _is_running(entry.frame) for entry in self._stack[:1])
 
     def _bury(self) -> None:
         """Close what another thread left open; its contexts are its own to leave."""

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.compiler import is_dynamo_compiling
 
+from stagehand.core.turn import HERE
 from stagehand.torch_private import (
     dispatch_modes,
     in_backward,
@@ -20,7 +21,6 @@ from stagehand.torch_private import (
     untraced,
 )
 from stagehand.weights.edges import apart
-from stagehand.weights.turn import HERE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

@@ -5,12 +5,13 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING, Any
 
-from stagehand.torch_private import waits_for_backward
+from stagehand.errors import DeadlockError
+from stagehand.torch_private import is_autograds, waits_for_backward
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["HERE", "Turn"]
+__all__ = ["HERE", "Turn", "awaited_by"]
 
 
 class _Here(threading.local):
@@ -22,25 +23,38 @@ class _Here(threading.local):
 
 HERE = _Here()
 
+_waits: dict[Any, Turn] = {}  # by thread
+# Reentrant: the garbage collector may end something in the middle of a look.
+_waits_lock = threading.RLock()
+
+
+def awaited_by(thread: Any) -> Turn | None:
+    """Return whose turn a thread waits for, if it waits for one."""
+    return _waits.get(thread)
+
 
 class Turn:
     """A reentrant lock that can be taken over from a thread that forgot it.
 
     An interrupt skips the hooks that would have released it, and its thread may be gone
-    or never come back. Whoever waits looks now and then whether that has happened.
+    or never come back. Whoever waits looks now and then whether that has happened, and
+    whether the owner waits for what this thread has: then neither would ever go on.
 
     Args:
+        name: What it is the turn to run, for errors.
         left: Whether what the owner entered is no longer running.
         take_over: Called by the new owner, before anything else.
     """
 
-    def __init__(self, left: Callable[[], bool], take_over: Callable[[], None]) -> None:
+    def __init__(
+        self, name: str, left: Callable[[], bool], take_over: Callable[[], None]
+    ) -> None:
+        self.name = name
         self._left = left
         self._take_over = take_over
         self._lock = threading.Lock()
         self._ownership = threading.Lock()
         self._owner: Any = None  # a thread
-        self._waiting: set[Any] = set()  # threads
         self._count = 0
         self._sorting = False  # the owner is back, and may be closing what it left
 
@@ -50,6 +64,9 @@ class Turn:
         Args:
             in_backward: Do not wait for an owner that itself waits for autograd: that
                 needs the thread that asks.
+
+        Raises:
+            DeadlockError: If the owner waits for this thread, through others or not.
         """
         me = HERE.thread
         with self._ownership:
@@ -60,16 +77,17 @@ class Turn:
         if self._lock.acquire(blocking=False):
             self._owner, self._count = me, 1
             return True
-        self._waiting.add(me)
         try:
             return self._wait(me, in_backward=in_backward)
         finally:
-            self._waiting.discard(me)
+            with _waits_lock:
+                _waits.pop(me, None)
 
     def _wait(self, me: Any, *, in_backward: bool) -> bool:
         while not self._lock.acquire(blocking=False):
             if in_backward and self._is_waited_for(me):
                 return False
+            self._note_wait(me)
             if self._lock.acquire(timeout=_LOOK_SECONDS):
                 break
             with self._ownership:
@@ -80,6 +98,23 @@ class Turn:
             return True
         self._owner, self._count = me, 1
         return True
+
+    def _note_wait(self, me: Any) -> None:
+        with _waits_lock:
+            _waits[me] = self
+            stuck, thread = _stuck_behind(me), self._holder()
+            if thread not in stuck:
+                return
+            del _waits[me]  # so that of all in the circle only this one fails
+        steps = [f"which thread {thread.name!r} runs"]
+        while thread is not me:
+            why, thread = stuck[thread]
+            steps.append(why)
+        raise DeadlockError(
+            f"thread {me.name!r} would wait for {self.name} for ever,"
+            f" {'; '.join(steps)}; run models inside of each other in the same order in"
+            " every thread"
+        )
 
     def try_acquire(self) -> bool:
         """Take the turn if that needs no waiting; return whether it was taken."""
@@ -102,26 +137,22 @@ class Turn:
         """The thread whose turn it is, or None."""
         return self._owner
 
-    def is_awaited_by(self, thread: Any) -> bool:
-        """Whether a thread waits for its turn."""
-        return thread in self._waiting
+    def _holder(self) -> Any:
+        """The owner, unless its turn may be taken over."""
+        return None if self._is_forgotten() else self._owner
 
     def _is_waited_for(self, me: Any) -> bool:
-        """Whether the owner waits for autograd, and this is a thread of autograd's own.
-
-        Python calls threads that it has not started by this name.
-        """
+        """Whether the owner waits for autograd, and this is a thread of its own."""
         owner = self._owner
         return (
-            owner is not None
-            and me.name.startswith("Dummy-")
-            and waits_for_backward(owner.ident)
+            owner is not None and is_autograds(me) and waits_for_backward(owner.ident)
         )
 
     def _is_forgotten(self) -> bool:
-        if self._owner is None or self._sorting:
+        owner = self._owner  # which may end its turn meanwhile
+        if owner is None or self._sorting:
             return False
-        return not self._owner.is_alive() or self._left()
+        return not owner.is_alive() or self._left()
 
     def sorted(self) -> None:
         """Say that all that the owner has entered is running."""
@@ -140,6 +171,30 @@ class Turn:
 
     def __exit__(self, *_: object) -> None:
         self.release()
+
+
+def _stuck_behind(me: Any) -> dict[Any, tuple[str, Any]]:
+    """Return all threads that wait for one, for whom each does, and why in words.
+
+    Begins with who waits for what this thread has, so nothing found can end meanwhile.
+    Of a thread in autograd it is not known which of autograd's threads it waits for.
+    """
+    stuck = {me: ("", me)}
+    while True:
+        known = len(stuck)
+        for thread, turn in _waits.copy().items():
+            holder = turn._holder()
+            if holder in stuck and thread not in stuck:
+                why = f"thread {thread.name!r} waits for {turn.name}"
+                stuck[thread] = f"{why}, which thread {holder.name!r} runs", holder
+        for one in [t for t in stuck if is_autograds(t)]:
+            for thread in threading.enumerate():
+                here = thread in stuck or thread in _waits
+                if not here and waits_for_backward(thread.ident or 0):
+                    why = f"thread {thread.name!r} waits for autograd"
+                    stuck[thread] = f"{why}, whose thread is {one.name!r}", one
+        if len(stuck) == known:
+            return stuck
 
 
 _LOOK_SECONDS = 0.05
