@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -71,11 +72,12 @@ class Pipeline:
 
     def shutdown(self) -> None:
         """Give back plain models. Idempotent."""
-        for runtime in self.runtimes.values():
-            runtime.shutdown()
         undo, self._undo = self._undo, None
-        if undo is not None:
-            undo()
+        with ExitStack() as rest:  # in reverse; all of it, whatever fails
+            if undo is not None:
+                rest.callback(undo)
+            for runtime in reversed(self.runtimes.values()):
+                rest.callback(runtime.shutdown)
 
 
 def pipeline(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,10 +18,7 @@ from stagehand.conducted import Conduct
 from stagehand.core.clock import Phase
 from stagehand.core.limits import Bounds
 from stagehand.core.telemetry import Telemetry
-from stagehand.errors import (
-    ClosedError,
-    ConfigError,
-)
+from stagehand.errors import CheckpointError, ClosedError, ConfigError
 from stagehand.gradients import Gradients
 from stagehand.graph import SavedTensors
 from stagehand.guards import Guards
@@ -397,6 +394,16 @@ class Runtime(Passing, Sharing, Storing, Conduct):
 
         The next pass brings them back.
         """
+        with self._at_rest():
+            self._clear_device()
+            self._take_in()
+            self._parts.take_home_odd()
+            self._parts.take_gradients_along()
+            self._parts.device_arena.trim()
+
+    @contextmanager
+    def _at_rest(self) -> Iterator[None]:
+        """Have the lock while neither the model runs nor a block is in use."""
         self._check_open()
         if self._edges.running():
             raise ConfigError("the model cannot be moved or copied while it runs")
@@ -407,11 +414,7 @@ class Runtime(Passing, Sharing, Storing, Conduct):
                     f"block {used[0]!r} is in use: call after_block() before the model"
                     " is moved, copied or given back"
                 )
-            self._clear_device()
-            self._take_in()
-            self._parts.take_home_odd()
-            self._parts.take_gradients_along()
-            self._parts.device_arena.trim()
+            yield
 
     def _clear_device(self) -> None:
         """Let all blocks go home; the next use prepares all anew."""
@@ -498,7 +501,12 @@ class Runtime(Passing, Sharing, Storing, Conduct):
     def shutdown(self) -> None:
         """Give back the plain model: no hooks, all tensors where they came from.
 
-        Idempotent.
+        Idempotent. What is on the device is given back even where its file was removed
+        or cut short.
+
+        Raises:
+            CheckpointError: At the end, once, if a file changed in place: it names the
+                tensors that are still views of it.
         """
         self._end(keep_pool=False)
 
@@ -516,28 +524,52 @@ class Runtime(Passing, Sharing, Storing, Conduct):
         if self._closed:
             return
         model, parts = self._check_open(), self._parts
-        self.park()
-        self._host_memory.close()
-        if self._gradients is not None:
-            self._gradients.close()
-        self._close_step()
-        self._last_report = self.report()
+        with self._at_rest():
+            for block, image in parts.scheduler.bring_home():
+                parts.masters.rescue(block, image)
+            self.park()
+        lost = self._lost_tensors()
+        with ExitStack() as rest:  # in reverse; all of it, whatever fails
+            for call in reversed(self._at_shutdown):
+                rest.callback(call, model)
+            rest.callback(self._measure.telemetry.close)
+            if self._files is not None:
+                rest.callback(self._files.close)
+            rest.callback(self._compact_files.close)
+            rest.callback(parts.close)
+            rest.callback(self._give_back, model)
+            self._host_memory.close()
+            if self._gradients is not None:
+                self._gradients.close()
+            self._close_step()
+            self._last_report = self.report()
+            parts.keep_pool = keep_pool
+        if lost is not None:
+            raise lost
+
+    def _give_back(self, model: nn.Module) -> None:
+        parts, self._closed = self._parts, True
         self._hooks.remove()
         for name in (HANDLE, "_apply"):
             model.__dict__.pop(name, None)
         for block in parts.blocks:
             parts.masters.give_back(block)
         self._take_home_new_buffers(model)
-        self._closed = True
         self._finalizer.detach()
-        parts.keep_pool = keep_pool
-        parts.close()
-        self._compact_files.close()
-        if self._files is not None:
-            self._files.close()
-        self._measure.telemetry.close()
-        for call in self._at_shutdown:
-            call(model)
+
+    def _lost_tensors(self) -> CheckpointError | None:
+        """Return an error that names the tensors that are views of changed files."""
+        found = [(block, _complaint(block)) for block in self._parts.blocks]
+        lost = [(block, error) for block, error in found if error is not None]
+        if not lost:
+            return None
+        names = [entry.name for block, _ in lost for entry in block.layout.entries]
+        return CheckpointError(
+            f"the model was shut down, but {len(names)} of its tensors,"
+            f" {', '.join(map(repr, names[:3]))} first, are views of a file that is not"
+            " what it was, and to read what it has lost ends the process: put it back,"
+            f" or do not use them ({lost[0][1]})"
+        )
 
     def _take_home_new_buffers(self, model: nn.Module) -> None:
         """Move buffers that a forward made anew to where the model came from."""
@@ -555,6 +587,16 @@ class Runtime(Passing, Sharing, Storing, Conduct):
                 " stagehand.layer()"
             )
         return model
+
+
+def _complaint(block: Block) -> CheckpointError | None:
+    """Return why a block's host tensors are not what they were, if they are not."""
+    try:
+        if block.store is not None:
+            block.store.check_hosts()
+    except CheckpointError as error:
+        return error
+    return None
 
 
 def _is_read_unseen(site: nn.Module) -> bool:

@@ -6,6 +6,7 @@ import json
 import os
 import threading
 from copy import deepcopy
+from pathlib import Path
 
 import pytest
 import safetensors.torch
@@ -31,6 +32,7 @@ from stagehand.core.arena import live_leases
 from stagehand.core.states import BlockState
 from stagehand.errors import ConfigError
 from stagehand.torch_private import DispatchMode
+from streamed import Shape
 
 BUDGET = 4 * LAYER_BYTES
 
@@ -428,6 +430,84 @@ def test_a_file_that_is_truncated_while_in_use_is_named_and_whole_again_works(
     runtime_of(model).convert_registry_to_file_backed_sharded(tmp_path)
     assert_passes_equal(model, expected, batch())
     end(model)
+
+
+def cut(path):
+    with path.open("r+b") as file:
+        file.truncate(path.stat().st_size // 2)
+
+
+def rewrite(path):
+    path.write_bytes(bytes(path.stat().st_size))
+
+
+@pytest.mark.parametrize("change", [cut, rewrite, Path.unlink])
+def test_shutdown_gives_back_what_a_file_that_changed_does_not_hold_any_more(
+    place, tmp_path, change
+):
+    """What is on the device, edited or not; the rest is named, for it may be lost."""
+    other, model = streamed_stack(place), streamed_stack(place, **always_read(place))
+    plain, path = stack(), save(stack(), tmp_path)
+    runtime = runtime_of(model)
+    runtime.convert_registry_to_file_backed_sharded(tmp_path)
+    assert_passes_equal(model, run_resident(plain, place, batch()), batch())
+    edited = next(b for b in blocks_of(model) if b.stays).layout.entries[0].name
+    with torch.no_grad():
+        for each in (plain, model):
+            each.get_parameter(edited).mul_(2)
+    here = {b for b in blocks_of(model) if b.state is BlockState.GPU_READY}
+    away = [b for b in blocks_of(model) if b not in here]
+    change(path)
+    if change is Path.unlink:
+        runtime.shutdown()
+        assert_bitwise_equal(values(model), values(plain), "after shutdown")
+    else:
+        with pytest.raises(stagehand.CheckpointError) as error:
+            runtime.shutdown()
+        first = away[0].layout.entries[0].name
+        lost = sum(len(block.tensors) for block in away)
+        assert f"{lost} of its tensors, {first!r}" in str(error.value)
+        assert str(path) in str(error.value)
+        for block in here:
+            for entry in block.layout.entries:
+                mine, expected = (m.get_parameter(entry.name) for m in (model, plain))
+                assert_bitwise_equal(mine.data, expected.data, entry.name)
+    runtime.shutdown()  # nothing is left to do
+    assert Shape.of(model).modules == Shape.of(plain).modules
+    assert_passes_equal(other, run_resident(stack(), place, batch()), batch())
+    end(other)
+
+
+def test_a_model_that_cannot_be_given_back_whole_keeps_no_other_one_of_its_pipeline(
+    place, tmp_path
+):
+    models = {"first": stack(), "second": stack()}
+    path = save(stack(), tmp_path)
+    pipe = stagehand.pipeline(models, vram_budget=BUDGET, device=place)
+    pipe.runtimes["first"].convert_registry_to_file_backed_sharded(tmp_path)
+    cut(path)
+    with pytest.raises(stagehand.CheckpointError, match="was shut down, but"), pipe:
+        pass
+    assert_bitwise_equal(values(models["second"]), values(stack()), "after shutdown")
+    for model in models.values():
+        assert Shape.of(model).modules == Shape.of(stack()).modules
+
+
+def test_a_shutdown_that_fails_on_the_way_goes_on_to_the_end(place, monkeypatch):
+    model = streamed_stack(place)
+    runtime, error = runtime_of(model), OSError("no space left on device")
+    with torch.no_grad():
+        model(batch())
+
+    def fail(*_):
+        raise error
+
+    monkeypatch.setattr(runtime._measure, "end_step", fail)
+    with pytest.raises(OSError, match="no space left"):
+        runtime.shutdown()
+    runtime.shutdown()
+    assert Shape.of(model).modules == Shape.of(stack()).modules
+    assert_bitwise_equal(values(model), values(stack()), "after shutdown")
 
 
 def _restore(path, stamp):

@@ -349,6 +349,14 @@ class Masters:
         if lease is not None:
             lease.let_go(self._alone)  # somebody may keep a tensor of it, say to save
 
+    def rescue(self, block: Block, image: torch.Tensor) -> None:
+        """Let plain memory be the truth of a block whose files cannot be.
+
+        The block must be off the device.
+        """
+        hosts = _plain_copies(block, block.layout.host_views(image))
+        self.hand_over(block, ModuleStore(block.layout, hosts))
+
     def hand_over(self, block: Block, store: Store) -> None:
         """Let another store be a block's truth; the memory of the old one is given up.
 

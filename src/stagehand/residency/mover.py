@@ -12,11 +12,13 @@ from stagehand.core.layout import copy_values
 from stagehand.core.states import ARRIVED, DROPPED, BlockState
 from stagehand.core.transfer import Priority, Slot, TransferEngine
 from stagehand.errors import OrphanedParameterError, StagehandInternalError
-from stagehand.residency.loader import Loader, sample
+from stagehand.residency.loader import Loader, pageable, sample
 from stagehand.torch_private import use_count_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    import torch
 
     from stagehand.core.device import Device, Stream
     from stagehand.core.telemetry import Counters
@@ -174,6 +176,21 @@ class Mover:
             if changed:
                 block.versions = [-1]
             raise
+
+    def rescue(self, block: Block) -> torch.Tensor | None:
+        """Give up a block's slot; return its bytes, if they are the truth."""
+        slot, source, image = block.slot, block.target, None
+        if slot is None or source is None:
+            raise StagehandInternalError(f"block {block.name!r} is not on the device")
+        if block.state is _GPU_READY and (block.bound or not block.is_changed()):
+            image = pageable(block)
+            if block.bound:  # whoever read or edited its tensors used the slot
+                self._engine.release(slot, self._device.current_stream())
+            self._engine.save(slot, source, image).wait_host()
+        else:
+            self._loader.forget(block)
+        self.vacate(block, slot)
+        return image
 
     def vacate(self, block: Block, slot: Slot) -> None:
         """Let a block forget its slot; nothing is copied."""

@@ -14,14 +14,16 @@ from typing import TYPE_CHECKING
 
 from stagehand.core.states import BlockState
 from stagehand.core.transfer import Priority, Slot, TransferEngine
-from stagehand.errors import StagehandOOMError
-from stagehand.residency.loader import Loader, sample
+from stagehand.errors import CheckpointError, StagehandOOMError
+from stagehand.residency.loader import Loader, sample, store_of
 from stagehand.residency.lookahead import LookAhead
 from stagehand.residency.mover import Mover
 from stagehand.residency.slots import Neighbours, SlotMemory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Sequence
+
+    import torch
 
     from stagehand.core.arena import Arena
     from stagehand.core.device import Device, Stream
@@ -516,6 +518,28 @@ class Scheduler:
         for block in self.blocks:
             self._loader.forget(block)
         self._engine.drain()
+
+    def bring_home(self) -> list[tuple[Block, torch.Tensor]]:
+        """Bring home what is on the device, before `park`, whatever became of files.
+
+        Returns:
+            The blocks whose files cannot have it or do not hold it any more, and their
+            bytes, in ordinary memory.
+        """
+        self._ahead.forget()
+        rescued = []
+        for slot in self._memory.slots:
+            block = slot.occupant
+            if block is None:
+                continue
+            try:
+                store_of(block).check_hosts()
+                self._mover.evict(block, verify=block.stays)
+            except CheckpointError:
+                image = self._mover.rescue(block)
+                if image is not None:
+                    rescued.append((block, image))
+        return rescued
 
     def drop(self) -> None:
         """Free all memory; what the slots hold is lost."""

@@ -135,5 +135,12 @@ class Store(Protocol):
     def edited(self, index: int) -> None:
         """Say that the host tensor of one entry was changed, and is the truth now."""
 
+    def check_hosts(self) -> None:
+        """Do nothing if the host tensors can be read, and nobody else wrote to them.
+
+        Raises:
+            CheckpointError: If they are views of a file that changed in place.
+        """
+
     def can_drop(self) -> bool:
         """Return whether an unchanged copy elsewhere may be forgotten."""

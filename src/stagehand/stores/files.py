@@ -101,6 +101,15 @@ class FileSet:
             ) from error
         self._compare(path, found)
 
+    def check_mapped(self, path: Path) -> None:
+        """Do nothing if what is mapped of a file is what it was, wherever its path is.
+
+        Raises:
+            CheckpointError: If it was rewritten or cut short, in place.
+        """
+        if not self._closed:
+            self._compare(path, FileStamp.of(self._descriptor(path).number))
+
     def read(self, path: Path, offset: int, target: memoryview) -> None:
         """Fill `target` with the bytes of a file from `offset` on.
 

@@ -97,6 +97,9 @@ class ModuleStore:
     def edited(self, index: int) -> None:
         """Do nothing: a host tensor is the truth itself."""
 
+    def check_hosts(self) -> None:
+        """Do nothing: they are memory."""
+
     def can_drop(self) -> bool:
         """Return True: host memory holds every byte."""
         return True

@@ -132,10 +132,9 @@ class SafetensorsStore:
         one trained tensor does not pull its frozen neighbours into memory.
 
         Raises:
-            ShardChangedError: If a file changed: its private pages may be gone.
+            CheckpointError: If a file changed: its private pages may be gone.
         """
-        for path in {extent.path for extent in self._extents}:
-            self._files.check_file(path)
+        self.check_hosts()
         views = self._layout.views(image)
         for index, (host, view) in enumerate(zip(self._hosts, views, strict=True)):
             if not self._is_in(index, view):
@@ -144,7 +143,11 @@ class SafetensorsStore:
         self._parts = self._find_parts()
 
     def holds(self, image: torch.Tensor) -> bool:
-        """Return whether files and overlay are bit for bit what is in `image`."""
+        """Return whether files and overlay are bit for bit what is in `image`.
+
+        Raises:
+            CheckpointError: If a file cannot be read, or changed under an edit.
+        """
         views = self._layout.views(image)
         return all(self._is_in(index, view) for index, view in enumerate(views))
 
@@ -152,6 +155,7 @@ class SafetensorsStore:
         """Whether an entry's values are these; its mapping is not paged in for that."""
         host, extent = self._hosts[index], self._extents[index]
         if index in self._edited or was_written(host) or not view.is_contiguous():
+            self._files.check_mapped(extent.path)
             return same_bits(view, host)
         mine = view.detach().reshape(-1).view(torch.uint8)
         nbytes = min(_COMPARED_BYTES, extent.nbytes)
@@ -181,6 +185,11 @@ class SafetensorsStore:
         if index not in self._edited:
             self._edited.add(index)
             self._files.overlay_bytes += self._extents[index].nbytes
+
+    def check_hosts(self) -> None:
+        """See `Store.check_hosts`."""
+        for path in {extent.path for extent in self._extents}:
+            self._files.check_mapped(path)
 
     def can_drop(self) -> bool:
         """Return True: the files and the overlay hold every byte."""

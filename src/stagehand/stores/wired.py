@@ -105,6 +105,11 @@ class WiredStore(ModuleStore):
                 copy_values(host, view)
                 self.edited(index)
 
+    def check_hosts(self) -> None:
+        """See `Store.check_hosts`."""
+        if self.before is not None:
+            self.before.check_hosts()
+
     def edited(self, index: int) -> None:
         """Say that a host tensor was changed, so that the wire may be old."""
         if self._wire is not None:

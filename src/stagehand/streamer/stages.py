@@ -193,6 +193,9 @@ class LayerStore:
         """Refuse: there are no host tensors to edit."""
         raise StagehandInternalError(f"layer {self._layer} has no tensor {index}")
 
+    def check_hosts(self) -> None:
+        """Do nothing: there are none."""
+
     def can_drop(self) -> bool:
         """Return True: the files hold every byte."""
         return True
