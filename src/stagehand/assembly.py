@@ -120,8 +120,8 @@ class Parts:
 
     @property
     def odd_bytes(self) -> int:
-        """Bytes of the tensors that are in no block."""
-        return sum(tensor_bytes(tensor) for tensor in self.odd)
+        """Device bytes of the tensors that are in no block."""
+        return _odd_bytes(self.odd, self.device)
 
     @property
     def apart_bytes(self) -> int:
@@ -233,7 +233,9 @@ def assemble(
         d2h_capacity=settings.inflight,
         streams=shared.streams(),
     )
-    device_arena = Arena("device memory", engine.allocate, weights)
+    device_arena = Arena(
+        "device memory", engine.allocate, weights, taken=device.taken_bytes
+    )
     pinned_arena = settings.pool or Arena(
         "pinned memory",
         device.pinned,
@@ -258,7 +260,7 @@ def assemble(
         counters=counters,
     )
     odd = [t for t in finding.rest.tensors.values() if not can_stream(t)]
-    odd_bytes = sum(tensor_bytes(t) for t in odd)
+    odd_bytes = _odd_bytes(odd, device)
     stay = [0, *(i for i, group in enumerate(groups) if not group.sites)]
     streamed = [b for b in blocks if b.index not in stay and not b.hosted]
     wire_bytes = _most_wire_bytes(streamed, settings)
@@ -324,8 +326,14 @@ def _most_wire_bytes(blocks: Iterable[Block], settings: Settings) -> int:
     """Return what has to be set aside to decode any of the blocks."""
     if settings.transport == "plain" or settings.device.is_host:
         return 0
-    kind = settings.device.torch_device.type
-    return max((most_bytes(block.layout, kind) for block in blocks), default=0)
+    device = settings.device
+    kind = device.torch_device.type
+    sizes = (most_bytes(block.layout, kind) for block in blocks)
+    return max((sum(map(device.taken_bytes, each)) for each in sizes), default=0)
+
+
+def _odd_bytes(tensors: Iterable[torch.Tensor], device: Device) -> int:
+    return sum(device.taken_bytes(tensor_bytes(tensor)) for tensor in tensors)
 
 
 def _steer(

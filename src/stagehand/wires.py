@@ -105,9 +105,7 @@ class Wires:
         Raises:
             StagehandOOMError: Otherwise; it names the smallest budget that works.
         """
-        found = [wire for wire in wires if wire is not None]
-        longest = max((wire.nbytes for wire in found), default=0)
-        scratch = max((wire.scratch_nbytes for wire in found), default=0)
+        longest, scratch = self._taken_by(wires)
         limit = max(self._parts.weights.limit_bytes, self._budget_bytes)
         # A larger budget may keep more small weights on the device for good.
         self._check(longest + scratch, limit, more=_MORE)
@@ -117,11 +115,8 @@ class Wires:
 
         So that nobody takes it, who makes room or shares the device.
         """
-        wired = self._wired()
-        longest = max((block.link_nbytes for block in wired), default=0)
-        scratch = max((b.wire.scratch_nbytes for b in wired if b.wire), default=0)
         parts = self._parts
-        parts.wire_bytes = longest + scratch
+        parts.wire_bytes = sum(self._taken_by(block.wire for block in self._wired()))
         # Others may have pressed the limit down to what was the least until now.
         least = parts.steering.smallest_budget() + parts.apart_bytes
         limit = max(parts.weights.limit_bytes, least)
@@ -137,8 +132,7 @@ class Wires:
         parts, limit = self._parts, self._parts.weights.limit_bytes
         wired = self._wired()
         before, self._count = parts.wire_bytes, 0
-        self._nbytes = max((block.link_nbytes for block in wired), default=0)
-        self._scratch = max((b.wire.scratch_nbytes for b in wired if b.wire), default=0)
+        self._nbytes, self._scratch = self._taken_by(block.wire for block in wired)
         parts.wire_bytes = 0
         if wired:
             self._check(self._nbytes + self._scratch, limit)
@@ -165,6 +159,14 @@ class Wires:
             nbytes=self._nbytes,
             scratch_nbytes=self._scratch,
         )
+
+    def _taken_by(self, wires: Iterable[Wire | None]) -> tuple[int, int]:
+        """Return the device memory of the longest wire, and of what decodes it."""
+        taken = self._parts.device.taken_bytes
+        found = [wire for wire in wires if wire is not None]
+        longest = max((wire.nbytes for wire in found), default=0)
+        scratch = max((wire.scratch_nbytes for wire in found), default=0)
+        return taken(longest), taken(scratch)
 
     def _wired(self) -> list[Block]:
         return [block for block in self._parts.blocks if block.wire is not None]

@@ -12,6 +12,7 @@ from torch import nn
 import stagehand
 from architectures.trees import assert_bitwise_equal
 from scenario.small import assert_passes_equal, blocks_of, runtime_of, values
+from stagehand.core.device import AcceleratorDevice
 from stagehand.errors import StagehandOOMError, StagehandWarning
 from stagehand.residency import finding
 from stagehand.stores.packed import PackedWire
@@ -135,6 +136,30 @@ def test_smallest_budget_counts_the_bytes_to_decode_and_works(streamed):
     streamed(model, least)
     assert_passes_equal(model, expected.to("hpu"), x)
     assert runtime_of(model)._parts.weights.peak_bytes <= least
+
+
+def test_budget_holds_what_the_allocator_rounds_up(streamed, sim, monkeypatch):
+    """CUDA gives large pieces of memory in whole steps, to wires as to slots."""
+    step, empty = 40_000, AcceleratorDevice.empty
+
+    def taken(device, nbytes):
+        return -(-nbytes // step) * step
+
+    def rounded(device, nbytes):
+        return empty(device, taken(device, nbytes))[:nbytes]
+
+    monkeypatch.setattr(AcceleratorDevice, "taken_bytes", taken)
+    monkeypatch.setattr(AcceleratorDevice, "empty", rounded)
+    model, x = net(), batch()
+    expected = resident(model, x)
+    least, others = smallest(model, transport="packed"), sim.allocated_bytes()
+    streamed(model, least)
+    for budget in range(least, least + 4 * BLOCK, step // 4):
+        runtime_of(model).set_budget(budget)
+        sim.reset_peak()
+        assert_passes_equal(model, expected.to("hpu"), x, passes=2)
+        activations = 8 * x.nbytes
+        assert 0 < sim.peak_bytes() - others <= budget + activations
 
 
 def test_budget_below_the_smallest_names_what_the_decoder_needs(sim):

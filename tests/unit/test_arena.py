@@ -200,6 +200,21 @@ def test_kept_buffers_of_other_sizes_make_room():
     lease.release()
 
 
+@pytest.mark.parametrize("ask", ["acquire", "acquire_nowait", "reserve_nowait"])
+def test_lease_has_and_pays_for_what_its_memory_takes(ask):
+    arena, made = new_arena(taken=lambda nbytes: -(-nbytes // 32) * 32)
+    lease = getattr(arena, ask)(33, "a")
+    lease.make()
+    assert lease.nbytes == lease.buffer.numel() == arena.account.held_bytes == 64
+    lease.release()
+    again = getattr(arena, ask)(40, "b")
+    assert (made, again.nbytes, arena.leased_bytes) == ([64], 64, 64)
+    assert arena.acquire_nowait(33, "c") is None
+    again.release()
+    with pytest.raises(StagehandOOMError, match="b needs 128 B"):
+        arena.acquire(97, "b")
+
+
 def test_request_that_cannot_be_met_frees_nothing_that_is_kept():
     """Pinned memory is slow to make: a hopeless request must not cost any."""
     arena, made = new_arena(100)

@@ -125,6 +125,8 @@ class Arena:
         make: Returns a one-dimensional byte tensor of a size.
         account: Grants the bytes.
         spare: A kept buffer serves a request if it is at most this many times larger.
+        taken: Returns what a buffer of some size takes of the memory: so many bytes are
+            made and paid for, whoever asks.
     """
 
     def __init__(
@@ -134,6 +136,7 @@ class Arena:
         account: Account,
         *,
         spare: float = 1.0,
+        taken: Callable[[int], int] = int,
     ) -> None:
         self.name = name
         self.account = account
@@ -141,6 +144,7 @@ class Arena:
         self.wait_ms = 0.0
         self._make = make
         self._spare = spare
+        self._taken = taken
         self._kept: list[tuple[torch.Tensor, Grant]] = []
         self._kept_holder = f"kept {name}"
         # Reentrant: the garbage collector may run a finalizer that releases a lease.
@@ -195,8 +199,7 @@ class Arena:
         Raises:
             ClosedError: After `close()`.
         """
-        with self._lock:
-            lease = self._acquire(nbytes, holder)
+        lease = self.reserve_nowait(nbytes, holder)
         if lease is not None and not lease.is_made:
             _make(lease)
         return lease
@@ -208,7 +211,7 @@ class Arena:
             ClosedError: After `close()`.
         """
         with self._lock:
-            return self._acquire(nbytes, holder)
+            return self._acquire(self._taken(nbytes), holder)
 
     def acquire(self, nbytes: int, holder: str) -> Lease:
         """Return a lease, waiting until others release enough.
@@ -218,6 +221,7 @@ class Arena:
             StagehandOOMError: If waiting is useless: it is more than the account's
                 limit, or nobody holds anything that could come back.
         """
+        nbytes = self._taken(nbytes)
         with self._lock:
             lease = self._acquire(nbytes, holder)
             if lease is None:

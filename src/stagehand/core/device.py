@@ -341,14 +341,13 @@ class _RegisteredMemory(mmap.mmap):
 
 
 def _registered_memory(nbytes: int, index: int) -> torch.Tensor:
-    size = -(-nbytes // _HUGE_PAGE) * _HUGE_PAGE if nbytes >= _HUGE_PAGE else nbytes
-    memory = _RegisteredMemory(-1, size, flags=_ANONYMOUS)
-    if size >= _HUGE_PAGE:
-        _advise_huge_pages(memory, size)
+    memory = _RegisteredMemory(-1, nbytes, flags=_ANONYMOUS)
+    if nbytes >= _HUGE_PAGE:  # but for the end, of which a whole page would be taken
+        _advise_huge_pages(memory, nbytes // _HUGE_PAGE * _HUGE_PAGE)
     whole = torch.frombuffer(memory, dtype=torch.uint8)
     whole.zero_()  # touched by all of PyTorch's threads: present pages lock faster
-    memory.lock(whole.data_ptr(), size, index)
-    return whole[:nbytes]
+    memory.lock(whole.data_ptr(), nbytes, index)
+    return whole
 
 
 def host_memory(nbytes: int) -> torch.Tensor:

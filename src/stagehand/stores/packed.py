@@ -24,11 +24,14 @@ _PROBED = 64  # words of each tensor that are compared
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def most_bytes(layout: BlockLayout, device_type: str) -> int:
-    """Return the most that a block takes on a device beside its image, packed."""
+def most_bytes(layout: BlockLayout, device_type: str) -> tuple[int, int]:
+    """Return the most that a block takes on a device beside its image, packed: the
+    bytes of its wire, and those that it is decoded in.
+    """
     if not any(packable(layout)):
-        return 0
-    return int(WORTH * layout.nbytes) + most_scratch_nbytes(layout.nbytes, device_type)
+        return 0, 0
+    scratch = most_scratch_nbytes(layout.nbytes, device_type)
+    return int(WORTH * layout.nbytes), scratch
 
 
 def room_for(form: PackedLayout) -> int:

@@ -121,8 +121,9 @@ class Pipeline:
         self._torn = False  # by an interrupt: the books may be wrong
 
     def _make_arenas(self) -> None:
-        slots = self._slots * self._nbytes + self._cast_bytes
-        slots += self._wires * self._wire_bytes + self._scratch_bytes
+        taken = self._device.taken_bytes
+        slots = self._slots * taken(self._nbytes) + self._cast_bytes
+        slots += self._wires * taken(self._wire_bytes) + taken(self._scratch_bytes)
         slabs = self._slabs * self._staged_bytes
         self.device_account = Account("device memory for layers", slots)
         # Tensors in another type are made anew for each use, one layer at a time.
@@ -135,7 +136,7 @@ class Pipeline:
             self._buffers * self._staged_bytes + (0 if self._is_pinned else slabs),
         )
         self._device_arena = Arena(
-            "device memory", self._engine.allocate, self.device_account
+            "device memory", self._engine.allocate, self.device_account, taken=taken
         )
         self._pinned_arena = Arena(
             "pinned memory", self._device.pinned, self.pinned_account
