@@ -50,7 +50,6 @@ class Slot:
         "_reader",
         "_seen_by",
         "_ticket",
-        "_used",
         "alone",
         "index",
         "lease",
@@ -77,10 +76,9 @@ class Slot:
         """Tensors that lie in the memory, by the form of the blocks that use them."""
         self._filled: Event | None = None
         self._drained: Event | None = None
-        self._ticket: Ticket | None = None  # of the latest fill
+        self._ticket: Ticket | None = None  # of `filled`: every fill has the same
         self._seen_by: Stream | None = None  # has waited for `filled`
-        self._reader: Stream | None = None  # recorded `drained` last
-        self._used = False  # `drained` stands for a use
+        self._reader: Stream | None = None  # recorded `drained` last, since the fill
 
     def __repr__(self) -> str:
         return f"Slot({self.index}, {self.nbytes} bytes, {self.occupant})"
@@ -90,7 +88,6 @@ class Ticket(NamedTuple):
     """Completion of a submitted copy."""
 
     done: Event
-    nbytes: int
 
     def wait_host(self) -> None:
         """Block the calling thread until the copy is done."""
@@ -231,6 +228,7 @@ class TransferEngine:
         if slot._filled is None:
             slot._filled = self._device.new_event()
             slot._drained = self._device.new_event()
+            slot._ticket = Ticket(slot._filled)
 
     def load(
         self, slot: Slot, target: torch.Tensor, source: torch.Tensor, priority: Priority
@@ -251,7 +249,7 @@ class TransferEngine:
             if denied is not None:
                 return denied
         stream = lane.stream
-        if slot._used:
+        if slot._reader is not None:
             stream.wait_event(slot._drained)
         if self.stopwatch is None:
             self._device.copy(target, source, stream)
@@ -259,17 +257,13 @@ class TransferEngine:
             self._copy(_block_in(slot), "H2D", lane.stream, target, source)
         filled.record(stream)  # type: ignore[union-attr]
         slot._seen_by = slot._reader = None
-        slot._used = False
         nbytes = target.numel()
         counters = self._counters
         counters.h2d_bytes += nbytes
         counters.h2d_copies += 1
         if limited:
             self._note_load(filled, nbytes)  # type: ignore[arg-type]
-        ticket = slot._ticket
-        if ticket is None or ticket.nbytes != nbytes:  # the slot's event stays the same
-            ticket = slot._ticket = Ticket(filled, nbytes)  # type: ignore[arg-type]
-        return ticket
+        return slot._ticket  # type: ignore[return-value]
 
     def open_wires(
         self, arena: Arena, *, count: int, nbytes: int, scratch_nbytes: int
@@ -343,7 +337,7 @@ class TransferEngine:
         self._copy(_block_in(slot), "H2D", wires.stream, wire, source)
         piece.arrived.record(wires.stream)
         lane.stream.wait_event(piece.arrived)
-        if slot._used:
+        if slot._reader is not None:
             lane.stream.wait_event(slot._drained)
         try:
             with lane.context:
@@ -353,13 +347,11 @@ class TransferEngine:
             piece.used = True
         filled.record(lane.stream)
         slot._seen_by = slot._reader = None
-        slot._used = False
         self._counters.h2d_bytes += nbytes
         self._counters.h2d_copies += 1
         if self._limited:
             self._note_load(filled, nbytes)
-        slot._ticket = Ticket(filled, nbytes)
-        return slot._ticket
+        return slot._ticket  # type: ignore[return-value]
 
     def _copy(
         self,
@@ -391,19 +383,18 @@ class TransferEngine:
         seen_by = slot._seen_by
         if seen_by is not None and seen_by != stream:
             self._mark(slot, seen_by)
-        if slot._used:
-            self._mark(slot, stream)
-        else:
+        if slot._reader is None:
             slot._drained.record(stream)  # type: ignore[union-attr]
             slot._reader = stream
-            slot._used = True
+        else:
+            self._mark(slot, stream)
 
     def _mark(self, slot: Slot, stream: Stream) -> None:
-        if slot._used and slot._reader != stream:
+        reader = slot._reader
+        if reader is not None and reader != stream:
             stream.wait_event(slot._drained)  # the mark must cover both readers
         slot._drained.record(stream)  # type: ignore[union-attr]
         slot._reader = stream
-        slot._used = True
 
     def save(self, slot: Slot, source: torch.Tensor, target: torch.Tensor) -> Ticket:
         """Queue the copy that brings a slot's bytes home; never denied.
@@ -413,18 +404,16 @@ class TransferEngine:
         """
         stream = self.d2h.stream
         stream.wait_event(slot._filled)
-        if slot._used:
+        if slot._reader is not None:
             stream.wait_event(slot._drained)
         self._copy(_block_in(slot), "D2H", self.d2h.stream, target, source)
         done = self._mark_of(self.d2h)
         self._note_home(done)
         slot._drained.record(stream)  # type: ignore[union-attr]
         slot._reader = stream
-        slot._used = True
-        nbytes = source.numel()
-        self._counters.d2h_bytes += nbytes
+        self._counters.d2h_bytes += source.numel()
         self._counters.d2h_copies += 1
-        return Ticket(done, nbytes)
+        return Ticket(done)
 
     def _note_home(self, done: Done) -> None:
         self.d2h.note(done)
@@ -573,10 +562,9 @@ class TransferEngine:
 
     def retire(self, slot: Slot) -> None:
         """Order all that touches the slot before the next use of its memory."""
-        if slot._used:
+        if slot._reader is not None:
             self.h2d.stream.wait_event(slot._drained)
         slot._seen_by = slot._reader = None
-        slot._used = False
 
     def drain(self) -> None:
         """Block the host until both lanes are idle: no host memory is in use then."""
