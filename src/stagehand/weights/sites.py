@@ -84,6 +84,11 @@ class _Hook:
 
     __slots__ = ()
 
+    @property
+    def is_gone(self) -> bool:
+        """Whether it is in such a copy nevertheless; then it does nothing."""
+        return False
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
         return _nothing
 
@@ -185,8 +190,38 @@ class _EdgeEnd(_Hook):
         self._edges.leave(module)
 
 
-class _SiteBegin(_Hook):
-    __slots__ = ("_before", "_block", "_edges", "_track")
+class _SiteHook(_Hook):
+    """A hook whose method is registered: that is called 0.3 us sooner than an object.
+
+    A copy of a method has a copy of its object, which has no edges then.
+    """
+
+    __slots__ = ("_block", "_edges")
+    _edges: Edges | None
+
+    def __init__(self, block: Block, edges: Edges) -> None:
+        self._block = block
+        self._edges = edges
+
+    @property
+    def is_gone(self) -> bool:
+        return self._edges is None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return _gone(type(self))
+
+    def __reduce__(self) -> Any:
+        return _gone, (type(self),)
+
+
+def _gone(kind: type[_SiteHook]) -> _SiteHook:
+    hook = object.__new__(kind)
+    hook._edges = None
+    return hook
+
+
+class _SiteBegin(_SiteHook):
+    __slots__ = ("_before", "_track")
 
     def __init__(
         self,
@@ -195,52 +230,55 @@ class _SiteBegin(_Hook):
         edges: Edges,
         track: Callable[[Block], bool],
     ) -> None:
-        self._block = block
+        super().__init__(block, edges)
         self._before = before
-        self._edges = edges
         self._track = track
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if is_dynamo_compiling():
             return _call_untraced(self, module, args, kwargs)
-        moved = None
-        if self._edges._thread is not HERE.thread:
-            moved = self._edges.enter(module, args, kwargs, _module_frame())
-        elif self._edges._backward is not None:
-            moved = self._edges.moved_again(args, kwargs)
+        edges, moved = self._edges, None
+        if edges is None:
+            return None
+        if edges._thread is not HERE.thread:
+            moved = edges.enter(module, args, kwargs, _module_frame())
+        elif edges._backward is not None:
+            moved = edges.moved_again(args, kwargs)
         if dispatch_modes():
             apart(self._before, self._block)
         else:
             self._before(self._block)
         if torch.is_grad_enabled():
-            self._edges.risen.append((module, self._track(self._block)))
+            edges.risen.append((module, self._track(self._block)))
         return moved
 
 
-class _SiteEnd(_Hook):
-    __slots__ = ("_block", "_edges", "_untrack")
+class _SiteEnd(_SiteHook):
+    __slots__ = ("_untrack",)
 
     def __init__(
         self, block: Block, edges: Edges, untrack: Callable[[Block], None]
     ) -> None:
-        self._block = block
-        self._edges = edges
+        super().__init__(block, edges)
         self._untrack = untrack
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         if is_dynamo_compiling():
             _call_untraced(self, module, args, output)
             return
-        block, risen = self._block, self._edges.risen
+        edges = self._edges
+        if edges is None:
+            return
+        block, risen = self._block, edges.risen
         if risen and risen[-1][0] is module:
             if risen.pop()[1]:
                 pop_saved_hooks()
             self._untrack(block)
         if block.uses:
             block.uses -= 1  # as `Scheduler.after` does
-        stack = self._edges._stack
+        stack = edges._stack
         if len(stack) == 1 and stack[0].module is module:
-            self._edges.leave(module)
+            edges.leave(module)
 
 
 class _Look(_Hook):
@@ -278,7 +316,8 @@ class _RowsEnd(_Hook):
 
 def is_hooked(module: nn.Module) -> bool:
     """Whether some runtime has hooks on a module."""
-    return any(isinstance(hook, _Hook) for hook in module._forward_pre_hooks.values())
+    hooks = (getattr(h, "__self__", h) for h in module._forward_pre_hooks.values())
+    return any(isinstance(hook, _Hook) and not hook.is_gone for hook in hooks)
 
 
 class SiteHooks:
@@ -337,12 +376,12 @@ class SiteHooks:
     def add_site(self, module: nn.Module, block: Block) -> None:
         """Tell the scheduler when a module uses a block."""
         begin = module.register_forward_pre_hook(
-            _SiteBegin(block, self._before, self._edges, self._track),
+            _SiteBegin(block, self._before, self._edges, self._track).__call__,
             prepend=True,
             with_kwargs=True,
         )
         end = module.register_forward_hook(
-            _SiteEnd(block, self._edges, self._untrack), always_call=True
+            _SiteEnd(block, self._edges, self._untrack).__call__, always_call=True
         )
         self._handles += (begin, end)
 
