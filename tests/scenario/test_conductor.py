@@ -500,12 +500,16 @@ def test_a_detach_at_any_time_restores_what_was(stream, conduct, when):
 def test_a_model_cannot_be_attached_twice_nor_under_a_name_that_is_taken(
     stream, conduct
 ):
-    model, other = stream(), stream()
+    model, other = stream(), stream(shared=False)
     conductor = conduct(model)
     with pytest.raises(ConfigError, match="attached already"):
         conductor.attach(runtime_of(model))
+    booked = conductor.budget.ledger.device.held_bytes
     with pytest.raises(ConfigError, match="'stagehand' is taken"):
         conductor.attach(other, name="stagehand")
+    with pytest.raises(ConfigError, match="'stagehand' is taken"):
+        conductor.attach_store("stagehand", dict)
+    assert conductor.budget.ledger.device.held_bytes == booked
     conductor.attach(other)
     assert "stagehand, stagehand 2" in repr(conductor)
     with pytest.raises(ConfigError, match="a Linear cannot be attached"):
@@ -838,6 +842,8 @@ def test_shutdown_is_idempotent_and_final(stream, conduct):
     assert conductor.clock.phase is Phase.STEP_END
     with pytest.raises(ClosedError, match="make a new one"):
         conductor.attach(model)
+    with pytest.raises(ClosedError, match="make a new one"):
+        conductor.attach_store("store", dict)
 
 
 def test_a_conductor_that_is_dropped_is_not_kept_by_torchs_optimizers(sim):
@@ -938,11 +944,14 @@ def test_gradients_that_a_dropped_conductor_had_put_aside_come_home(stream, wher
         ({"vram_hard_cap_mb": 0}, "vram_hard_cap_mb is 0: expected more than 0"),
         ({"vram_soft_cap_mb": -1}, "vram_soft_cap_mb is -1"),
         ({"vram_soft_cap_mb": 3, "vram_hard_cap_mb": 2}, "soft cap that is not above"),
+        ({"pinned_cap_mb": float("inf")}, "pinned_cap_mb is inf: expected more than 0"),
         ({"h2d_slots": 0}, "h2d_slots is 0: expected 1 or more"),
+        ({"d2h_slots": 0}, "d2h_slots is 0: expected 1 or more"),
         ({"d2h_slots": 1.5}, "d2h_slots is 1.5: expected an int"),
         ({"vram_hard_cap_mb": "8GB"}, "vram_hard_cap_mb is '8GB': expected a number"),
         ({"telemetry_interval_steps": 0}, "telemetry_interval_steps is 0"),
         ({"yield_backlog_mb": -1}, "yield_backlog_mb is -1"),
+        ({"yield_backlog_mb": float("inf")}, "yield_backlog_mb is inf"),
         (
             {"link_arbitration": "maybe"},
             "link_arbitration is 'maybe': expected 'measure'",

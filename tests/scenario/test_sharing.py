@@ -164,6 +164,35 @@ def test_a_model_that_was_dropped_leaves_its_place(crowd):
     some.run(0)
 
 
+@pytest.mark.parametrize("comes", ["reserve", "guest", "pass", "another"])
+def test_a_model_that_goes_in_the_middle_of_something_has_left_when_the_next_comes(
+    crowd, comes
+):
+    """The collector may end it while the device's books are in use: it is seen to."""
+    some = crowd("hpu", [8, 8], [9 * LAYER_BYTES, 9 * LAYER_BYTES])
+    first, second = some.runtimes
+    third = varied(8, 2)
+    if comes == "guest":
+        stagehand.layer(third, vram_budget=9 * LAYER_BYTES, device="hpu")
+    second.reserve_for_resident()
+    with some.device._changed:
+        second.shutdown()
+        assert some.device._gone
+    if comes == "reserve":
+        assert first.reserve_for_resident() == 8 * LAYER_BYTES
+    elif comes == "guest":
+        with runtime_of(third).as_guest(first):
+            some.run(0)
+    elif comes == "pass":
+        some.run(0)
+        assert first._parts.weights.held_bytes == 8 * LAYER_BYTES
+    else:
+        stagehand.layer(third, vram_budget=9 * LAYER_BYTES, device="hpu")
+    assert not some.device._gone
+    if "_stagehand_layer_runtime" in third.__dict__:
+        runtime_of(third).shutdown()
+
+
 def test_a_model_may_have_a_budget_of_its_own(crowd, sim):
     some = crowd("hpu", [8])
     some.run(0)

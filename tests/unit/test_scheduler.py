@@ -325,6 +325,30 @@ def test_block_that_its_last_use_changed_is_saved_and_seen_by_the_next(rig_of):
             assert block.slot is not None or not block.awaited, block
 
 
+@pytest.mark.parametrize("where", ["host", "device"])
+def test_block_that_was_changed_crosses_once_more_at_most(rig_of, where):
+    """Home if it was changed on the device, else what was loaded before the change."""
+    rig = rig_of(4)
+    loads, saves = [], []
+    for number in range(6):
+        if number == 3 and where == "host":
+            rig.device.synchronize()
+            rig.blocks[1].tensors[0].add_(1)
+        loads.append(-rig.counters.h2d_copies)
+        rig.begin_pass()
+        for block in rig.blocks[1:]:
+            rig.scheduler.before(block)
+            if number == 3 and where == "device" and block.index == 1:
+                block.tensors[0].add_(1)
+            rig.scheduler.after(block)
+        rig.end_pass()
+        loads[-1] += rig.counters.h2d_copies
+        saves.append(rig.counters.d2h_copies)
+    assert loads[2] > 0
+    assert sum(loads[3:]) <= 3 * loads[2] + (where == "host")
+    assert saves[-1] <= (where == "device")
+
+
 def test_fetched_block_is_in_use_no_more_after_an_interrupt(rig_of):
     """Its use was ended a second time, by the next pass: it counted one too few."""
     rig = rig_of(3)

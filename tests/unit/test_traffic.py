@@ -160,11 +160,13 @@ def test_a_copy_home_waits_for_the_next_load_and_goes_behind_it(sim):
     assert isinstance(parcel, Parcel)
     assert sim.d2h_copies() == 0
     assert not parcel.query()
+    assert rig.traffic.d2h.in_flight == 1
     ticket = rig.load()
     assert sim.d2h_copies() == 1
     ticket.wait_host()
     assert not parcel.query()
     parcel.synchronize()
+    assert rig.traffic.d2h.in_flight == 0
     assert sim.host_seconds() == pytest.approx(2 * 4.096e-3)
     assert target.eq(3).all()
 
