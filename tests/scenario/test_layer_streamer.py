@@ -38,6 +38,7 @@ from stagehand.errors import ClosedError, ConfigError, StagehandWarning
 from stagehand.stores import reading
 from stagehand.stores.converting import convert_to_packed
 from stagehand.streamer import pipeline
+from stagehand.streamer.depths import READERS
 
 DEPTHS = {
     "default": {},
@@ -323,10 +324,38 @@ def test_packed_layers_cross_the_link_packed_in_what_memory_they_are_said_to_nee
     assert 0.9 * wire * copies < sim.h2d_bytes() - moved <= wire * copies
     pipeline = streamer._pipeline
     assert pipeline.pinned_account.limit_bytes == 3 * wire
-    scratch = pipeline._scratch_bytes
+    scratch = pipeline._bytes.scratch
     assert pipeline.device_account.limit_bytes == 2 * layer + 2 * wire + scratch
     scalars = 256  # of the decoder's operators
     assert sim.peak_bytes() - held <= 2 * layer + 2 * wire + scratch + scalars
+
+
+@places
+@depths
+@pytest.mark.parametrize("form", ["plain", "packed"])
+def test_a_streamer_takes_what_a_search_says_that_it_needs(
+    sim, stream, folder, packed, place, depths, form, monkeypatch
+):
+    """The device's memory to the byte, whatever its allocator rounds up; of the host's
+    a little less, where layers that wait for good are not all as large.
+    """
+    monkeypatch.setattr(
+        AcceleratorDevice, "taken_bytes", lambda _, nbytes: -(-nbytes // 3000) * 3000
+    )
+    streamer = stream(place, packed if form == "packed" else folder, **depths)
+    for _ in range(2):
+        streamer.run_pass(0, lambda x, weights, layer: x)
+    streamer.settle()
+    on_host = place == "cpu"
+    pieces = streamer.depths.pieces(LAYERS, on_host=on_host)
+    needed = streamer.measure_rates().footprint
+    parts = streamer._pipeline
+    host = parts.pinned_account.peak_bytes + parts.host_account.peak_bytes
+    assert parts.device_account.peak_bytes == needed.device_bytes(pieces)
+    threads = READERS * needed.unpacked_from
+    waiting = needed.host_bytes(pieces) - threads
+    assert 0.99 * waiting <= host <= waiting
+    assert (threads > 0) is (on_host and form == "packed")
 
 
 def test_interrupt_leaves_nothing_of_the_memory_for_packed_layers(sim, stream, packed):

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +11,8 @@ from layered import LAYERS, arguments, inputs, layer_fn, make_weights, resident,
 from stagehand import LayerStreamer, LayerStreamerTuner
 from stagehand.errors import ConfigError, MissingTensorError, StagehandWarning
 from stagehand.streamer import tuner as tuner_module
-from stagehand.streamer.depths import Depths
+from stagehand.streamer.depths import Depths, Footprint
+from stagehand.streamer.rates import Rates
 from stagehand.streamer.trial import Message
 
 GRID = {
@@ -23,8 +25,15 @@ GRID = {
     "n_runs": 3,
     "sleep_seconds": 0.0,
 }
-FREE = {"device_free_bytes": 10**9, "host_free_bytes": 10**9}
-FAST = {"disk": 1e12, "memory": 1e12, "link": 1e12, "pageable_link": 1e12, **FREE}
+FAST = Rates(
+    disk=1e12,
+    memory=1e12,
+    link=1e12,
+    pageable_link=1e12,
+    device_free_bytes=10**9,
+    host_free_bytes=10**9,
+    footprint=Footprint(slot=8448, waiting=8448),
+)
 WEIGHTS = make_weights()
 
 
@@ -82,7 +91,7 @@ class Trials:
                 if not self.script:
                     return None
                 message = self.script.pop(0)
-                if isinstance(message, dict):
+                if isinstance(message, Rates):
                     return Message("rates", message)
                 if isinstance(message, BaseException):
                     raise message
@@ -161,7 +170,7 @@ def test_interrupted_search_goes_on_where_it_was(search, tmp_path):
 
 def test_what_cannot_win_at_the_measured_rates_is_not_run(search):
     read = sum(t.nbytes for n, t in WEIGHTS.items() if "layers" in n)
-    rates = {**FAST, "disk": read / 1.0}  # a pass takes a second at least
+    rates = replace(FAST, disk=read / 1.0)  # a pass takes a second at least
     tuner, trials = search({1: 1.5, 2: 1.01, 3: 1.0}, rates)
     assert tuner.tune()["n_gpu"] == 2
     assert trials.tried == [1, 2]
@@ -175,7 +184,7 @@ def test_what_cannot_win_at_the_measured_rates_is_not_run(search):
 
 
 def test_runs_without_a_pass_are_compared_with_each_other_alone(search):
-    tuner, trials = search({1: 3.0, 2: 2.0, 3: 1.0}, {**FAST, "disk": 1.0})
+    tuner, trials = search({1: 3.0, 2: 2.0, 3: 1.0}, replace(FAST, disk=1.0))
     trials.passes = 0
     assert tuner.tune()["n_gpu"] == 3
     assert statuses(tuner) == ["measured"] * 3
@@ -184,7 +193,7 @@ def test_runs_without_a_pass_are_compared_with_each_other_alone(search):
 
 def test_what_did_not_fit_is_looked_at_again_when_the_search_goes_on(search, tmp_path):
     file = tmp_path / "results.jsonl"
-    full = {**FAST, "device_free_bytes": 0}
+    full = replace(FAST, device_free_bytes=0)
     tuner, _ = search({}, full, results_file=file)
     with pytest.raises(ConfigError, match=r"none of 3 configurations ran.*device mem"):
         tuner.tune()
@@ -198,7 +207,7 @@ def test_what_did_not_fit_is_looked_at_again_when_the_search_goes_on(search, tmp
 
 def test_what_does_not_fit_is_not_run(search):
     tuner, trials = search(
-        {1: 1.0, 2: 1.0, 3: 1.0}, {**FAST, "device_free_bytes": 2 * 8448}
+        {1: 1.0, 2: 1.0, 3: 1.0}, replace(FAST, device_free_bytes=2 * 8448)
     )
     tuner.tune()
     assert trials.tried == [1]
@@ -208,7 +217,7 @@ def test_what_does_not_fit_is_not_run(search):
 def test_configurations_that_may_be_fast_come_first(search):
     tuner, trials = search(
         {1: 1.0, 2: 2.0, 99: 0.5},
-        {**FAST, "disk": 1e5, "link": 1e5},
+        replace(FAST, disk=1e5, link=1e5),
         n_gpu_values=[1, 2, 99],
     )
     tuner.tune()
@@ -216,7 +225,7 @@ def test_configurations_that_may_be_fast_come_first(search):
 
 
 def test_host_as_device_tries_no_pinned_depths(search):
-    rates = {**FAST, "link": math.inf, "pageable_link": math.inf}
+    rates = replace(FAST, link=math.inf, pageable_link=math.inf)
     tuner, trials = search(
         {1: 1.0, 2: 2.0, 3: 3.0}, rates, n_cpu_pinned_values=[None, 1, 2]
     )

@@ -1,17 +1,21 @@
 """Which configurations a search measures: none twice, none that cannot win."""
 
 import math
+import pickle
 from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stagehand.streamer.depths import Depths
+from stagehand.streamer.depths import Depths, Footprint
 from stagehand.streamer.grid import Sizes, candidates, floors, too_large, worth_it
 from stagehand.streamer.rates import Rates
 
-SIZES = Sizes(layers=10, largest_bytes=1000, read_bytes=9000)
+SIZES = Sizes(layers=10, read_bytes=9000)
+PLAIN = Footprint(slot=1000, waiting=1000)
+PACKED = Footprint(slot=1000, waiting=750, cast=40, wire=750, scratch=200)
+DECODED = Footprint(slot=1000, waiting=750, unpacked_from=750)
 RATES = Rates(
     disk=1e3,
     memory=1e4,
@@ -19,6 +23,7 @@ RATES = Rates(
     pageable_link=1.5e3,
     device_free_bytes=10**9,
     host_free_bytes=10**9,
+    footprint=PLAIN,
 )
 HOST = replace(RATES, link=math.inf, pageable_link=math.inf)
 README = {
@@ -106,6 +111,26 @@ def test_what_does_not_fit_is_told(settings, free, expected):
         assert found.startswith(expected)
 
 
+@pytest.mark.parametrize(
+    ("settings", "rates", "device", "host"),
+    [
+        ({"n_gpu": 2}, replace(RATES, footprint=PACKED), 3000 + 1500 + 240, 3750),
+        ({"n_gpu": 0}, replace(RATES, footprint=PACKED), 1000 + 750 + 240, 3750),
+        ({"n_cpu_pinned": None}, replace(RATES, footprint=PACKED), 4740, 750),
+        ({"n_gpu": 2, "n_cpu": 1}, replace(HOST, footprint=DECODED), 0, 3000 + 3000),
+    ],
+)
+def test_packed_layers_count_with_all_that_they_take(settings, rates, device, host):
+    """A wire or two and the decoder's on the device, fewer bytes while they wait."""
+    depths = Depths(**settings)
+    for name, needed in (("device", device), ("host", host)):
+        free = f"{name}_free_bytes"
+        assert too_large(depths, SIZES, replace(rates, **{free: needed})) is None
+        if needed:
+            less = replace(rates, **{free: needed - 1})
+            assert f"of {name} memory" in too_large(depths, SIZES, less)
+
+
 def test_gain_that_is_noise_is_not_worth_a_measurement():
     assert worth_it(0.97, 1.0)
     assert not worth_it(0.99, 1.0)
@@ -120,6 +145,6 @@ def test_more_memory_never_has_a_higher_floor_for_the_disk(n_gpu, pinned, cpu):
 
 
 def test_rates_survive_a_pipe():
-    assert Rates.from_dict(RATES.as_dict()) == RATES
+    assert pickle.loads(pickle.dumps(RATES)) == RATES
     assert not RATES.on_host
     assert HOST.on_host

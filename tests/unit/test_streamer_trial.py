@@ -194,9 +194,9 @@ def test_wrong_argument_is_told(job):
 def test_job_without_a_function_measures_the_machine(job):
     [message] = sent_by(job(None))
     assert message.kind == "rates"
-    assert message.value["disk"] > 0
-    assert message.value["memory"] > 0
-    assert message.value["link"] == float("inf")
+    assert message.value.disk > 0
+    assert message.value.memory > 0
+    assert message.value.link == float("inf")
 
 
 # The process

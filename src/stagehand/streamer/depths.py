@@ -6,7 +6,57 @@ from dataclasses import asdict, dataclass, replace
 
 from stagehand.errors import ConfigError
 
-__all__ = ["Depths"]
+__all__ = ["READERS", "Depths", "Footprint", "Pieces"]
+
+READERS = 2
+"""Threads of each stage: while one waits for the disk, the other copies."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pieces:
+    """For how many layers each stage has memory."""
+
+    slots: int
+    """On the device."""
+    slabs: int
+    """From which copies to the device start; none where the host is the device."""
+    buffers: int
+    """Between the files and what comes next."""
+    is_pinned: bool
+    """Whether slabs are pinned memory, and not ordinary."""
+
+    @property
+    def wires(self) -> int:
+        """Of packed layers: one arrives on the device while the other is decoded."""
+        return min(2, self.slots)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Footprint:
+    """What one layer takes on its way, in bytes; of each kind, the largest."""
+
+    slot: int
+    """Of the device's memory, where it is used."""
+    waiting: int
+    """Of the host's, in each stage."""
+    cast: int = 0
+    """Of the device's, where its tensors are used in another element type."""
+    wire: int = 0
+    """Of the device's, as it crosses the link packed."""
+    scratch: int = 0
+    """Of the device's, while it is decoded."""
+    unpacked_from: int = 0
+    """Of the host's, for each thread that decodes it there."""
+
+    def device_bytes(self, pieces: Pieces) -> int:
+        """Return the most that a streamer takes of the device's memory."""
+        slots = pieces.slots * self.slot + self.cast
+        return slots + pieces.wires * self.wire + self.scratch
+
+    def host_bytes(self, pieces: Pieces) -> int:
+        """Return the most that it takes of the host's, pinned or not."""
+        waiting = (pieces.slabs + pieces.buffers) * self.waiting
+        return waiting + READERS * self.unpacked_from
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,6 +127,24 @@ class Depths:
             if pinned
             else None,
             batch_cpu=_simplest(self.batch_cpu, count) if cpu else None,
+        )
+
+    def pieces(self, count: int, *, on_host: bool = False) -> Pieces:
+        """Return what each stage has memory for.
+
+        Args:
+            count: Number of layers.
+            on_host: Whether the host is the device.
+        """
+        waiting = self.n_cpu_pinned or self.n_cpu or 0
+        is_pinned = bool(self.n_cpu_pinned) and not on_host
+        # Where nothing is pinned, slabs are ordinary memory themselves.
+        buffered = self.n_cpu and (on_host or is_pinned)
+        return Pieces(
+            slots=min(self.n_gpu + 1, count),
+            slabs=0 if on_host else min(waiting + 1, count),
+            buffers=min((self.n_cpu or 0) + 1, count) if buffered else 0,
+            is_pinned=is_pinned,
         )
 
     def as_dict(self) -> dict[str, int | None]:

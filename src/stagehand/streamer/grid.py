@@ -11,7 +11,7 @@ from stagehand.streamer.depths import Depths
 from stagehand.units import format_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Mapping
 
     from stagehand.streamer.rates import Rates
 
@@ -26,8 +26,6 @@ class Sizes:
 
     layers: int
     """How many there are."""
-    largest_bytes: int
-    """Bytes of the largest, in memory."""
     read_bytes: int
     """Bytes of all, in their files."""
 
@@ -82,15 +80,10 @@ def floors(depths: Depths, sizes: Sizes, rates: Rates) -> dict[str, float]:
 
 def too_large(depths: Depths, sizes: Sizes, rates: Rates) -> str | None:
     """Return why a configuration does not fit the free memory, or None."""
-    on_host = rates.on_host
-    most, nbytes = sizes.layers, sizes.largest_bytes
-    device = min(depths.n_gpu + 1, most) * nbytes
-    host = sum(
-        min(depth + 1, most) * nbytes
-        for depth in _host_depths(depths, on_host)
-        if depth
-    )
-    if on_host:
+    pieces = depths.pieces(sizes.layers, on_host=rates.on_host)
+    device = rates.footprint.device_bytes(pieces)
+    host = rates.footprint.host_bytes(pieces)
+    if rates.on_host:
         device, host = 0, host + device
     for name, needed, free in (
         ("device", device, rates.device_free_bytes),
@@ -102,11 +95,6 @@ def too_large(depths: Depths, sizes: Sizes, rates: Rates) -> str | None:
                 f" {format_bytes(free)} are free"
             )
     return None
-
-
-def _host_depths(depths: Depths, on_host: bool) -> Sequence[int]:
-    pinned = 0 if on_host else depths.n_cpu_pinned or 0
-    return pinned, depths.n_cpu or 0
 
 
 def worth_it(floor_seconds: float, best_seconds: float) -> bool:

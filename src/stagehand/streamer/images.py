@@ -22,11 +22,13 @@ from stagehand.stores.packed_files import PackedWeight
 from stagehand.stores.packed_layout import in_runs, packed_layout_of
 from stagehand.stores.reading import Part
 from stagehand.stores.unpacking import scratch_nbytes, unpack_image
+from stagehand.streamer.depths import Footprint
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
+    from stagehand.core.device import Device
     from stagehand.core.layout import BlockLayout
     from stagehand.stores.base import Skew
     from stagehand.stores.checkpoint import Extent
@@ -34,7 +36,7 @@ if TYPE_CHECKING:
     from stagehand.stores.packed_layout import PackedLayout
     from stagehand.streamer.layers import Stored
 
-__all__ = ["LayerImage", "read_tensor", "wanted_dtype"]
+__all__ = ["LayerImage", "footprint_of", "read_tensor", "wanted_dtype"]
 
 _Named = tuple[str, "Extent"]
 
@@ -158,6 +160,33 @@ class LayerImage:
             for place, view in zip(places, self._layout.views(image), strict=True)
         }
         return {key: views[key].to(dtype) for key, dtype in self._dtypes.items()}
+
+
+def footprint_of(
+    images: Sequence[LayerImage], files: FileSet, device: Device
+) -> Footprint:
+    """Return what the layers take where a device streams them.
+
+    Raises:
+        CheckpointError: If a file changed or cannot be opened.
+    """
+    taken, on_host = device.taken_bytes, device.is_host
+    skews = [image.skew(files) for image in images]
+    packed = [image for image in images if image.form is not None]
+    wire = max((image.link_nbytes for image in packed), default=0)
+    kind = device.torch_device.type
+    scratch = max((image.scratch_nbytes(kind) for image in packed), default=0)
+    return Footprint(
+        slot=taken(max(image.nbytes for image in images)),
+        waiting=max(
+            image.link_nbytes + (skew.of if skew else 0)
+            for image, skew in zip(images, skews, strict=True)
+        ),
+        cast=max(image.cast_bytes for image in images),
+        wire=0 if on_host else taken(wire),
+        scratch=0 if on_host else taken(scratch),
+        unpacked_from=wire if on_host else 0,
+    )
 
 
 def wanted_dtype(

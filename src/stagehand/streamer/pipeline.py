@@ -23,7 +23,9 @@ from stagehand.residency.order import Order
 from stagehand.residency.plan import Plan
 from stagehand.residency.scheduler import Scheduler
 from stagehand.residency.shared import shared_device
+from stagehand.streamer.depths import READERS
 from stagehand.streamer.handover import LayerLoader
+from stagehand.streamer.images import footprint_of
 from stagehand.streamer.stages import (
     DecodingSource,
     FileSource,
@@ -47,8 +49,6 @@ if TYPE_CHECKING:
     from stagehand.streamer.stages import Source
 
 __all__ = ["Pipeline"]
-
-_READERS = 2  # threads of each stage: while one waits for the disk, the other copies
 
 
 class Pipeline:
@@ -88,31 +88,12 @@ class Pipeline:
         self._depths = depths
         self._counters = counters
         self._closed = False
-        count = len(images)
-        self._nbytes = max(image.nbytes for image in images)
-        skews = (image.skew(files) for image in images)
-        self._staged_bytes = max(
-            image.link_nbytes + (skew.of if skew else 0)
-            for image, skew in zip(images, skews, strict=True)
-        )
-        self._slots = min(depths.n_gpu + 1, count)
-        waiting = depths.n_cpu_pinned or depths.n_cpu or 0
-        self._slabs = 0 if device.is_host else min(waiting + 1, count)
-        self._is_pinned = bool(depths.n_cpu_pinned) and not device.is_host
-        # Between files and slots; where nothing is pinned, slabs are such memory.
-        is_apart = device.is_host or self._is_pinned
-        self._buffers = min(depths.n_cpu + 1, count) if depths.n_cpu and is_apart else 0
+        self._bytes = footprint_of(images, files, device)
+        self._pieces = depths.pieces(len(images), on_host=device.is_host)
         self._shared = shared_device(device)  # kept: its lanes go with it
         self._engine = TransferEngine(device, counters, streams=self._shared.streams())
-        self._cast_bytes = max(image.cast_bytes for image in images)
-        packed = [image for image in images if image.form is not None]
         # What is packed is decoded on the device, or on the host by who loads it.
-        self._decodes = bool(packed) and device.is_host
-        wired = [] if device.is_host else packed
-        kind = device.torch_device.type
-        self._wires = min(2, self._slots)  # one arrives while the other is decoded
-        self._wire_bytes = max((image.link_nbytes for image in wired), default=0)
-        self._scratch_bytes = max((i.scratch_nbytes(kind) for i in wired), default=0)
+        self._decodes = bool(self._bytes.unpacked_from)
         self.device_account = Account("device memory for layers", 0)
         self.pinned_account = Account("pinned memory for layers", 0)
         self.host_account = Account("ordinary memory for layers", 0)
@@ -121,22 +102,25 @@ class Pipeline:
         self._torn = False  # by an interrupt: the books may be wrong
 
     def _make_arenas(self) -> None:
-        taken = self._device.taken_bytes
-        slots = self._slots * taken(self._nbytes) + self._cast_bytes
-        slots += self._wires * taken(self._wire_bytes) + taken(self._scratch_bytes)
-        slabs = self._slabs * self._staged_bytes
-        self.device_account = Account("device memory for layers", slots)
+        pieces, each = self._pieces, self._bytes
+        slabs = pieces.slabs * each.waiting
+        self.device_account = Account(
+            "device memory for layers", each.device_bytes(pieces)
+        )
         # Tensors in another type are made anew for each use, one layer at a time.
-        self.device_account.grant(self._cast_bytes, "tensors in another type")
+        self.device_account.grant(each.cast, "tensors in another type")
         self.pinned_account = Account(
-            "pinned memory for layers", slabs if self._is_pinned else 0
+            "pinned memory for layers", slabs if pieces.is_pinned else 0
         )
         self.host_account = Account(
             "ordinary memory for layers",
-            self._buffers * self._staged_bytes + (0 if self._is_pinned else slabs),
+            pieces.buffers * each.waiting + (0 if pieces.is_pinned else slabs),
         )
         self._device_arena = Arena(
-            "device memory", self._engine.allocate, self.device_account, taken=taken
+            "device memory",
+            self._engine.allocate,
+            self.device_account,
+            taken=self._device.taken_bytes,
         )
         self._pinned_arena = Arena(
             "pinned memory", self._device.pinned, self.pinned_account
@@ -144,9 +128,10 @@ class Pipeline:
         self._host_arena = Arena("ordinary memory", host_memory, self.host_account)
 
     def __repr__(self) -> str:
+        pieces = self._pieces
         return (
-            f"Pipeline({self._slots} slots, {self._slabs} slabs,"
-            f" {self._buffers} buffers of {self._nbytes} bytes)"
+            f"Pipeline({pieces.slots} slots, {pieces.slabs} slabs,"
+            f" {pieces.buffers} buffers of {self._bytes.slot} bytes)"
         )
 
     # Passes
@@ -192,7 +177,7 @@ class Pipeline:
         parts.scheduler.after(block)
         if block.slot is not None:
             turn = block.slot.index + len(parts.blocks)  # when its next use comes
-            block.home = parts.homes[turn % self._slots]
+            block.home = parts.homes[turn % len(parts.homes)]
         parts.scheduler.look_ahead()
 
     def end_pass(self) -> None:
@@ -231,13 +216,14 @@ class Pipeline:
     def _start(self) -> None:
         parts = self._parts = _Parts()  # so that `reset` closes what there is by then
         source: Source = FileSource(self._images, self._files)
-        if self._buffers:
+        pieces, each = self._pieces, self._bytes
+        if pieces.buffers:
             source = parts.ahead = ReadAhead(
                 source,
                 layers=len(self._images),
-                buffers=self._buffers,
+                buffers=pieces.buffers,
                 batch=self._depths.batch_cpu or 1,
-                nbytes=self._staged_bytes,
+                nbytes=each.waiting,
                 arena=self._host_arena,
                 workers=parts.ahead_workers,
             )
@@ -248,16 +234,16 @@ class Pipeline:
             block = Block(layer, image.name, bare, ())
             block.set_store(LayerStore(layer, source, self._wire(layer, source)))
             parts.blocks.append(block)
-        if self._wire_bytes:
+        if each.wire:
             self._engine.open_wires(
                 self._device_arena,
-                count=self._wires,
-                nbytes=self._wire_bytes,
-                scratch_nbytes=self._scratch_bytes,
+                count=pieces.wires,
+                nbytes=each.wire,
+                scratch_nbytes=each.scratch,
             )
         parts.loader = self._loader(parts)
-        parts.loader.set_slabs(self._slabs, self._staged_bytes)
-        if self._slabs == len(parts.blocks):
+        parts.loader.set_slabs(pieces.slabs, each.waiting)
+        if pieces.slabs == len(parts.blocks):
             parts.loader.keep(parts.blocks)  # read once
         parts.scheduler = Scheduler(
             device=self._device,
@@ -269,7 +255,7 @@ class Pipeline:
             counters=self._counters,
         )
         parts.scheduler.follow(self._plan())
-        parts.homes = [block.home for block in parts.blocks[: self._slots]]
+        parts.homes = [block.home for block in parts.blocks[: pieces.slots]]
 
     def _wire(self, layer: int, source: Source) -> LayerWire | None:
         image = self._images[layer]
@@ -281,9 +267,9 @@ class Pipeline:
         engine, workers, counters = self._engine, parts.workers, self._counters
         if self._device.is_host:
             return HostLoader(self._device, engine, workers, counters)
-        arena = self._pinned_arena if self._is_pinned else self._host_arena
-        depths = self._depths
-        batch = depths.batch_cpu_pinned if self._is_pinned else depths.batch_cpu
+        depths, is_pinned = self._depths, self._pieces.is_pinned
+        arena = self._pinned_arena if is_pinned else self._host_arena
+        batch = depths.batch_cpu_pinned if is_pinned else depths.batch_cpu
         if not (depths.n_cpu_pinned or depths.n_cpu):
             batch = None
         return LayerLoader(
@@ -292,13 +278,13 @@ class Pipeline:
 
     def _plan(self) -> Plan:
         """All slots in turn; with one for each layer, all stay."""
-        count = len(self._images)
-        stays = self._slots == count
+        count, slots = len(self._images), self._pieces.slots
+        stays = slots == count
         return Plan(
-            slots=(self._nbytes,) * self._slots,
-            home=tuple(layer % self._slots for layer in range(count)),
+            slots=(self._bytes.slot,) * slots,
+            home=tuple(layer % slots for layer in range(count)),
             resident=frozenset(range(count)) if stays else frozenset(),
-            lookahead=self._slots,
+            lookahead=slots,
             step_seconds=0.0,
             bound_seconds=0.0,
             streamed_bytes=0,
@@ -351,8 +337,8 @@ class _Parts:
         self.blocks: list[Block] = []
         self.homes: list[Slot | None] = []
         self.ahead: ReadAhead | None = None
-        self.ahead_workers = WorkerGroup("ahead", _READERS)
-        self.workers = WorkerGroup("reader", _READERS)
+        self.ahead_workers = WorkerGroup("ahead", READERS)
+        self.workers = WorkerGroup("reader", READERS)
         self.loader: Loader
         self.scheduler: Scheduler
 

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from stagehand.core.device import host_memory
 from stagehand.core.machine import free_host_bytes
 from stagehand.core.workers import WorkerGroup
+from stagehand.streamer.images import footprint_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
     import torch
 
     from stagehand.core.device import Device
     from stagehand.stores.files import FileSet
+    from stagehand.streamer.depths import Footprint
     from stagehand.streamer.images import LayerImage
 
 __all__ = ["Rates", "measure_rates"]
@@ -43,20 +45,13 @@ class Rates:
     """Device memory that can be had."""
     host_free_bytes: int
     """Host memory that can be had."""
+    footprint: Footprint
+    """What a layer takes of both."""
 
     @property
     def on_host(self) -> bool:
         """Whether the host is the device."""
         return math.isinf(self.link)
-
-    def as_dict(self) -> dict[str, float]:
-        """Return the numbers by their names."""
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, numbers: Mapping[str, Any]) -> Rates:
-        """Return what `as_dict` gave."""
-        return cls(**numbers)
 
 
 def measure_rates(
@@ -88,6 +83,7 @@ def measure_rates(
         pageable_link=pageable,
         device_free_bytes=free[0],
         host_free_bytes=free[1],
+        footprint=footprint_of(images, files, device),
     )
 
 

@@ -57,7 +57,7 @@ def run_job(job: Job, send: Callable[[Message], None]) -> None:
         LayerStreamer(**job.arguments, track_progress=False) as streamer,
     ):
         if job.setup_fn is None:
-            send(Message("rates", streamer.measure_rates().as_dict()))
+            send(Message("rates", streamer.measure_rates()))
             return
         run = job.setup_fn(streamer)
         if not callable(run):

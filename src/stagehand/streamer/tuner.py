@@ -14,7 +14,6 @@ from stagehand.streamer.depths import Depths
 from stagehand.streamer.grid import Sizes, candidates, floors, too_large, worth_it
 from stagehand.streamer.outcomes import Outcome, OutcomeFile, write_whole
 from stagehand.streamer.progress import Progress
-from stagehand.streamer.rates import Rates
 from stagehand.streamer.streamer import LayerStreamer, described
 from stagehand.streamer.trial import Job, TrialProcess, watch
 
@@ -25,6 +24,7 @@ if TYPE_CHECKING:
     import torch
 
     from stagehand.streamer.layers import BlockKeys, BlockSizes, TensorInfo
+    from stagehand.streamer.rates import Rates
 
     Run = Callable[[], object]
 
@@ -207,7 +207,6 @@ class LayerStreamerTuner:
         with LayerStreamer(**arguments) as streamer:
             return Sizes(
                 layers=streamer.num_layers,
-                largest_bytes=max(streamer.layer_bytes),
                 read_bytes=streamer.read_bytes,
             )
 
@@ -292,7 +291,8 @@ class LayerStreamerTuner:
         finally:
             process.close()
         if message is not None and message.kind == "rates":
-            return Rates.from_dict(message.value)
+            rates: Rates = message.value
+            return rates
         warnings.warn(
             "disk, memory and link could not be measured, so every configuration is"
             f" run: {'it took too long' if message is None else message.value}",
