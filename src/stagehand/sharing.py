@@ -39,7 +39,7 @@ class Sharing:
 
     @contextmanager
     def keep_resident(
-        self, model_or_runtime: nn.Module | Sharing | None = None
+        self, target: nn.Module | Sharing | None = None
     ) -> Iterator[None]:
         """Let no other model take device memory of this one inside the `with`.
 
@@ -47,15 +47,15 @@ class Sharing:
         far as every other model can still run. Nests, and ends with an exception, too.
 
         Args:
-            model_or_runtime: Whose blocks stay; this runtime's own by default.
+            target: Whose blocks stay; this runtime's own by default.
 
         Raises:
             ConfigError: If it does not share this runtime's device memory.
         """
-        target = self._neighbour(model_or_runtime)
-        if not target.block_ids:
-            _logger.warning("%s has no blocks to keep resident", target._tenancy.name)
-        shared, number = self._tenancy.shared, target._tenancy.number
+        kept = self._neighbour(target)
+        if not kept.block_ids:
+            _logger.warning("%s has no blocks to keep resident", kept._tenancy.name)
+        shared, number = self._tenancy.shared, kept._tenancy.number
         shared.keep(number)
         try:
             yield
@@ -64,7 +64,7 @@ class Sharing:
 
     def reserve_for_resident(
         self,
-        model_or_runtime: nn.Module | Sharing | None = None,
+        target: nn.Module | Sharing | None = None,
         priority: ResidentPriority = ResidentPriority.PRIMARY,
     ) -> int:
         """Reserve device memory for one model until `release_reservation()`.
@@ -75,7 +75,7 @@ class Sharing:
         second call replaces the first.
 
         Args:
-            model_or_runtime: For which; this runtime's own by default.
+            target: For which; this runtime's own by default.
             priority: PRIMARY is never evicted, SECONDARY only if another model's load
                 could not be met otherwise.
 
@@ -93,23 +93,21 @@ class Sharing:
                 f"priority is {priority!r}: expected ResidentPriority.PRIMARY or"
                 " SECONDARY"
             )
-        target = self._neighbour(model_or_runtime)
-        return self._tenancy.shared.reserve(target._tenancy.number, priority)
+        number = self._neighbour(target)._tenancy.number
+        return self._tenancy.shared.reserve(number, priority)
 
-    def release_reservation(
-        self, model_or_runtime: nn.Module | Sharing | None = None
-    ) -> None:
+    def release_reservation(self, target: nn.Module | Sharing | None = None) -> None:
         """End what `reserve_for_resident` began; without it nothing happens.
 
         Args:
-            model_or_runtime: Whose; this runtime's own by default.
+            target: Whose; this runtime's own by default.
         """
-        target = self._target(model_or_runtime)
-        if target is not None and target._tenancy.shared is self._tenancy.shared:
-            self._tenancy.shared.release(target._tenancy.number)
+        held = self._found(target)
+        if held is not None and held._tenancy.shared is self._tenancy.shared:
+            self._tenancy.shared.release(held._tenancy.number)
 
     @contextmanager
-    def as_guest(self, model_or_runtime: nn.Module | Sharing) -> Iterator[None]:
+    def as_guest(self, target: nn.Module | Sharing) -> Iterator[None]:
         """Let another model use only device memory that nobody has reserved or keeps.
 
         At the end of the `with` all of it leaves the device; its next pass brings it
@@ -117,7 +115,7 @@ class Sharing:
         the `with`, where the optimizer's state lies beside its parameters.
 
         Args:
-            model_or_runtime: The guest.
+            target: The guest.
 
         Raises:
             StagehandOOMError: If that is less than it needs to run; it names the
@@ -125,7 +123,7 @@ class Sharing:
             ConfigError: If it has a reservation, is this runtime itself, or does not
                 share its device memory.
         """
-        guest = self._neighbour(model_or_runtime)
+        guest = self._neighbour(target)
         if guest is self:
             raise ConfigError(
                 f"{self._tenancy.name} cannot be its own guest: name another model"
@@ -137,28 +135,28 @@ class Sharing:
         finally:
             shared.end_guest(number)
 
-    def _neighbour(self, model_or_runtime: nn.Module | Sharing | None) -> Sharing:
+    def _neighbour(self, target: nn.Module | Sharing | None) -> Sharing:
         """Return a runtime that shares this one's device memory, this one included."""
         self._check_open()
-        target = self._target(model_or_runtime)
-        if target is None:
+        found = self._found(target)
+        if found is None:
             raise ConfigError(
-                f"{type(model_or_runtime).__name__} is not streamed: expected a"
-                " runtime, or a model after stagehand.layer()"
+                f"{type(target).__name__} is not streamed: expected a runtime, or a"
+                " model after stagehand.layer()"
             )
-        target._check_open()
-        if target._tenancy.shared is not self._tenancy.shared:
+        found._check_open()
+        if found._tenancy.shared is not self._tenancy.shared:
             raise ConfigError(
-                f"{target._tenancy.name} and {self._tenancy.name} do not share device"
+                f"{found._tenancy.name} and {self._tenancy.name} do not share device"
                 " memory: they are on different devices, or one was streamed with"
                 " shared=False"
             )
-        return target
+        return found
 
-    def _target(self, model_or_runtime: nn.Module | Sharing | None) -> Sharing | None:
-        if model_or_runtime is None:
+    def _found(self, target: nn.Module | Sharing | None) -> Sharing | None:
+        if target is None:
             return self
-        if isinstance(model_or_runtime, Sharing):
-            return model_or_runtime
-        target = getattr(model_or_runtime, "__dict__", {}).get(HANDLE)
-        return target if isinstance(target, Sharing) else None
+        if isinstance(target, Sharing):
+            return target
+        handle = getattr(target, "__dict__", {}).get(HANDLE)
+        return handle if isinstance(handle, Sharing) else None
