@@ -220,6 +220,31 @@ class Run:
             handle.remove()
 
 
+def sgd(run: Run, lr: float = 0.1) -> torch.optim.Optimizer:
+    """An optimizer with a state."""
+    return run.optimizer(torch.optim.SGD, lr=lr, momentum=0.9)
+
+
+def step(optimizer: torch.optim.Optimizer) -> None:
+    """Take a step, and clear the gradients."""
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def train(
+    run: Run,
+    steps: int = 3,
+    batches: int = 2,
+    optimizer: torch.optim.Optimizer | None = None,
+) -> None:
+    """The plainest of scripts, with some micro-batches a step."""
+    optimizer = optimizer or sgd(run)
+    for number in range(steps):
+        for each in range(batches):
+            run.backward(run.loss(10 * number + each))
+        step(optimizer)
+
+
 def assert_same_notes(run: Run, expected: Run) -> None:
     """Compare what two runs noted, bit by bit and in order."""
     assert [what for what, _ in run.notes] == [what for what, _ in expected.notes]

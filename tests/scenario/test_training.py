@@ -1,6 +1,7 @@
 """Training through the stream gives what training the resident model gives."""
 
 import contextlib
+from functools import partial
 
 import pytest
 import torch
@@ -20,14 +21,13 @@ from training import (
     end,
     net,
     over,
+    sgd,
     start,
+    step,
+    train,
 )
 
 # Steps
-
-
-def sgd(run, **settings):
-    return run.optimizer(torch.optim.SGD, lr=0.1, momentum=0.9, **settings)
 
 
 @over(ALL)
@@ -36,10 +36,7 @@ def test_twenty_steps_of_full_fine_tuning_are_exact(sim, setting, kind):
     def script(run):
         adam = kind == "AdamW"
         optimizer = run.optimizer(torch.optim.AdamW, lr=0.01) if adam else sgd(run)
-        for step in range(20):
-            run.backward(run.loss(step))
-            optimizer.step()
-            optimizer.zero_grad()
+        train(run, 20, 1, optimizer)
 
     report = assert_trains_equally(net, script, setting)
     assert report.passes >= 20
@@ -48,15 +45,7 @@ def test_twenty_steps_of_full_fine_tuning_are_exact(sim, setting, kind):
 @over(SOME)
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
 def test_gradients_accumulate_over_micro_batches(sim, setting, count):
-    def script(run):
-        optimizer = sgd(run)
-        for step in range(4):
-            for number in range(count):
-                run.backward(run.loss(10 * step + number))
-            optimizer.step()
-            optimizer.zero_grad()
-
-    assert_trains_equally(net, script, setting)
+    assert_trains_equally(net, partial(train, steps=4, batches=count), setting)
 
 
 @over(SOME)
@@ -64,11 +53,11 @@ def test_gradients_accumulate_over_micro_batches(sim, setting, count):
 def test_gradients_are_cleared_either_way(sim, setting, to_none):
     def script(run):
         optimizer = sgd(run)
-        for step in range(4):
-            run.backward(run.loss(step))
-            run.backward(run.loss(step + 100))
+        for number in range(4):
+            run.backward(run.loss(number))
+            run.backward(run.loss(number + 100))
             optimizer.step()
-            if step % 2:
+            if number % 2:
                 optimizer.zero_grad(set_to_none=to_none)
             else:
                 run.model.zero_grad(set_to_none=to_none)
@@ -83,13 +72,12 @@ def test_gradients_are_clipped_together(sim, setting, foreach):
     def script(run):
         optimizer = sgd(run)
         clip = nn.utils.clip_grad_norm_
-        for step in range(4):
-            run.backward(run.loss(step))
+        for number in range(4):
+            run.backward(run.loss(number))
             norm = clip(run.model.parameters(), 0.01, foreach=foreach)
             run.note("norm", norm)
             run.look()
-            optimizer.step()
-            optimizer.zero_grad()
+            step(optimizer)
 
     assert_trains_equally(net, script, setting)
 
@@ -99,8 +87,8 @@ def test_gradients_that_the_user_keeps_keep_their_values(sim, setting):
     def script(run):
         optimizer = sgd(run)
         kept = []
-        for step in range(4):
-            run.backward(run.loss(step))
+        for number in range(4):
+            run.backward(run.loss(number))
             kept.append([p.grad for p in run.model.parameters()])
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
@@ -113,10 +101,10 @@ def test_gradients_that_the_user_keeps_keep_their_values(sim, setting):
 def test_gradients_that_the_user_assigns_are_added_to(sim, setting):
     def script(run):
         optimizer = sgd(run)
-        for step in range(3):
+        for number in range(3):
             for parameter in run.model.parameters():
                 parameter.grad = torch.full_like(parameter, 0.25)
-            run.backward(run.loss(step))
+            run.backward(run.loss(number))
             optimizer.step()
 
     assert_trains_equally(net, script, setting)
@@ -176,11 +164,7 @@ def trained(model):
 def test_small_adapters_on_a_frozen_base_train_exactly(sim, setting, build):
     def script(run):
         optimizer = run.optimizer(torch.optim.AdamW, lr=0.01, of=trained(run.model))
-        for step in range(5):
-            run.backward(run.loss(step))
-            run.backward(run.loss(step + 50))
-            optimizer.step()
-            optimizer.zero_grad()
+        train(run, 5, optimizer=optimizer)
 
     assert_trains_equally(build, script, setting)
 
@@ -188,8 +172,8 @@ def test_small_adapters_on_a_frozen_base_train_exactly(sim, setting, build):
 @over([Setting("hpu", "blocks", budget) for budget in ("smallest", "third", "all")])
 def test_frozen_blocks_cause_no_copy_to_the_host(sim, setting):
     run = start(flanked_net, setting)
-    for step in range(5):
-        run.loss(step).backward()
+    for number in range(5):
+        run.loss(number).backward()
         run.model.zero_grad()
     assert run.runtime.report().saved_bytes == sim.d2h_bytes() == 0
     end(run)
@@ -202,11 +186,7 @@ def test_some_blocks_are_frozen_and_some_trained(sim, setting):
             run.model.blocks[number].requires_grad_(False)
         run.model.blocks[2].down.requires_grad_(False)
         run.model.entry.weight.requires_grad_(False)
-        optimizer = sgd(run)
-        for step in range(5):
-            run.backward(run.loss(step))
-            optimizer.step()
-            optimizer.zero_grad()
+        train(run, 5, 1)
 
     assert_trains_equally(net, script, setting)
 
@@ -215,12 +195,11 @@ def test_some_blocks_are_frozen_and_some_trained(sim, setting):
 def test_parameters_are_frozen_and_thawed_between_steps(sim, setting):
     def script(run):
         optimizer = sgd(run)
-        for step in range(9):
+        for turn in range(9):
             for number, block in enumerate(run.model.blocks):
-                block.requires_grad_((number + step) % 3 != 0)
-            run.backward(run.loss(step))
-            optimizer.step()
-            optimizer.zero_grad()
+                block.requires_grad_((number + turn) % 3 != 0)
+            run.backward(run.loss(turn))
+            step(optimizer)
 
     assert_trains_equally(net, script, setting)
 
@@ -254,14 +233,13 @@ VALIDATION = {
 def test_validation_between_steps_changes_nothing(sim, setting, mode):
     def script(run):
         optimizer = sgd(run)
-        for step in range(4):
+        for number in range(4):
             run.model.train()
-            run.backward(run.loss(step))
+            run.backward(run.loss(number))
             run.model.eval()
             with VALIDATION[mode]():
                 run.note("before", run.loss(100))
-            optimizer.step()
-            optimizer.zero_grad()
+            step(optimizer)
             with VALIDATION[mode]():
                 run.note("after", run.loss(100))
                 run.note("after", run.loss(101))
@@ -273,13 +251,12 @@ def test_validation_between_steps_changes_nothing(sim, setting, mode):
 def test_validation_between_forward_and_backward_changes_nothing(sim, setting):
     def script(run):
         optimizer = sgd(run)
-        for step in range(3):
-            loss = run.loss(step)
+        for number in range(3):
+            loss = run.loss(number)
             with torch.no_grad():
                 run.note("validation", run.loss(100))
             run.backward(loss)
-            optimizer.step()
-            optimizer.zero_grad()
+            step(optimizer)
 
     assert_trains_equally(net, script, setting)
 
@@ -306,9 +283,9 @@ def test_a_step_on_blocks_that_were_loaded_ahead_is_used(sim, setting):
 
     def script(run):
         optimizer = sgd(run)
-        for step, last in enumerate([5, 5, 5, 2, 5, 3, 1, 5, 5]):
+        for number, last in enumerate([5, 5, 5, 2, 5, 3, 1, 5, 5]):
             run.model.kept = tuple(range(last))
-            run.backward(run.loss(step))
+            run.backward(run.loss(number))
             optimizer.step()  # momentum moves weights that have no new gradient, too
             with torch.no_grad():
                 for parameter in run.model.parameters():
@@ -323,10 +300,9 @@ def test_weights_edited_through_data_between_steps_are_used(sim, setting):
     def script(run):
         average = [p.detach().cpu().clone() for p in run.model.parameters()]
         optimizer = sgd(run)
-        for step in range(4):
-            run.backward(run.loss(step))
-            optimizer.step()
-            optimizer.zero_grad()
+        for number in range(4):
+            run.backward(run.loss(number))
+            step(optimizer)
             for parameter, mean in zip(run.model.parameters(), average, strict=True):
                 mean.lerp_(parameter.detach().cpu(), 0.5)
                 parameter.data.copy_(mean)
@@ -335,15 +311,7 @@ def test_weights_edited_through_data_between_steps_are_used(sim, setting):
 
 
 def test_page_locked_memory_that_holds_no_gradients_warns_once(sim):
-    def script(run):
-        optimizer = sgd(run)
-        for step in range(3):
-            run.backward(run.loss(step))
-            run.backward(run.loss(step + 50))
-            optimizer.step()
-            optimizer.zero_grad()
-
     with pytest.warns(StagehandWarning) as caught:
-        assert_trains_equally(net, script, TIGHT, ram_budget=30_000)
+        assert_trains_equally(net, train, TIGHT, ram_budget=30_000)
     found = [w for w in caught if "no page-locked memory is left" in str(w.message)]
     assert len(found) == 1

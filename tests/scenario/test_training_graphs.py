@@ -2,6 +2,7 @@
 
 import itertools
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -22,18 +23,11 @@ from training import (
     end,
     net,
     over,
+    sgd,
     start,
+    step,
+    train,
 )
-
-
-def sgd(run):
-    return run.optimizer(torch.optim.SGD, lr=0.1, momentum=0.9)
-
-
-def step(optimizer):
-    optimizer.step()
-    optimizer.zero_grad()
-
 
 # Order
 
@@ -290,33 +284,6 @@ def reading_net():
     return Reading()
 
 
-KINDS = {"plain": net, "looping": looping_net, "tied": lambda: tied_net()}
-
-
-@over(SOME)
-def test_weights_that_are_used_several_times_get_the_sum(sim, setting):
-    def script(run):
-        optimizer = sgd(run)
-        for number in range(4):
-            run.backward(run.loss(number))
-            run.backward(run.loss(number + 50))
-            step(optimizer)
-
-    assert_trains_equally(looping_net, script, setting)
-
-
-@over([Setting("hpu", "layers", "third"), Setting("cpu", "layers", "third")])
-def test_weights_that_other_modules_read_get_the_sum(sim, setting):
-    def script(run):
-        optimizer = sgd(run)
-        for number in range(4):
-            run.backward(run.loss(number))
-            run.backward(run.loss(number + 50))
-            step(optimizer)
-
-    assert_trains_equally(reading_net, script, setting)
-
-
 @built
 def tied_net():
     model = Net()
@@ -325,16 +292,18 @@ def tied_net():
     return model
 
 
-@over(SOME)
-def test_tied_weights_get_the_sum(sim, setting):
-    def script(run):
-        optimizer = sgd(run)
-        for number in range(4):
-            run.backward(run.loss(number))
-            run.backward(run.loss(number + 50))
-            step(optimizer)
+KINDS = {"plain": net, "looping": looping_net, "tied": tied_net}
 
-    assert_trains_equally(tied_net, script, setting)
+
+@over(SOME)
+@pytest.mark.parametrize("build", [looping_net, tied_net])
+def test_weights_that_are_used_several_times_get_the_sum(sim, setting, build):
+    assert_trains_equally(build, partial(train, steps=4), setting)
+
+
+@over([Setting("hpu", "layers", "third"), Setting("cpu", "layers", "third")])
+def test_weights_that_other_modules_read_get_the_sum(sim, setting):
+    assert_trains_equally(reading_net, partial(train, steps=4), setting)
 
 
 class Talking(nn.Module):

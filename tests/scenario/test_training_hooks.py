@@ -9,6 +9,7 @@ from training import (
     assert_trains_equally,
     net,
     over,
+    train,
 )
 
 
@@ -40,15 +41,6 @@ def triple(parameter):
     parameter.grad.mul_(3)
 
 
-def steps(run, count=3, batches=2):
-    optimizer = run.optimizer(torch.optim.SGD, lr=0.1)
-    for step in range(count):
-        for number in range(batches):
-            run.backward(run.loss(10 * step + number))
-        optimizer.step()
-        optimizer.zero_grad()
-
-
 def by_name(notes):
     """Hooks of different weights may run in another order."""
     return sorted((what.partition(", ")[2], repr(kept)) for what, kept in notes)
@@ -61,7 +53,7 @@ def test_hooks_registered_on_the_streamed_model_see_the_sum_beside_the_weight(
 ):
     def script(run):
         run.handles = hook_everything(run.model, kind, [run])
-        steps(run)
+        train(run)
 
     assert_trains_equally(net, script, setting)
 
@@ -81,7 +73,7 @@ def test_hooks_registered_before_streaming_see_the_sum_beside_the_weight(
 
     def script(run):
         runs.append(run)
-        steps(run)
+        train(run)
         run.handles = handles
 
     assert_trains_equally(build, script, setting)
@@ -94,7 +86,7 @@ def test_a_hook_that_changes_the_gradient_changes_what_is_accumulated(sim, setti
         for parameter in run.model.parameters():
             parameter.register_hook(lambda grad: grad * 0.5)
             parameter.register_post_accumulate_grad_hook(triple)
-        steps(run)
+        train(run)
 
     assert_trains_equally(net, script, setting)
 
@@ -153,7 +145,7 @@ def test_gradients_that_hooks_exchange_through_buckets_are_exact(sim, setting):
                 parameter.grad.copy_(bucket)
 
             parameter.register_post_accumulate_grad_hook(reduce)
-        steps(run)
+        train(run)
 
     assert_trains_equally(net, script, setting)
 
@@ -182,6 +174,6 @@ def test_a_hook_that_was_removed_no_longer_holds_anything_up(sim, setting):
         run.backward(run.loss())
         for handle in handles:
             handle.remove()
-        steps(run)
+        train(run)
 
     assert_trains_equally(net, script, setting)

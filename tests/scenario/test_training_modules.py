@@ -12,6 +12,7 @@ from training import (
     assert_trains_equally,
     built,
     over,
+    train,
 )
 
 
@@ -136,15 +137,6 @@ def net_of(kind):
         return model
 
     return build
-
-
-def train(run, steps=3):
-    optimizer = run.optimizer(torch.optim.SGD, lr=0.05, momentum=0.9)
-    for number in range(steps):
-        run.backward(run.loss(number))
-        run.backward(run.loss(number + 50))
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 @over([*FEW, Setting("cpu", "layers", "smallest")])

@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import threading
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -143,6 +144,15 @@ def accelerator():
     return AcceleratorDevice(torch.device("hpu"))
 
 
+@contextmanager
+def opened_soon(block):
+    """Let a block's reader go on in a moment, while somebody waits for it."""
+    opening = threading.Timer(0.05, block.store.gate.set)
+    opening.start()
+    yield
+    opening.join()
+
+
 @pytest.fixture
 def lane(sim):
     rigs = []
@@ -206,10 +216,8 @@ def test_demand_waits_for_the_reader(lane):
     rig = lane()
     block = rig.blocks[2]
     block.store.gate.clear()
-    opening = threading.Timer(0.05, block.store.gate.set)
-    opening.start()
-    assert rig.start(block)
-    opening.join()
+    with opened_soon(block):
+        assert rig.start(block)
     assert rig.on_device(block) == 2
 
 
@@ -251,10 +259,8 @@ def test_stolen_slab_is_not_written_by_its_old_reader_any_more(lane):
     slow.store.gate.clear()
     rig.loader.request(slow)
     assert slow.store.began.wait(PATIENCE)
-    opening = threading.Timer(0.05, slow.store.gate.set)
-    opening.start()
-    assert rig.start(wanted)
-    opening.join()
+    with opened_soon(slow):
+        assert rig.start(wanted)
     assert rig.on_device(wanted) == 1
 
 
@@ -398,11 +404,9 @@ def test_forgotten_block_is_not_read_any_more_when_that_returns(lane):
     for block in (running, waiting):
         rig.loader.request(block)
     assert running.store.began.wait(PATIENCE)
-    opening = threading.Timer(0.05, running.store.gate.set)
-    opening.start()
-    rig.loader.forget(running)
-    assert running.store.reads == 1
-    opening.join()
+    with opened_soon(running):
+        rig.loader.forget(running)
+        assert running.store.reads == 1
     waiting.store.gate.clear()
     rig.loader.forget(waiting)
     waiting.store.gate.set()
@@ -544,10 +548,8 @@ def test_on_the_host_a_thread_reads_ahead_into_the_slot(host):
     block.store.gate.clear()
     assert host.start(block, AHEAD)
     assert host.counters.h2d_copies == 0  # counted when it is there
-    opening = threading.Timer(0.05, block.store.gate.set)
-    opening.start()
-    assert host.on_device(block) == 2
-    opening.join()
+    with opened_soon(block):
+        assert host.on_device(block) == 2
     assert host.counters.h2d_copies == 1
 
 
@@ -568,11 +570,9 @@ def test_on_the_host_no_thread_writes_a_forgotten_slot(host):
     block.store.gate.clear()
     host.start(block, AHEAD)
     assert block.store.began.wait(PATIENCE)
-    opening = threading.Timer(0.05, block.store.gate.set)
-    opening.start()
-    host.loader.forget(block)
-    assert block.store.reads == 1
-    opening.join()
+    with opened_soon(block):
+        host.loader.forget(block)
+        assert block.store.reads == 1
     block.views[0].fill_(5)
     assert host.on_device(block) == 5
 
@@ -590,11 +590,9 @@ def test_on_the_host_an_interrupted_wait_leaves_a_job_to_forget(host, monkeypatc
         patched.setattr(concurrent.futures.Future, "exception", interrupt)
         with pytest.raises(KeyboardInterrupt):
             host.loader.finish(block)
-    opening = threading.Timer(0.05, block.store.gate.set)
-    opening.start()
-    host.loader.forget(block)
-    assert block.store.reads == 1
-    opening.join()
+    with opened_soon(block):
+        host.loader.forget(block)
+        assert block.store.reads == 1
 
 
 @pytest.mark.parametrize("priority", [AHEAD, NOW])
@@ -613,9 +611,7 @@ def test_on_the_host_close_waits_for_the_readers(host):
     block.store.gate.clear()
     host.start(block, AHEAD)
     assert block.store.began.wait(PATIENCE)
-    opening = threading.Timer(0.05, block.store.gate.set)
-    opening.start()
-    host.loader.close()
-    host.loader.close()
-    assert block.store.reads == 1
-    opening.join()
+    with opened_soon(block):
+        host.loader.close()
+        host.loader.close()
+        assert block.store.reads == 1
