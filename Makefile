@@ -16,7 +16,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 # allows.
 FIND_TORCH := import torch, pathlib; \
 	print(pathlib.Path(torch.__file__).parents[1]); \
-	raise SystemExit(tuple(map(int, torch.__version__.split(".")[:2])) < (2, 9))
+	raise SystemExit(tuple(map(int, torch.__version__.split(".")[:2])) < (2, 10))
 
 .PHONY: install demo test test-gpu bench bench-compare lint format clean
 .DELETE_ON_ERROR:

@@ -62,8 +62,10 @@ class Card:
         self._empty_pinned()
 
     def _empty_pinned(self) -> None:
-        if hasattr(torch.accelerator, "empty_host_cache"):  # not in the oldest
+        if hasattr(torch.accelerator, "empty_host_cache"):
             torch.accelerator.empty_host_cache()
+        else:  # torch 2.11 knows it by this name only
+            torch._C._host_emptyCache()
         torch.cuda.reset_peak_host_memory_stats()
 
     def used_bytes(self) -> int:

@@ -35,7 +35,7 @@
 - `torch._disable_dynamo`: leave a function out of compiled graphs without importing the
   compiler. Without it, compiled blocks warn of what they cannot trace.
 
-Tried with torch 2.9 to 2.13.
+Tried with torch 2.10, 2.11, 2.13 and 2.15.
 """
 
 import sys
@@ -85,7 +85,7 @@ def _required(name: str, owner: Any = torch._C) -> Callable[..., Any]:
     if found is None:
         raise StagehandError(
             f"torch {torch.__version__} has no {owner.__name__}.{name}, which weight"
-            " streaming needs to keep memory safe; use torch 2.9 to 2.13"
+            " streaming needs to keep memory safe; use torch 2.10 to 2.15"
         )
     return found
 

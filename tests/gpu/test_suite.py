@@ -370,7 +370,10 @@ def test_real_card_asks_torch_for_what_torch_has(sim, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a card")
     monkeypatch.setattr(torch.cuda, "host_memory_stats", lambda: peak)
     monkeypatch.setattr(torch.cuda, "reset_peak_host_memory_stats", lambda: None)
-    monkeypatch.setattr(torch.accelerator, "empty_host_cache", lambda: None)
+    if hasattr(torch.accelerator, "empty_host_cache"):
+        monkeypatch.setattr(torch.accelerator, "empty_host_cache", lambda: None)
+    else:  # a build for CPUs has neither
+        monkeypatch.setattr(torch._C, "_host_emptyCache", lambda: None, raising=False)
     monkeypatch.setattr(module, "ballast", lambda _: module.contextlib.nullcontext())
     activities = (torch.profiler.ProfilerActivity.CPU,)
     monkeypatch.setattr(module.Card, "_profiled", activities)

@@ -72,7 +72,7 @@ def spill_of(saved: stagehand.activations | ActivationRuntime) -> Spill:
 def emptied(saved: stagehand.activations) -> Iterator[stagehand.activations]:
     """Check that nothing of a context is left when it is not used any more."""
     yield saved
-    # Autograd's thread lets go of its last graph when it takes up the next one.
+    # Autograd's thread lets go of a graph that failed when it takes up the next one.
     torch.ones(1, device="hpu", requires_grad=True).sum().backward()
     gc.collect()
     saved.close()

@@ -11,6 +11,7 @@
 #include <ATen/EmptyTensor.h>
 #include <ATen/autocast_mode.h>
 #include <ATen/core/CachingHostAllocator.h>
+#include <ATen/detail/CUDAHooksInterface.h>
 #include <ATen/detail/HPUHooksInterface.h>
 #include <ATen/native/CPUFallback.h>
 #include <ATen/ops/_reshape_alias_native.h>
@@ -23,6 +24,7 @@
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/library.h>
 
+#include <cstring>
 #include <deque>
 #include <map>
 #include <mutex>
@@ -486,6 +488,17 @@ struct HPUHooks : at::HPUHooksInterface {  // torch's registry looks this very n
   }
   at::Allocator* getPinnedMemoryAllocator() const override { return &pinned_allocator; }
 };
+
+// Of two accelerators torch refuses to say which is the current one, and a build for CUDA
+// counts as one even where no GPU is seen. It has asked for its hooks by now and keeps
+// them, so they are turned into those of a build for CPUs: they have nothing but methods.
+const bool hides_cuda = [] {
+  static const at::CUDAHooksInterface none;
+  auto& hooks = at::detail::getCUDAHooks();
+  static_assert(sizeof hooks == sizeof(void*));
+  std::memcpy(const_cast<void*>(static_cast<const void*>(&hooks)), &none, sizeof none);
+  return true;
+}();
 
 struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::DeviceType type() const override { return kDevice; }

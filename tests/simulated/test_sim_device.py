@@ -70,7 +70,8 @@ def test_torch_accelerator_reports_memory(sim):
     assert torch.accelerator.get_memory_info() == (8 * MB - start, 10 * MB)
     assert torch.accelerator.memory_stats()["num_ooms"] == refused
     torch.accelerator.empty_cache()
-    torch.accelerator.empty_host_cache()
+    if hasattr(torch.accelerator, "empty_host_cache"):  # not in 2.11
+        torch.accelerator.empty_host_cache()
     del kept
     assert sim.allocated_bytes() == start
 
