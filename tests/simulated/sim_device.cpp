@@ -1,6 +1,6 @@
 // A simulated accelerator for PyTorch, for tests on machines without one.
 //
-// It registers itself under the HPU dispatch key of a stock CPU build of torch, because
+// It registers itself under the HPU dispatch key of a stock build of torch, because
 // HPU is one of the few keys whose tensors may be exchanged with CPU tensors through
 // `param.data = ...`, as CUDA's may (PrivateUse1's may not). Kernels compute on the CPU,
 // at launch. Around them it keeps what makes accelerators hard; README.md says what.
