@@ -174,6 +174,7 @@ def test_peak_of_a_step_is_far_below_that_of_the_resident_step(place):
     runtime = streamed(model, "blocks", budget, place)
     peak = place.peak_bytes(lambda: losses(model, x, 4)) - held
     assert runtime.report().peak_device_bytes <= budget
-    # Of weights two blocks instead of all, and of gradients a few.
-    assert peak <= whole - (len(model.blocks) - 2) * block_bytes(model)
+    # Of weights two blocks instead of all, and of gradients fewer than half.
+    spared = len(model.blocks) - 2 + len(model.blocks) // 2
+    assert peak <= whole - spared * block_bytes(model)
     runtime.shutdown()

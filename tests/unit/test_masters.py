@@ -276,6 +276,16 @@ def test_memory_that_is_kept_from_before_is_room(arena):
     give_all_back(masters, blocks)
 
 
+@pytest.mark.parametrize(("plain", "shrinks"), [(8, True), (512, False)])
+def test_block_is_packed_only_where_it_shrinks_as_a_whole(plain, shrinks):
+    masters = Masters(new_arena(2048 * KB))
+    block = new_block(0, torch.randn(32 * KB).bfloat16(), torch.randn(plain * KB // 4))
+    masters.adopt(block)
+    stubborn = masters.pack_all([block], "cpu", lookahead=1)
+    assert (block.wire is not None, stubborn == []) == (shrinks, shrinks)
+    give_all_back(masters, [block])
+
+
 def pinning(monkeypatch, limit, *kilobytes):
     """Masters that have all but a few blocks pinned, in memory that a thread made."""
     monkeypatch.setattr(module, "_AT_ONCE_BYTES", 0)
