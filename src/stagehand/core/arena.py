@@ -150,7 +150,6 @@ class Arena:
         # Reentrant: the garbage collector may run a finalizer that releases a lease.
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
-        self._waiters = 0
         self._closed = False
         self._leased = 0
         self._out = 0  # leases that are not ended
@@ -232,13 +231,6 @@ class Arena:
 
     def _wait(self, nbytes: int, holder: str) -> Lease:
         self.wait_count += 1
-        self._waiters += 1
-        try:
-            return self._wait_turn(nbytes, holder)
-        finally:
-            self._waiters -= 1
-
-    def _wait_turn(self, nbytes: int, holder: str) -> Lease:
         start = time.perf_counter()
         warned = False
         while True:
@@ -323,16 +315,14 @@ class Arena:
             else:
                 grant.holder = self._kept_holder
                 self._kept.append((buffer, grant))
-            if self._waiters:
-                self._changed.notify_all()
+            self._changed.notify_all()
 
     def _forget(self, grant: Grant) -> None:
         with self._lock:
             self._leased -= grant.nbytes
             self._out -= 1
             grant.release()
-            if self._waiters:
-                self._changed.notify_all()
+            self._changed.notify_all()
 
     def trim(self) -> None:
         """Free all kept buffers."""
