@@ -349,6 +349,25 @@ def test_block_that_was_changed_crosses_once_more_at_most(rig_of, where):
     assert saves[-1] <= (where == "device")
 
 
+@pytest.mark.parametrize("number", [3, 4, 5, 6])
+def test_reader_that_is_late_writes_nothing_into_a_slot_that_was_given_up(
+    rig_of, number
+):
+    """A block was loaded ahead in vain: its reader may not be over."""
+    rig = rig_of(7, spare=UNIT, pinned=())
+    block, expected = rig.blocks[number], values(rig.blocks[number])[0]
+    for _ in range(3):
+        rig.run(1, 2, 3, 4, 5, 6)
+    rig.begin_pass()
+    rig.scheduler.before(rig.blocks[1])
+    rig.scheduler.after(rig.blocks[1])
+    rig.scheduler.before(block)
+    rig.readers.run()
+    assert torch.equal(block.tensors[0].cpu(), expected)
+    rig.scheduler.after(block)
+    rig.end_pass()
+
+
 def test_fetched_block_is_in_use_no_more_after_an_interrupt(rig_of):
     """Its use was ended a second time, by the next pass: it counted one too few."""
     rig = rig_of(3)
