@@ -169,12 +169,12 @@ def test_a_model_that_goes_in_the_middle_of_something_has_left_when_the_next_com
     crowd, comes
 ):
     """The collector may end it while the device's books are in use: it is seen to."""
-    some = crowd("hpu", [8, 8], [9 * LAYER_BYTES, 9 * LAYER_BYTES])
+    some = crowd("hpu", [8, 8], 8 * LAYER_BYTES)
     first, second = some.runtimes
     third = varied(8, 2)
     if comes == "guest":
-        stagehand.layer(third, vram_budget=9 * LAYER_BYTES, device="hpu")
-    second.reserve_for_resident()
+        stagehand.layer(third, vram_budget=8 * LAYER_BYTES, device="hpu")
+    second.reserve_for_resident(priority=stagehand.ResidentPriority.SECONDARY)
     with some.device._changed:
         second.shutdown()
         assert some.device._gone
@@ -187,7 +187,7 @@ def test_a_model_that_goes_in_the_middle_of_something_has_left_when_the_next_com
         some.run(0)
         assert first._parts.weights.held_bytes == 8 * LAYER_BYTES
     else:
-        stagehand.layer(third, vram_budget=9 * LAYER_BYTES, device="hpu")
+        stagehand.layer(third, vram_budget=8 * LAYER_BYTES, device="hpu")
     assert not some.device._gone
     if "_stagehand_layer_runtime" in third.__dict__:
         runtime_of(third).shutdown()
