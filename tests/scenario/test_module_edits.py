@@ -1,5 +1,6 @@
 """Weights that somebody changes while they are streamed: used at once, never lost."""
 
+import contextlib
 from copy import deepcopy
 from pathlib import Path
 from types import ModuleType
@@ -18,6 +19,7 @@ from scenario.small import (
     blocks_of,
     run_resident,
     runtime_of,
+    smallest_budget,
     stack,
     values,
 )
@@ -186,6 +188,201 @@ class Counting(nn.Module):
         with torch.no_grad():
             self.weight.add_(0.125)
         return x @ self.weight
+
+
+def changing(kind=Counting, count=8):
+    """A model that changes itself, one that is resident, and how it is streamed."""
+    model = nn.Sequential(*(kind() for _ in range(count)))
+    return model, deepcopy(model)
+
+
+def under_way(model):
+    return [block.sent is not None for block in blocks_of(model)]
+
+
+@pytest.mark.parametrize("slots", [2, 3, 4])
+def test_weights_that_change_in_every_pass_come_home_exactly_and_within_the_budget(
+    place, slots
+):
+    model, plain = changing()
+    plain = plain.to(place)
+    stagehand.layer(model, vram_budget=slots * LAYER_BYTES, device=place)
+    runtime, saved = runtime_of(model), 0
+    for number in range(6):
+        with torch.no_grad():
+            assert_bitwise_equal(
+                model(batch()), plain(batch().to(place)), f"pass {number}"
+            )
+        assert not any(under_way(model))
+        away = [b for b in blocks_of(model) if not b.bound]
+        saved += sum(block.nbytes for block in away)
+        if number < 2:  # later, what stays is saved when the plan changes, too
+            assert runtime.report().saved_bytes == saved
+    account = runtime._parts.device_arena.account
+    assert account.peak_bytes <= slots * LAYER_BYTES
+    runtime.shutdown()
+    assert_bitwise_equal(values(model), values(plain), "after shutdown")
+
+
+def test_a_changed_weight_is_read_as_it_is_while_its_bytes_come_home_and_after(place):
+    """By a hook of another module, on the device and on the host."""
+    model, plain = changing()
+    plain = plain.to(place)
+    stagehand.layer(model, vram_budget=4 * LAYER_BYTES, device=place)
+    found, later = {}, []
+
+    def look(number):
+        def hook(module, args, output):
+            for other in range(number - 3, number):
+                weight = model[other].weight
+                state = under_way(model)[other], weight.device.type
+                found[state] = found.get(state, 0) + 1
+                expected = plain[other].weight.detach().clone()
+                if number % 2:  # the host goes on
+                    later.append((weight.detach().clone(), expected))
+                else:
+                    assert torch.equal(weight.cpu(), expected.cpu()), (number, other)
+
+        return hook
+
+    for passes in range(8):
+        if passes == 2:  # else what they read would stay on the device
+            for number in range(3, 8):
+                model[number].register_forward_hook(look(number))
+        with torch.no_grad():
+            plain(batch().to(place))
+            model(batch())
+    for read, expected in later:
+        assert torch.equal(read.cpu(), expected.cpu())
+    if place != "cpu":
+        assert found[True, "hpu"] >= 6
+        assert found[False, "cpu"] >= 6
+    runtime_of(model).shutdown()
+
+
+class Detour(nn.Sequential):
+    """Goes back to one of its modules where nobody expects it."""
+
+    back = None
+
+    def forward(self, x):
+        for number, module in enumerate(self):
+            x = module(x)
+            if self.back is not None and number == self.back + 1:
+                x = self[self.back](x)
+        return x
+
+
+def test_a_module_that_changes_itself_again_while_its_bytes_come_home_loses_nothing(
+    place,
+):
+    model, _ = changing()
+    model = Detour(*model)
+    plain = deepcopy(model).to(place)
+    stagehand.layer(model, vram_budget=4 * LAYER_BYTES, device=place)
+    met = []
+    for number, module in enumerate(model):
+        module.register_forward_pre_hook(
+            lambda module, args, number=number: met.append(under_way(model)[number])
+        )
+    for back in (None, None, 0, 3, None, 6, 2):
+        model.back = plain.back = back
+        with torch.no_grad():
+            assert_bitwise_equal(
+                model(batch()), plain(batch().to(place)), f"back to {back}"
+            )
+        assert_bitwise_equal(values(model), values(plain), f"after {back}")
+    assert any(met) is (place != "cpu")
+    runtime_of(model).shutdown()
+
+
+def halve_through_data(parameter):
+    parameter.data = parameter.data * 0.5
+
+
+@pytest.mark.parametrize("edit", [add_in_place, halve_through_data])
+def test_a_change_from_elsewhere_while_the_bytes_come_home_is_not_lost(sim, edit):
+    """A copy that an edit in place overtakes is on the record, and thrown away."""
+    model, plain = changing()
+    plain = plain.to("hpu")
+    stagehand.layer(model, vram_budget=4 * LAYER_BYTES)
+    met = []
+
+    def change(number):
+        def hook(module, args, output):
+            met.append(under_way(model)[number])
+            for each in (model, plain) if met[-1] else ():
+                edit(each[number].weight)
+
+        return hook
+
+    overtakes = edit is add_in_place
+    with sim.expect_races("a copy") if overtakes else contextlib.nullcontext():
+        for passes in range(6):
+            if passes == 2:  # else what it reads would stay on the device
+                for number in range(3, 8):
+                    model[number].register_forward_hook(change(number - 2))
+            with torch.no_grad():
+                expected = plain(batch().to("hpu"))
+                assert_bitwise_equal(model(batch()), expected, f"pass {passes}")
+            assert_bitwise_equal(values(model), values(plain), f"after pass {passes}")
+    assert any(met)
+    runtime_of(model).shutdown()
+
+
+class Failing(nn.Module):
+    fails = False
+
+    def forward(self, x):
+        if self.fails:
+            raise RuntimeError("half of the model has run")
+        return x
+
+
+@pytest.mark.parametrize("at", [1, 4, 7])
+def test_what_has_changed_before_a_pass_fails_is_home_when_it_has_failed(place, at):
+    model, _ = changing()
+    model.insert(at, Failing())
+    plain = deepcopy(model).to(place)
+    stagehand.layer(model, vram_budget=4 * LAYER_BYTES, device=place)
+    for number in range(6):
+        model[at].fails = plain[at].fails = number % 2 == 1
+        outputs = []
+        for each, x in ((model, batch()), (plain, batch().to(place))):
+            with torch.no_grad(), contextlib.suppress(RuntimeError):
+                outputs.append(each(x))
+        assert len(outputs) == (0 if number % 2 else 2)
+        assert_bitwise_equal(outputs[1:], outputs[:1], f"pass {number}")
+        assert_bitwise_equal(values(model), values(plain), f"after pass {number}")
+        assert not any(under_way(model))
+    runtime_of(model).shutdown()
+
+
+class Normalizing(nn.Module):
+    """Changes its buffers: running statistics, and the vectors of a spectral norm."""
+
+    def __init__(self):
+        super().__init__()
+        linear = nn.Linear(WIDTH, WIDTH)
+        self.linear = nn.utils.parametrizations.spectral_norm(linear)
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x):
+        return self.norm(self.linear(x))
+
+
+def test_buffers_that_change_in_training_mode_come_home(place):
+    model, _ = changing(Normalizing)
+    plain = deepcopy(model).to(place)
+    budget = smallest_budget(deepcopy(model), place) + 3 * LAYER_BYTES
+    stagehand.layer(model, vram_budget=budget, device=place)
+    for number in range(5):
+        with torch.no_grad():
+            assert_bitwise_equal(
+                model(batch()), plain(batch().to(place)), f"pass {number}"
+            )
+        assert_bitwise_equal(values(model), values(plain), f"after pass {number}")
+    runtime_of(model).shutdown()
 
 
 class Assigning(nn.Module):

@@ -73,6 +73,32 @@ class Saver(nn.Module):
         return nn.functional.linear(x, self.weight).add_(self.rest[:WIDTH]).sin()
 
 
+class Changing(Unit):
+    """A frozen block that changes its other bytes whenever it computes."""
+
+    def __init__(self):
+        super().__init__(LARGE, trains=False)
+
+    def forward(self, x):
+        x = super().forward(x)
+        with torch.no_grad():
+            self.rest.mul_(1.01)
+        return x
+
+
+def every_fourth_changes():
+    return nn.Sequential(
+        *(
+            Changing() if number % 4 == 1 else Unit(LARGE, trains=False)
+            for number in range(DEPTH)
+        ),
+    )
+
+
+def all_change():
+    return nn.Sequential(*(Changing() for _ in range(DEPTH)))
+
+
 def savers():
     return nn.Sequential(*(Saver() for _ in range(DEPTH))).requires_grad_(False)
 
@@ -123,6 +149,19 @@ class Loop:
             assert self.activations.step_end().activations_spilled >= DEPTH // 4
             gradient = x.grad.cpu()
         return end - begin, gradient
+
+    def passes(self, *, waits):
+        """Return the seconds of a pass without gradients, and what the last gave."""
+        for number in range(SETTLING + 4):
+            if number == SETTLING:
+                wait()
+                begin = self.sim.host_seconds()
+            with torch.no_grad():
+                output = self.model(torch.ones(BATCH, WIDTH, device="hpu"))
+            if waits:
+                wait()
+        wait()
+        return (self.sim.host_seconds() - begin) / 4, output.cpu()
 
     def backward(self, batches=1):
         for _ in range(SETTLING):
@@ -231,6 +270,62 @@ def test_spills_beside_weights_take_no_longer_than_the_busier_lane(start):
     seconds, _ = start(savers, half_duplex=False, conducted=True).forward()
     loads, spills = DEPTH * LARGE * 2 // 3, DEPTH // 4 * LARGE
     assert seconds <= 1.05 * max(DEPTH * COMPUTE, loads / RATE, spills / RATE)
+
+
+@pytest.mark.parametrize("waits", [False, True], ids=["ahead", "waiting"])
+@pytest.mark.parametrize(
+    ("make", "slots"),
+    [(every_fourth_changes, 3), (every_fourth_changes, 4), (all_change, 4)],
+)
+def test_blocks_that_change_take_no_longer_than_the_busier_lane(
+    start, make, slots, waits
+):
+    """On a duplex link: within 5 % of the larger of compute and the lanes' bounds.
+
+    While a block comes home, compute has the others that are here.
+    """
+    loop = start(make, half_duplex=False, conducted=False, slots=slots)
+    seconds, _ = loop.passes(waits=waits)
+    assert seconds <= 1.05 * max(DEPTH * COMPUTE, DEPTH * LARGE / RATE)
+
+
+@pytest.mark.parametrize("conducted", [False, True])
+@pytest.mark.parametrize("slots", [3, 4])
+def test_blocks_that_change_share_a_half_duplex_link_without_losing_time_on_it(
+    start, slots, conducted
+):
+    """Within 5 % of all bytes that cross, both ways, however they are arbitrated.
+
+    Each copy home is queued behind the loads that are needed sooner, before those that
+    are needed later: the order of their deadlines, and nothing is left to yield.
+    """
+    loop = start(
+        every_fourth_changes, half_duplex=True, conducted=conducted, slots=slots
+    )
+    seconds, _ = loop.passes(waits=False)
+    crossing = (DEPTH + DEPTH // 4) * LARGE
+    assert seconds <= 1.05 * max(DEPTH * COMPUTE, crossing / RATE)
+
+
+@pytest.mark.parametrize("slots", [2, 3, 4])
+@pytest.mark.parametrize("make", [every_fourth_changes, all_change])
+def test_blocks_that_change_are_exact_on_any_link(start, make, slots):
+    """All at once in memory, and streamed on both links, beside a conductor."""
+    torch.manual_seed(1)
+    plain = make().to("hpu")
+    for _ in range(SETTLING + 4):
+        with torch.no_grad():
+            expected = plain(torch.ones(BATCH, WIDTH, device="hpu")).cpu()
+    for half_duplex in (False, True):
+        link._known.clear()
+        loop = start(make, half_duplex=half_duplex, conducted=True, slots=slots)
+        _, output = loop.passes(waits=False)
+        assert torch.equal(output, expected)
+        loop.runtime.park()
+        for mine, theirs in zip(
+            loop.model.parameters(), plain.parameters(), strict=True
+        ):
+            assert torch.equal(mine, theirs.cpu())
 
 
 def test_spills_that_yield_to_weights_beat_first_come_by_six_percent(start):

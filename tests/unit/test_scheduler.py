@@ -11,7 +11,7 @@ from functools import partial
 
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -368,6 +368,79 @@ def test_reader_that_is_late_writes_nothing_into_a_slot_that_was_given_up(
     rig.end_pass()
 
 
+_USES = st.tuples(st.integers(1, 9), st.sampled_from(["reads", "edits", "waits"]))
+
+
+def test_what_uses_change_is_never_lost(sim):
+    """In any order, whether or not the host gives copies home the time to end."""
+    routes = st.lists(st.lists(_USES, min_size=1, max_size=12), max_size=3)
+    detours = st.lists(_USES, max_size=8)
+
+    @given(routes, detours, st.integers(0, 4), st.integers(0, 1))
+    @settings(max_examples=60)
+    def check(routes, detour, spare, staged):
+        rig = Rig(
+            simulated(),
+            [(30,)] * 10,
+            spare=spare * UNIT,
+            lookahead=spare + 2,
+            pinned=range(1, 10 - staged),
+        )
+        cycle = [(number, "edits") for number in range(1, 10)]
+        thrice = [route for route in routes for _ in range(3)]
+        changing = Changing(rig)
+        for route in (cycle, cycle, cycle + detour, *thrice):
+            changing.run(route)
+        changing.look()
+        sent.append(changing.sent)
+        assert sim.races() == []
+        rig.close()
+
+    sent = []
+    check()
+    assert sum(sent) >= 100
+
+
+class Changing:
+    """Uses that change their blocks, and what the blocks hold then."""
+
+    def __init__(self, rig):
+        self.rig = rig
+        self.truth = [values(block)[0] for block in rig.blocks]
+        self.seen = []
+        self.sent = 0
+
+    def run(self, route):
+        self.rig.begin_pass()
+        for number, does in route:
+            self.use(self.rig.blocks[number], does)
+            assert all(map(self.is_home, self.rig.blocks))
+        self.rig.end_pass()
+        assert all(map(self.is_home, self.rig.blocks))
+        assert not any(block.sent for block in self.rig.blocks)
+
+    def use(self, block, does):
+        self.rig.scheduler.before(block)
+        tensor, truth = block.tensors[0], self.truth[block.index]
+        self.seen.append((tensor.clone(), truth.clone()))
+        if does == "edits":
+            tensor.add_(1)
+            truth += 1
+        self.rig.scheduler.after(block)
+        self.sent += sum(block.sent is not None for block in self.rig.blocks)
+        if does == "waits":
+            self.rig.device.synchronize()
+
+    def is_home(self, block):
+        return block.bound or torch.equal(block.tensors[0], self.truth[block.index])
+
+    def look(self):
+        for tensor, expected in self.seen:
+            assert torch.equal(tensor.cpu(), expected)
+        for block, expected in zip(self.rig.blocks, self.truth, strict=True):
+            assert torch.equal(block.tensors[0].cpu(), expected)
+
+
 def test_fetched_block_is_in_use_no_more_after_an_interrupt(rig_of):
     """Its use was ended a second time, by the next pass: it counted one too few."""
     rig = rig_of(3)
@@ -661,9 +734,9 @@ class Streaming(RuleBasedStateMachine):
 
     # Edits
 
-    def host_may_write(self, block):
-        """A copy under way still reads pinned bytes; users look at outputs first."""
-        if block.slot is not None and not block.bound:
+    def may_be_written(self, block):
+        """A copy under way still reads the bytes; users look at outputs first."""
+        if block.slot is not None and (block.sent is not None or not block.bound):
             self.rig.device.synchronize()
 
     def changed(self, block, place):
@@ -680,7 +753,7 @@ class Streaming(RuleBasedStateMachine):
     def edit_in_place(self, block, place):
         if block.bound and self.apart:
             return
-        self.host_may_write(block)
+        self.may_be_written(block)
         block.tensors[place].add_(1)
         self.changed(block, place)
 
@@ -688,7 +761,7 @@ class Streaming(RuleBasedStateMachine):
         """Edit all tensors so that no version counter tells."""
         if not self.idle(block):
             return
-        self.host_may_write(block)
+        self.may_be_written(block)
         for place, tensor in enumerate(block.tensors):
             tensor.data.add_(1)
             self.changed(block, place)
@@ -696,7 +769,7 @@ class Streaming(RuleBasedStateMachine):
     def edit_replace(self, block, place):
         if self.apart or block.is_replaced() or not (block.bound or self.idle(block)):
             return
-        self.host_may_write(block)
+        self.may_be_written(block)
         tensor = block.tensors[place]
         tensor.data = tensor.data + 1
         self.changed(block, place)

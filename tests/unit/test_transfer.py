@@ -134,6 +134,18 @@ def load_after_save(rig):
     assert home.eq(1).all()
 
 
+def write_while_a_copy_home_is_under_way(rig):
+    """By the stream that has read the slot before, and by another one."""
+    for stream in (rig.main, rig.side):
+        home = rig.host(9)
+        rig.load(1)
+        rig.use(rig.main)
+        ticket = rig.engine.save(rig.slot, rig.buffer, home)
+        rig.use(stream, torch.Tensor.zero_)
+        ticket.wait_host()
+        assert home.eq(1).all()
+
+
 def read_after_reload_by_the_same_stream(rig):
     for value in (1, 2):
         rig.load(value)
@@ -245,6 +257,7 @@ HAZARDS = (
     *(carry_home_what_a_stream_makes, carry_home_what_its_maker_goes_on_to_change),
     *(read_after_load, load_after_read, load_after_two_readers, save_after_load),
     *(load_after_interleaved_readers, save_after_write, load_after_save),
+    write_while_a_copy_home_is_under_way,
     *(read_after_reload_by_the_same_stream, read_by_a_second_stream, free_after_read),
     *(reuse_by_another_slot_after_read, free_by_a_holder_after_it_read),
     load_after_a_reader_that_went_on_with_another_stream,
@@ -305,6 +318,8 @@ GUARDS = {
     ("_mark", "slot._drained.record(stream)"): (load_after_two_readers,),
     ("release", "slot._drained.record(stream)"): (load_after_read,),
     ("save", "slot._drained.record(stream)"): (load_after_save,),
+    ("save", "slot._filled.record(stream)"): (write_while_a_copy_home_is_under_way,),
+    ("save", "slot._seen_by, "): (write_while_a_copy_home_is_under_way,),
 }
 REMOVALS = [
     pytest.param(method, line, hazard, id=f"{method}: {line} {hazard.__name__}")

@@ -32,9 +32,11 @@ class BlockState(IntEnum):
     """A device slot is being filled from pinned memory; its `filled` ticket says
     when."""
     GPU_READY = 3
-    """A device slot, and the parameters point into it."""
+    """A device slot, and the parameters point into it. If they were changed, a copy of
+    the bytes may be on its way to the store."""
     EVICTING = 4
-    """A device slot whose changed bytes are on their way back to the store."""
+    """A device slot whose changed bytes are brought back to the store: the host waits,
+    or has waited."""
     GPU_FREEING = 5
     """A device slot that is being given up without a copy: its bytes equal the
     store's."""

@@ -9,8 +9,9 @@ nobody needs soon. So copies home can *yield*: they are put aside as parcels, an
 load that is queued lets some of their bytes go behind itself: as many as the link has
 time for until the next load can start. They all go at once when somebody waits for one
 or a phase begins, and the oldest when too many bytes are put aside: that is
-their deadline. A block that was changed on the device does not yield: the next load
-into its slot waits for it.
+their deadline. A block that was changed on the device does not yield: it is queued
+when its slot is wanted, behind the loads that are needed sooner and before the load
+into the slot, which waits for it. That is the order of the deadlines.
 """
 
 from __future__ import annotations

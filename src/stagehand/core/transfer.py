@@ -3,7 +3,8 @@
 A slot carries two marks and only this file touches them:
 
 - `filled` (read after write): recorded on the H2D lane behind the copy that fills the
-  slot. Whoever reads the slot makes its stream wait for it first.
+  slot, and on the D2H lane behind one that brings it home: its users may write. Whoever
+  uses the slot makes its stream wait for it first.
 - `drained` (write after read): recorded on the reading stream when the slot is given
   up, behind its last use. The next copy into the slot waits for it on the lane.
 
@@ -48,6 +49,7 @@ class Slot:
         "_drained",
         "_filled",
         "_reader",
+        "_seen_before",
         "_seen_by",
         "_ticket",
         "alone",
@@ -78,6 +80,7 @@ class Slot:
         self._drained: Event | None = None
         self._ticket: Ticket | None = None  # of `filled`: every fill has the same
         self._seen_by: Stream | None = None  # has waited for `filled`
+        self._seen_before: Stream | None = None  # had, before the latest save
         self._reader: Stream | None = None  # recorded `drained` last, since the fill
 
     def __repr__(self) -> str:
@@ -400,7 +403,7 @@ class TransferEngine:
         """Queue the copy that brings a slot's bytes home; never denied.
 
         The lane waits until the slot is filled and its readers, who may have written,
-        are done; whoever fills the slot next waits for the lane.
+        are done; whoever uses or fills the slot next waits for the lane.
         """
         stream = self.d2h.stream
         stream.wait_event(slot._filled)
@@ -409,7 +412,9 @@ class TransferEngine:
         self._copy(_block_in(slot), "D2H", self.d2h.stream, target, source)
         done = self._mark_of(self.d2h)
         self._note_home(done)
+        slot._filled.record(stream)  # type: ignore[union-attr]
         slot._drained.record(stream)  # type: ignore[union-attr]
+        slot._seen_by, slot._seen_before = None, slot._seen_by
         slot._reader = stream
         self._counters.d2h_bytes += source.numel()
         self._counters.d2h_copies += 1
@@ -564,7 +569,7 @@ class TransferEngine:
         """Order all that touches the slot before the next use of its memory."""
         if slot._reader is not None:
             self.h2d.stream.wait_event(slot._drained)
-        slot._seen_by = slot._reader = None
+        slot._seen_by = slot._seen_before = slot._reader = None
 
     def drain(self) -> None:
         """Block the host until both lanes are idle: no host memory is in use then."""
@@ -587,7 +592,7 @@ class TransferEngine:
             return
         streams: set[Stream | None] = {self._device.current_stream()}
         if slot is not None:
-            streams |= {slot._seen_by, slot._reader}
+            streams |= {slot._seen_by, slot._seen_before, slot._reader}
         for stream in streams - {None}:
             buffer.record_stream(stream)  # type: ignore[arg-type]
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Hashable, Sequence
 
     from stagehand.core.layout import BlockLayout
-    from stagehand.core.transfer import Slot
+    from stagehand.core.transfer import Slot, Ticket
     from stagehand.stores.base import Store, Wire
 
 
@@ -47,6 +47,7 @@ class Block(Residency):
         "needs_staging",
         "repeats",
         "seal",
+        "sent",
         "slot",
         "slot_nbytes",
         "stepping",
@@ -125,6 +126,9 @@ class Block(Residency):
         """All tensors' versions when the store was told of changes last."""
         self.versions: list[int] = []
         """The tensors' versions when a slot's bytes were equal to the store's last."""
+        self.sent: tuple[Ticket, list[int]] | None = None
+        """A copy of changed bytes that may still be on its way home, while the block
+        stays bound, and the versions of what it brings."""
         self.seal: torch.Tensor | None = None
         """A sample of the host bytes that the slot was filled from."""
 
@@ -226,6 +230,7 @@ class Block(Residency):
 
     def mark_changed(self) -> None:
         """Let `is_changed` say yes, for a change that no version counter shows."""
+        self.sent = None
         self.versions = [-1]
         self.clean_versions = [-1] * len(self.tensors)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from stagehand.core.states import SENT
-from stagehand.core.transfer import Priority, Slot, TransferEngine
+from stagehand.core.transfer import Priority, Slot, Ticket, TransferEngine
 from stagehand.errors import StagehandInternalError
 from stagehand.residency.loader import store_of, write_back
 
@@ -132,6 +132,10 @@ class HostLoader:
         self._counters.d2h_bytes += block.nbytes
         self._counters.d2h_copies += 1
         write_back(block, block.target, only_if_different=only_if_different)
+
+    def send_home(self, block: Block) -> Ticket | None:
+        """See `Loader.send_home`. There is no lane that would take it there."""
+        return None
 
     def close(self) -> None:
         """See `Loader.close`."""

@@ -365,6 +365,19 @@ class LaneLoader:
 
     def save(self, block: Block, *, only_if_different: bool = False) -> None:
         """See `Loader.save`."""
+        image = None if only_if_different else block.image
+        if image is not None:
+            self._send(block, image).wait_host()
+            return
+        image = pageable(block)
+        self._send(block, image).wait_host()
+        write_back(block, image, only_if_different=only_if_different)
+
+    def send_home(self, block: Block) -> Ticket | None:
+        """See `Loader.send_home`. What goes into ordinary memory blocks the host."""
+        return None if block.image is None else self._send(block, block.image)
+
+    def _send(self, block: Block, image: torch.Tensor) -> Ticket:
         slot, source = block.slot, block.target
         if slot is None or source is None:
             raise StagehandInternalError(
@@ -373,12 +386,7 @@ class LaneLoader:
         keeper = self._keepers.get(block.index)
         if keeper is not None:
             keeper.held = None
-        image = None if only_if_different else block.image
-        direct = image is not None
-        image = pageable(block) if image is None else image
-        self._engine.save(slot, source, image).wait_host()
-        if not direct:
-            write_back(block, image, only_if_different=only_if_different)
+        return self._engine.save(slot, source, image)
 
     def close(self) -> None:
         """See `Loader.close`."""

@@ -18,7 +18,7 @@ from stagehand.stores.pages import some_elements
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from stagehand.core.transfer import Priority, Slot
+    from stagehand.core.transfer import Priority, Slot, Ticket
     from stagehand.residency.blocks import Block
     from stagehand.stores.base import Store
 
@@ -64,6 +64,9 @@ class Loader(Protocol):
 
     def save(self, block: Block, *, only_if_different: bool = False) -> None:
         """Bring the slot's bytes home to the store before returning."""
+
+    def send_home(self, block: Block) -> Ticket | None:
+        """Begin to bring the slot's bytes home; None if the host would have to wait."""
 
     def staged(self) -> list[Block]:
         """Return the blocks that wait between store and slot."""

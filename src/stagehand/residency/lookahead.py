@@ -164,8 +164,8 @@ class LookAhead:
 
     # Loading
 
-    def run(self, stream: Stream) -> None:
-        """Queue the loads that are possible now."""
+    def run(self, stream: Stream, *, ends: bool = False) -> None:
+        """Queue the loads that are possible now; with the end of a pass in mind."""
         ahead, line = self._ahead, self._line
         room = self.reach - len(ahead)
         position = self._front + 1
@@ -183,7 +183,12 @@ class LookAhead:
                     if other is not None:
                         if other.uses or other.awaited:
                             break
-                        self._mover.evict(other, stream=stream)
+                        if not (
+                            self._mover.evict(other, stream=stream, waits=False)
+                            or self._await_home(other, stream, ends=ends)
+                        ):
+                            self._clear(position, min(last, position + room), stream)
+                            break
                     if not self._mover.load(block, slot, _SPECULATIVE):
                         break
                 elif not block.hosted:  # hosted ones are brought when they are needed
@@ -198,6 +203,18 @@ class LookAhead:
             self._stage(position, last)
             self._clear(position, min(last, position + room), stream)
 
+    def _await_home(self, block: Block, stream: Stream, *, ends: bool) -> bool:
+        """Wait for the changed bytes of a block, as late as that costs nothing.
+
+        The device computes meanwhile with what is here and loaded ahead. But the next
+        load into the slot waits for what the host has launched by now: see Note [On
+        the way home]. So each gets about half of the time that the slots give.
+        """
+        ahead = len(self._ahead)
+        if ahead and 2 * ahead > self.reach - 2 and not ends:
+            return False
+        return self._mover.evict(block, stream=stream)
+
     def run_into_next_pass(self, stream: Stream) -> None:
         """Queue what the next pass begins with, if this one ended as expected.
 
@@ -205,7 +222,7 @@ class LookAhead:
         """
         order = self._order
         if order.cursor == order.length - 1 and not order.lost:
-            self.run(stream)
+            self.run(stream, ends=True)
 
     def _clear(self, position: int, last: int, stream: Stream) -> None:
         """Give up slots for loads that are not staged yet.
@@ -222,7 +239,7 @@ class LookAhead:
                     return
                 if self.changes_follow and block.trains:
                     return
-                self._mover.evict(other, stream=stream)
+                self._mover.evict(other, stream=stream, waits=False)
             passed.append(block)
 
     def _stage(self, position: int, last: int) -> None:

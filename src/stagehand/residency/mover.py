@@ -134,8 +134,13 @@ class Mover:
         self._finish(block, slot)
 
     def evict(
-        self, block: Block, *, verify: bool = False, stream: Stream | None = None
-    ) -> None:
+        self,
+        block: Block,
+        *,
+        verify: bool = False,
+        stream: Stream | None = None,
+        waits: bool = True,
+    ) -> bool:
         """Give up a block's slot, bringing its bytes home first if they changed.
 
         Args:
@@ -143,6 +148,11 @@ class Mover:
             verify: Compare the bytes too: while a tensor points into a slot outside of
                 any pass, an edit through `.data` changes it behind its version counter.
             stream: The current stream, for who knows it.
+            waits: Whether the host waits for the bytes. If not they begin to come home,
+                and the slot can be given up later: see Note [On the way home].
+
+        Returns:
+            Whether the slot is empty: always, if this waits.
         """
         slot = block.slot
         if slot is None:
@@ -151,12 +161,14 @@ class Mover:
             if [t.data_ptr() for t in block.tensors] != block.addresses:
                 self.take_in(block)
             versions = [t._version for t in block.tracked]
-            changed = versions != block.versions
-            block.versions = versions
-            # Whoever read or edited its tensors used the slot.
-            self._engine.release(slot, stream or self._device.current_stream())
-            if changed or verify:
-                self._save(block, changed=changed)
+            if verify or versions != block.versions:
+                stream = stream or self._device.current_stream()
+                if not self._bring_home(
+                    block, versions, stream, verify=verify, waits=waits
+                ):
+                    return False
+            else:  # whoever read its tensors used the slot
+                self._engine.release(slot, stream or self._device.current_stream())
         else:
             if block.filled_in != self.passed and block.is_replaced():
                 self.take_in(block)
@@ -165,6 +177,49 @@ class Mover:
         self._counters.evictions += 1
         if use_count_of(slot.storage_key) > slot.alone:
             self._memory.abandon(slot)
+        return True
+
+    def _bring_home(
+        self,
+        block: Block,
+        versions: list[int],
+        stream: Stream,
+        *,
+        verify: bool,
+        waits: bool,
+    ) -> bool:
+        """Let a block's bytes be home, if waiting is allowed; or say whether they are.
+
+        Note [On the way home]: a block that was changed stays bound until its bytes are
+        home, for whoever reads its tensors in the meantime finds them on the device,
+        where they are whole; on the host they would be found too early. Who uses the
+        block waits for the copy, on the device, and what else is done with its tensors
+        is seen when the slot is given up: writes by the versions that were noted, reads
+        by the mark that is set then. So the next load into the slot waits for all that
+        was computed by then: the sooner the host waits, the less.
+        """
+        is_home = False
+        if block.sent is not None:
+            ticket, then = block.sent
+            if waits:
+                ticket.wait_host()
+            elif not ticket.done.query():
+                return False
+            block.sent = None
+            is_home = then == versions and not verify
+        self._engine.release(block.slot, stream)  # type: ignore[arg-type]
+        if not (is_home or waits or block.stays):
+            sent = self._loader.send_home(block)
+            if sent is not None:
+                block.sent = sent, versions
+                return False
+        changed = versions != block.versions
+        block.versions = versions
+        if is_home:
+            block.to(BlockState.EVICTING)
+        else:
+            self._save(block, changed=changed)
+        return True
 
     def _save(self, block: Block, *, changed: bool) -> None:
         """Bring a block's bytes home; if that fails, they are still here."""
@@ -214,6 +269,9 @@ class Mover:
         """
         if block.store is None or not block.is_replaced():
             return
+        if block.sent is not None:
+            stream = self._device.current_stream()
+            self._engine.await_filled(block.slot, stream)  # type: ignore[arg-type]
         refused: list[str] = []
         for (tensor, place), address in zip(
             block.pairs(), block.addresses, strict=True
