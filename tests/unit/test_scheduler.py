@@ -514,6 +514,24 @@ def test_tensor_assigned_on_one_stream_and_taken_in_on_another_is_no_race(sim):
     rig.close()
 
 
+@pytest.mark.parametrize("ends_apart", [False, True])
+def test_slot_that_stays_is_given_up_behind_all_that_its_passes_read(sim, ends_apart):
+    """Of what is read without a use only the end of the pass tells, on its stream."""
+    rig = Rig(simulated(), [(30,)] * 3)
+    first, other = rig.device.current_stream(), rig.device.new_stream()
+    other.wait_stream(first)
+    for stream in (first, other) if ends_apart else (other, first):
+        with rig.device.on(stream):
+            rig.begin_pass()
+            seen = rig.blocks[0].tensors[0] + 1
+            rig.end_pass()
+    rig.scheduler.park()
+    rig.scheduler.settle(rig.scheduler.staying())
+    rig.device.synchronize()
+    assert torch.equal(seen.cpu(), torch.arange(30) / 1024 + 1)
+    rig.close()
+
+
 # --------------------------------------------------------------------------- stateful
 
 

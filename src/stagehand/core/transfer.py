@@ -153,6 +153,8 @@ class TransferEngine:
         self.h2d = Lane(device, h2d_capacity, priority, streams[0])
         self.d2h = Lane(device, d2h_capacity, priority, streams[1])
         self._ready = device.new_event()
+        self._passed = device.new_event()
+        self._passed_on: Stream | None = None  # recorded it last
         self._traffic: Traffic | None = None
         self._limited = h2d_capacity is not None
 
@@ -391,6 +393,17 @@ class TransferEngine:
             slot._reader = stream
         else:
             self._mark(slot, stream)
+
+    def end_pass(self, stream: Stream) -> None:
+        """Mark that `stream` used slots until now, for all that are not released."""
+        self.join_passes(stream)  # the mark must cover those on other streams
+        self._passed.record(stream)
+        self._passed_on = stream
+
+    def join_passes(self, stream: Stream) -> None:
+        """Let `stream` release slots that were not at the end of earlier passes."""
+        if self._passed_on is not None and self._passed_on != stream:
+            stream.wait_event(self._passed)
 
     def _mark(self, slot: Slot, stream: Stream) -> None:
         reader = slot._reader

