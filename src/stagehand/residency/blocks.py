@@ -245,6 +245,18 @@ class Block(Residency):
         """Whether a tensor was changed in place since `versions` was noted."""
         return [t._version for t in self.tracked] != self.versions
 
+    def is_touched(self) -> bool:
+        """Whether it is replaced or changed, in two thirds of the time of both."""
+        if self.tracked is not self.tensors:
+            return self.is_replaced() or self.is_changed()
+        addresses, versions = self.addresses, self.versions
+        for number, tensor in enumerate(self.tensors):
+            if tensor.data_ptr() != addresses[number]:
+                return True
+            if tensor._version != versions[number]:
+                return True
+        return False
+
 
 def _form(layout: BlockLayout, tensors: Sequence[torch.Tensor]) -> Hashable:
     return layout.nbytes, tuple(

@@ -158,16 +158,14 @@ class Mover:
         if slot is None:
             raise StagehandInternalError(f"block {block.name!r} is not on the device")
         if block.bound:
-            if [t.data_ptr() for t in block.tensors] != block.addresses:
+            changed = block.is_touched()
+            if changed:
                 self.take_in(block)
-            versions = [t._version for t in block.tracked]
             stream = stream or self._device.current_stream()
             if block.stays:
                 self._engine.join_passes(stream)
-            if verify or versions != block.versions:
-                if not self._bring_home(
-                    block, versions, stream, verify=verify, waits=waits
-                ):
+            if changed or verify:
+                if not self._bring_home(block, stream, verify=verify, waits=waits):
                     return False
             else:  # whoever read its tensors used the slot
                 self._engine.release(slot, stream)
@@ -182,13 +180,7 @@ class Mover:
         return True
 
     def _bring_home(
-        self,
-        block: Block,
-        versions: list[int],
-        stream: Stream,
-        *,
-        verify: bool,
-        waits: bool,
+        self, block: Block, stream: Stream, *, verify: bool, waits: bool
     ) -> bool:
         """Let a block's bytes be home, if waiting is allowed; or say whether they are.
 
@@ -200,7 +192,7 @@ class Mover:
         by the mark that is set then. So the next load into the slot waits for all that
         was computed by then: the sooner the host waits, the less.
         """
-        is_home = False
+        is_home, versions = False, block.read_versions()
         if block.sent is not None:
             ticket, then = block.sent
             if waits:

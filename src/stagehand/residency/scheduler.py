@@ -288,7 +288,7 @@ class Scheduler:
             if block.uses:
                 continue
             if block.bound:
-                if block.is_changed() or block.is_replaced():
+                if block.is_touched():
                     if block.awaited:
                         self._ahead.forget()
                     self._mover.evict(block)
