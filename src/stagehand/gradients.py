@@ -185,12 +185,11 @@ class Gradients:
         for block in blocks:
             trains = False
             for tensor in block.tensors:
-                known = id(tensor) in self._homes
                 if tensor.requires_grad:
                     trains = True
-                    if not known:
+                    if id(tensor) not in self._homes:
                         self._homes[id(tensor)] = self._hook(tensor, block)
-                elif known and tensor.grad is None:
+                elif self._homes and id(tensor) in self._homes and tensor.grad is None:
                     self._dismiss(self._homes.pop(id(tensor)))
             block.trains = trains
 

@@ -120,7 +120,7 @@ class WeightHandle:
                 slot.views[place] = view
                 slot.alone += 1
         # A view of its own: who keeps it holds the memory, and the slot can tell.
-        return view.detach()
+        return view.data  # as `detach()`, sooner
 
     def where_it_lies(self) -> torch.Tensor:
         """Return the view on the device or on the host, wherever the block is."""
@@ -268,9 +268,9 @@ class SavedTensors:
         # A handle knows bytes, not their meaning.
         if saved.is_nested or saved.is_neg() or saved.is_conj():
             return None
-        key = (
+        key: _Key = (
             block.index,
-            int(saved.storage_offset()),
+            saved.storage_offset(),  # type: ignore[assignment]
             saved.dtype,
             saved.shape,
             saved.stride(),

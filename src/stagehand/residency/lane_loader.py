@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = ["LaneLoader"]
 
+_UNLOADED, _SENT = SENT[0], SENT[-1]  # on the hot path even a subscript takes long
 _SKEWED_BYTES = 1 << 30  # what is page-locked in one piece, from its beginning
 
 
@@ -222,8 +223,8 @@ class LaneLoader:
             return False
         if block.trains:  # others are rarely edited: then their next use loads again
             block.versions = block.read_versions()
-        if block.state is SENT[0]:
-            block.state = SENT[-1]
+        if block.state is _UNLOADED:
+            block.state = _SENT
         else:
             block.along(SENT)
         return True

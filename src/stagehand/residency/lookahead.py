@@ -135,7 +135,7 @@ class LookAhead:
         """Take over what the order expects, if that has changed."""
         if self._line_version != self._order.version:
             self._line_version = self._order.version
-            self._line = [self._blocks[index] for index in self._order.line]
+            self._line = list(map(self._blocks.__getitem__, self._order.line))
             self._length = self._order.length
             if self.hands_over:
                 del self._line[self._length :]

@@ -31,7 +31,7 @@ __all__ = ["Mover"]
 # that is at the beginning of a path, whose steps are checked, is put at its end.
 _HOST_STAGED, _PREFETCHING = BlockState.HOST_STAGED, BlockState.PREFETCHING
 _GPU_READY, _SPECULATIVE = BlockState.GPU_READY, Priority.SPECULATIVE
-_CRITICAL = Priority.CRITICAL
+_CRITICAL, _ARRIVED, _DROPPED = Priority.CRITICAL, ARRIVED[-1], DROPPED[-1]
 
 
 def _nothing() -> None:
@@ -106,7 +106,7 @@ class Mover:
             self._reload(block, slot)
         self._engine.await_filled(slot, stream)
         if block.state is _PREFETCHING:
-            block.state = ARRIVED[-1]
+            block.state = _ARRIVED
         block.point_to_device()
 
     def _finish(self, block: Block, slot: Slot) -> None:
@@ -248,9 +248,9 @@ class Mover:
         if block.bound:
             block.point_to_host()
         elif block.state is _PREFETCHING:
-            block.state = ARRIVED[-1]  # the next copy into the slot waits its turn
+            block.state = _ARRIVED  # the next copy into the slot waits its turn
         if block.state is _GPU_READY:
-            block.state = DROPPED[-1]
+            block.state = _DROPPED
         else:
             block.to(BlockState.UNLOADED)
         block.seal = block.slot = slot.occupant = None
