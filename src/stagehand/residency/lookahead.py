@@ -168,6 +168,8 @@ class LookAhead:
         """Queue the loads that are possible now; with the end of a pass in mind."""
         ahead, line = self._ahead, self._line
         room = self.reach - len(ahead)
+        if room <= 0 and not self._loader.stages:
+            return
         position = self._front + 1
         last = self._order.cursor + self._length + 1
         if last > len(line):
