@@ -112,9 +112,11 @@ class Lessons:
     def recognize(self, scope: Scope, form: Any) -> None:
         """Give a forward its prefix, or begin to observe it."""
         scope.form = form
-        if form not in self._known and len(self._known) >= _KINDS:
-            self._known.clear()
-        lesson = self._known.setdefault(form, Lesson())
+        lesson = self._known.get(form)
+        if lesson is None:
+            if len(self._known) >= _KINDS:
+                self._known.clear()
+            lesson = self._known[form] = Lesson()
         scope.off = lesson.useless
         scope.prefix = lesson.prefix
         scope.twins = lesson.tensors > lesson.count

@@ -302,7 +302,11 @@ class Bundle:
     @property
     def is_away(self) -> bool:
         """Whether some of its pieces are on the host only."""
-        return any(piece.alias is None for piece in self.living())
+        for ref in self.members:  # asked at each unpack: mostly, the first one tells
+            piece = ref()
+            if piece is not None and piece.alias is None:
+                return True
+        return False
 
     @property
     def sequence(self) -> int:
@@ -330,6 +334,12 @@ class Scope:
         task: The backward pass that unpacked last.
         coming: In that pass, bundles that are still to be brought, the last first.
     """
+
+    __slots__ = (
+        *("__weakref__", "allowance", "bundles", "coming", "count", "ended", "form"),
+        *("leads", "noted", "off", "open", "prefix", "streams", "task", "tensors"),
+        "twins",
+    )
 
     def __init__(self, stream: Stream) -> None:
         self.streams = [stream]

@@ -238,7 +238,8 @@ class Room(Returning):
             if allowance.scope is not None and allowance.scope() is None:
                 self._given.remove(allowance)
                 self._held -= allowance.given
-        self._release()
+        if self._leaving or self._waiting:
+            self._release()
         for leaving in tuple(self._leaving):
             if all(ref() is None for ref in leaving.pieces):
                 # Only the copy needs the memory now.
@@ -246,16 +247,18 @@ class Room(Returning):
                 self._leaving.remove(leaving)
                 self._leaving_bytes -= leaving.nbytes
                 self._held -= leaving.nbytes
-        self._drop_used(wanted=False)
+        if self._used:
+            self._drop_used(wanted=False)
 
     def _prune(self) -> None:
         """Count dead pieces no more. Backward lets the newest go first."""
         kept = self._kept
-        before = sum(nbytes for _, nbytes in kept)
-        alive = [item for item in kept if item[0]() is not None]
-        self._held -= before - sum(nbytes for _, nbytes in alive)
-        kept.clear()
-        kept.extend(alive)
+        for _ in range(len(kept)):
+            item = kept.popleft()
+            if item[0]() is None:
+                self._held -= item[1]
+            else:
+                kept.append(item)
         self._unpruned = 0
 
     def _prune_newest(self) -> None:

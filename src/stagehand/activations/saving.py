@@ -33,40 +33,29 @@ _Entry = tuple["Scope", Any]  # a forward, and the hooks outside of all of ours
 _CHECKPOINTS = "torch.utils.checkpoint"
 
 
-class _Hooks:
-    """The pair through which one forward saves its tensors."""
-
-    __slots__ = ("_outer", "pack", "unpack")
-
-    def __init__(
-        self, spill: Spill, scope: Scope, unpack: Callable[[Any], Any], outer: Any
-    ) -> None:
-        self._outer = outer
-        self.pack = spill.packer(scope, Kept if outer is None else self._pass_on)
-        self.unpack = unpack
-
-    def _pass_on(self, saved: torch.Tensor) -> Any:
-        return _Theirs(self._outer[0](saved), self._outer[1])
-
-
 def _unpacker(spill: Spill) -> Callable[[Any], torch.Tensor]:
     restore = spill.restore
 
     @skipped
     def unpack(packed: Any) -> torch.Tensor:
-        kind = type(packed)
-        if kind is Piece or kind is Extra:
+        if type(packed) is Piece:
             alias: torch.Tensor | None = packed.alias
             # Most are there, in forwards of which nothing is away.
-            if alias is not None and kind is Piece and not packed.scope.bundles:
+            if alias is not None and not packed.scope.bundles:
                 if alias._version != packed.version:
                     packed.check()
                 return alias
             return restore(packed)
-        found: torch.Tensor = packed.get()
+        found: torch.Tensor = restore(packed) if type(packed) is Extra else packed.get()
         return found
 
     return unpack
+
+
+def _passing_on(outer: Any) -> Callable[[torch.Tensor], _Theirs]:
+    """Return what lets the hooks outside of ours save a tensor that does not leave."""
+    pack, unpack = outer
+    return lambda saved: _Theirs(pack(saved), unpack)
 
 
 class _Theirs:
@@ -114,21 +103,21 @@ class Saving:
 
     def enter(self) -> None:
         """Begin a forward."""
-        outer = top_saved_hooks()
+        outer, stack = top_saved_hooks(), self._stack()
         if self.off:
-            self._stack().append(None)
+            stack.append(None)
             return
         if in_backward() or (outer is not None and _is_checkpoint(outer)):
             # Saving here would keep what checkpointing is there to forget.
             self._warn()
-            self._stack().append(None)
+            stack.append(None)
             return
         if outer is not None and outer[1] is self._unpack:  # entered again
-            outer = next(entry[1] for entry in reversed(self._stack()) if entry)
+            outer = next(entry[1] for entry in reversed(stack) if entry)
         scope = self.spill.begin()
-        self._stack().append((scope, outer))
-        hooks = _Hooks(self.spill, scope, self._unpack, outer)
-        push_saved_hooks(hooks.pack, hooks.unpack)
+        stack.append((scope, outer))
+        otherwise = Kept if outer is None else _passing_on(outer)
+        push_saved_hooks(self.spill.packer(scope, otherwise), self._unpack)
 
     def leave(self, *, failed: bool) -> None:
         """End it; what was saved stays under the budget."""

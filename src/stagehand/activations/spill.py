@@ -122,7 +122,8 @@ class Spill(Room):
         self, saved: torch.Tensor, storage: torch.UntypedStorage, scope: Scope
     ) -> Piece | Extra:
         """Save a tensor and look at it at once."""
-        self._look()  # what was kept before comes first
+        if self._given:
+            self._look()  # what was kept before comes first
         scope.tensors += 1
         cdata, nbytes, sequence = storage._cdata, storage.nbytes(), sequence_number()
         known = self._known(cdata)
