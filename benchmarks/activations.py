@@ -8,7 +8,7 @@ import torch
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
 from benchmarks.results import Result
-from benchmarks.timing import take_turns
+from benchmarks.timing import Times, take_turns
 from stagehand.activations.carrier import Carrier
 from stagehand.activations.pool import SlabPool
 from stagehand.activations.saving import Saving
@@ -24,6 +24,7 @@ __all__ = ["measure"]
 _LAYERS = 600  # as many as a training step of a transformer saves
 _TARGET_US = 2.5
 _ROWS = 16  # 4 KiB a tensor: what is measured is the library, not the memory
+_FEWER = 100  # of 16 KiB: what a step costs once shows
 _LARGE_LAYERS = 32
 _LARGE_ROWS = 4096  # 1 MiB a tensor
 _STAYING = 2
@@ -33,17 +34,20 @@ _TARGET_COPIES = 1.1
 def measure(rounds: int = 100) -> Iterator[Result]:
     """Yield the time of forward and backward for each saved tensor, over no hooks.
 
-    On the host, where a copy is a copy in memory. The second figure is the library's
-    own work where everything stays, over hooks that do nothing.
+    On the host, where a copy is a copy in memory. What the library itself takes is the
+    time over hooks that do nothing, where everything stays, and over hooks that copy
+    the same bytes, where half of them leave and return.
     """
     one = _ROWS * 64 * 4
     spills = [_spill(budget) for budget in (1 << 30, one * _LAYERS // 2)]
     roomy, tight = map(Saving, spills)
+    copies = _Copies(_LAYERS // 2, _ROWS)
     functions = {
         "no hooks": _step(_nothing),
         "identity": _step(lambda: saved_tensors_hooks(_same, _same)),
         "everything stays": _step(lambda: _entered(roomy)),
         "half of it leaves": _step(lambda: _entered(tight)),
+        "half of it copied": _step(copies.hooks),
         "save_on_cpu": _step(save_on_cpu),
     }
     times = take_turns(functions, rounds=rounds)
@@ -51,26 +55,48 @@ def measure(rounds: int = 100) -> Iterator[Result]:
         spill.close()
     for name in functions:
         if name != "no hooks":
-            yield Result.of(
-                f"a saved tensor over no hooks, {name}",
-                times[name].over(times["no hooks"], _LAYERS),
-                "us",
-                scale=1e6,
+            yield _each(
+                f"no hooks, {name}", times[name].over(times["no hooks"], _LAYERS)
             )
-    yield Result.of(
-        "a saved tensor over identity hooks, everything stays",
+    yield _each(
+        "identity hooks, everything stays",
         times["everything stays"].over(times["identity"], _LAYERS),
-        "us",
-        scale=1e6,
-        target=_TARGET_US,
+        _TARGET_US,
     )
+    yield _each(
+        "copies of the same bytes, half of it leaves",
+        times["half of it leaves"].over(times["half of it copied"], _LAYERS),
+    )
+    yield _of_fewer(3 * rounds)
     yield _over_copies(max(1, rounds // 5))
+
+
+def _each(over: str, times: Times, target: float | None = None) -> Result:
+    return Result.of(
+        f"a saved tensor over {over}", times, "us", scale=1e6, target=target
+    )
+
+
+def _of_fewer(rounds: int) -> Result:
+    spill = _spill(1 << 30)
+    saving, rows = Saving(spill), 4 * _ROWS
+    functions = {
+        "identity": _step(lambda: saved_tensors_hooks(_same, _same), _FEWER, rows),
+        "stays": _step(lambda: _entered(saving), _FEWER, rows),
+    }
+    times = take_turns(functions, rounds=rounds)
+    spill.close()
+    return _each(
+        f"identity hooks, {_FEWER} of 16 KiB that stay",
+        times["stays"].over(times["identity"], _FEWER),
+        _TARGET_US,
+    )
 
 
 def _over_copies(rounds: int) -> Result:
     """Return what a MiB that leaves costs, over copying it there and back."""
     spill = _spill(_STAYING * _LARGE_ROWS * 64 * 4)
-    saving, copies = Saving(spill), _Copies(_LARGE_LAYERS)
+    saving, copies = Saving(spill), _Copies(_LARGE_LAYERS, _LARGE_ROWS)
     times = take_turns(
         {
             "no hooks": _step(_nothing, _LARGE_LAYERS, _LARGE_ROWS),
@@ -90,24 +116,30 @@ def _over_copies(rounds: int) -> Result:
 
 
 class _Copies:
-    """Hooks that do nothing but copy, to memory that is there and back."""
+    """Hooks that only copy the first tensors, to memory that is there and back."""
 
-    def __init__(self, count: int) -> None:
-        self._away = torch.zeros(count, _LARGE_ROWS, 64)
-        self._back = torch.zeros(count, _LARGE_ROWS, 64)
+    def __init__(self, leaving: int, rows: int) -> None:
+        self._away = torch.zeros(leaving, rows, 64)
+        self._back = torch.zeros(leaving, rows, 64)
+        self._leaving = leaving
         self._count = 0
 
     def hooks(self) -> saved_tensors_hooks:
         self._count = 0
         return saved_tensors_hooks(self._pack, self._unpack)
 
-    def _pack(self, tensor: torch.Tensor) -> int:
-        self._away[self._count].copy_(tensor.detach())
+    def _pack(self, tensor: torch.Tensor) -> int | torch.Tensor:
+        number = self._count
+        if number == self._leaving:
+            return tensor
+        self._away[number].copy_(tensor.detach())
         self._count += 1
-        return self._count - 1
+        return number
 
-    def _unpack(self, number: int) -> torch.Tensor:
-        return self._back[number].copy_(self._away[number])
+    def _unpack(self, packed: int | torch.Tensor) -> torch.Tensor:
+        if isinstance(packed, torch.Tensor):
+            return packed
+        return self._back[packed].copy_(self._away[packed])
 
 
 def _spill(budget_bytes: int) -> Spill:
