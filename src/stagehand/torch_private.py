@@ -9,6 +9,9 @@
   Without them, importing the library is refused.
 - `torch._C._autograd._get_sequence_nr`: in which order backward will need what a
   forward saves. Without it, importing the library is refused.
+- `torch.UntypedStorage._new_with_weak_ptr` and the `StorageWeakRef` that it came with:
+  use memory that others keep, as long as they do. Without them, importing the library
+  fails.
 - `torch.autograd.Variable._execution_engine.queue_callback`: learn that a backward pass
   is over. It came with the engine.
 - `torch.autograd.graph._engine_run_backward`: the function in which a thread waits for
@@ -45,12 +48,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode
 
 from stagehand.errors import StagehandError
 
 __all__ = [
     "DispatchMode",
+    "WeakStorage",
     "allocated_on",
     "at_end_of_backward",
     "dispatch_modes",
@@ -138,6 +143,21 @@ WRAPPERS = _wrapper_count()
 def storage_use_count(storage: torch.UntypedStorage) -> int:
     """Return how many tensors and handles hold a storage, the argument included."""
     return use_count_of(storage._cdata)
+
+
+class WeakStorage(StorageWeakRef):
+    """A weak reference to a storage. Nothing else can be at its address meanwhile."""
+
+    __slots__ = ()
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        super().__init__(storage)  # type: ignore[no-untyped-call]
+
+    def get(self) -> torch.UntypedStorage | None:
+        """Return the storage if somebody still holds it."""
+        found: torch.UntypedStorage | None
+        found = torch.UntypedStorage._new_with_weak_ptr(self.cdata)
+        return found
 
 
 def in_backward() -> bool:

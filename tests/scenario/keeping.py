@@ -68,13 +68,17 @@ def spill_of(saved: stagehand.activations | ActivationRuntime) -> Spill:
     return saved._parts.spill
 
 
+def flush() -> None:
+    """Let autograd's thread let go of its last graph, as it does at its next one."""
+    torch.ones(1, device="hpu", requires_grad=True).sum().backward()  # type: ignore[no-untyped-call]
+    gc.collect()
+
+
 @contextmanager
 def emptied(saved: stagehand.activations) -> Iterator[stagehand.activations]:
     """Check that nothing of a context is left when it is not used any more."""
     yield saved
-    # Autograd's thread lets go of a graph that failed when it takes up the next one.
-    torch.ones(1, device="hpu", requires_grad=True).sum().backward()
-    gc.collect()
+    flush()
     saved.close()
     assert saved._parts.spill.held_bytes == 0
     assert all(ref() is None for ref in saved._parts.spill._live.values())

@@ -1,11 +1,9 @@
 """After a failure at any point where memory, events or copies are asked for."""
 
-import gc
 import warnings
 
 import pytest
-import torch
-from keeping import assert_same, emptied, gradients, inputs, plain, stack
+from keeping import assert_same, emptied, flush, gradients, inputs, plain, stack
 
 import stagehand
 from stagehand.activations.pool import SlabPool
@@ -79,12 +77,6 @@ def test_books_are_right_after_a_failure_at_any_point(sim, monkeypatch, steps, a
             assert saved._parts.saving.scope is None
         at += 2  # of many alike
     assert at > 4
-
-
-def flush():
-    """Let autograd's thread let go of its last graph."""
-    torch.ones(1, device="hpu", requires_grad=True).sum().backward()
-    gc.collect()
 
 
 def test_warning_of_pageable_memory_may_be_an_error(sim):

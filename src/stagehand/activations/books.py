@@ -6,6 +6,7 @@ import threading
 import weakref
 from collections import deque
 from dataclasses import dataclass, fields
+from itertools import count
 from typing import TYPE_CHECKING
 
 from stagehand.activations.learning import Lessons
@@ -99,6 +100,7 @@ class Books:
         self._ahead: deque[weakref.ref[Bundle]] = deque()  # fetched before their use
         self._used: list[weakref.ref[Bundle]] = []  # came back, and was unpacked
         self._stuck: deque[weakref.ref[Piece]] = deque()  # kept by others
+        self._numbers = count()
         self._unpruned = 0
         self._is_skipped = False
 

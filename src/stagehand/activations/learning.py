@@ -69,6 +69,7 @@ class _Observation:
         self.is_read = False  # to the end of its backward
         self.sequences: list[int] = []
         self.saves: list[Save] = []
+        self.is_turned = False  # those of `saves` are as backward has found them
         self.noted = noted
 
 
@@ -150,16 +151,41 @@ class Lessons:
         lesson.count, lesson.tensors = scope.count, scope.tensors
         lesson.observed += 1
         observation.sequences = [sequence for _, _, sequence in observation.noted]
-        saves = [_save(ref(), nbytes) for ref, nbytes, _ in observation.noted]
-        lesson.saves = observation.saves = saves
-        lesson.budget_bytes = budget_bytes
-        lesson.prefix, lesson.forecast = plan_prefix(lesson.saves, budget_bytes), None
+        self._see(observation, budget_bytes)
         away = sum(
             nbytes
             for ref, nbytes, _ in observation.noted
             if (piece := ref()) is not None and piece.alias is None
         )
         self._look_at_memory(observation, away)
+
+    def _see(self, observation: _Observation, budget_bytes: int) -> None:
+        """See what of a forward could leave now, and plan with it."""
+        lesson = observation.lesson
+        before = observation.saves if observation.is_turned else []
+        saves = [
+            _save(ref(), before[number] if number < len(before) else Save(nbytes))
+            for number, (ref, nbytes, _) in enumerate(observation.noted)
+        ]
+        lesson.saves = observation.saves = saves
+        lesson.budget_bytes = budget_bytes
+        lesson.prefix, lesson.forecast = plan_prefix(saves, budget_bytes), None
+
+    def turn(self, scope: Scope, budget_bytes: int) -> None:
+        """Note that backward comes to a forward: what users hold now, they keep.
+
+        What they have let go of since the forward could have left.
+        """
+        observation = self._open.get(scope)
+        if observation is not None:
+            self._see(observation, budget_bytes)
+            observation.is_turned = True
+
+    def doubt(self, scope: Scope) -> None:
+        """Observe forwards anew of which users hold other tensors than they did."""
+        lesson = self._known.get(scope.form)
+        if lesson is not None and scope.noted is None:
+            lesson.observed = 0
 
     def _look_at_memory(self, observation: _Observation, away: int) -> None:
         allocated = self._device.allocated_bytes()
@@ -269,10 +295,12 @@ class Lessons:
         )
 
 
-def _save(piece: Piece | None, nbytes: int) -> Save:
-    # One that backward is through with already was free to go, too.
-    if piece is None or piece.alias is None:
-        return Save(nbytes)
+def _save(piece: Piece | None, before: Save) -> Save:
+    if piece is None:  # backward is through with it, or does not come to it
+        return before
+    nbytes = before.nbytes
+    if piece.alias is None:
+        return Save(nbytes, free=piece.is_away)
     if not piece.is_plain():
         return Save(nbytes, free=False)
     # On its way, the copy's source is one of its tensors, too.

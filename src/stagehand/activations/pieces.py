@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from stagehand.core.layout import ALIGNMENT, placed
-from stagehand.core.saved import modified
-from stagehand.torch_private import WRAPPERS, use_count_of
+from stagehand.core.saved import ghost_of, modified
+from stagehand.torch_private import WRAPPERS, WeakStorage, use_count_of
 
 if TYPE_CHECKING:
     from collections import deque
@@ -49,6 +49,8 @@ class _Form(NamedTuple):
     shape: torch.Size
     stride: tuple[int, ...]
     offset: int
+    ghost: torch.Tensor | None
+    """Of one that others keep: it has their version, and no memory."""
 
 
 class Gone(NamedTuple):
@@ -71,13 +73,19 @@ class Handle:
         version: The tensor's version when it was saved.
         form: Set when the alias is let go.
         piece: Of its storage; None if it is that piece itself.
+        sequence: Of the operator that saved it: backward goes down.
+        number: Of that save: backward goes up through what one operator has saved.
     """
 
-    __slots__ = ("__weakref__", "alias", "form", "piece", "version")
+    __slots__ = (
+        *("__weakref__", "alias", "form", "number", "piece", "sequence", "version"),
+    )
 
     alias: torch.Tensor | None
     version: int
     piece: Piece | None
+    sequence: int
+    number: int
     form: _Form
 
     def __str__(self) -> str:
@@ -92,16 +100,21 @@ class Handle:
         Raises:
             RuntimeError: As autograd itself raises; hooks switch its own check off.
         """
-        alias = self.alias
+        alias = self.form.ghost if self.alias is None else self.alias
         if alias is not None and alias._version != self.version:
             raise modified(str(self), alias._version, self.version)
 
-    def let_go(self) -> None:
-        """Keep the tensor's form, not its memory."""
+    def let_go(self, *, shared: bool = False) -> None:
+        """Keep the tensor's form, not its memory.
+
+        Args:
+            shared: Others keep the memory, and may change it.
+        """
         alias = self.alias
-        if alias is not None:
+        if alias is not None and not (alias.is_neg() or alias.is_conj()):
+            ghost = ghost_of(alias) if shared else None
             offset = int(alias.storage_offset())
-            self.form = _Form(alias.dtype, alias.shape, alias.stride(), offset)
+            self.form = _Form(alias.dtype, alias.shape, alias.stride(), offset, ghost)
             self.alias = None
 
     def join(self, piece: Piece) -> None:
@@ -110,12 +123,13 @@ class Handle:
         if piece.extras is None:
             piece.extras = []
         piece.extras.append(weakref.ref(self))
+        if piece.alias is None:  # others keep it still
+            self.let_go(shared=True)
 
-    def view(self, memory: torch.Tensor, start: int) -> torch.Tensor:
+    def view(self, memory: torch.UntypedStorage, start: int) -> torch.Tensor:
         """Return the tensor, its piece's bytes being at `start` of some memory."""
-        dtype, shape, stride, offset = self.form
-        offset += start // dtype.itemsize
-        return placed(memory.untyped_storage(), dtype, offset, shape, stride)
+        dtype, shape, stride, offset, _ = self.form
+        return placed(memory, dtype, offset + start // dtype.itemsize, shape, stride)
 
 
 class Piece(Handle):
@@ -124,15 +138,18 @@ class Piece(Handle):
     Attributes:
         cdata: The storage's identity; zero as long as nobody has looked at the piece.
         nbytes: Its size when it was saved.
-        sequence: Of the last operator that saved a tensor in it: backward goes down.
         bundle: With which it leaves; None as long as it has not to.
         start: Where it lies in the bundle.
         extras: Handles of further tensors in the storage.
+        elsewhere: The storage, weakly, if others kept it when it was let go.
     """
 
-    __slots__ = ("bundle", "cdata", "extras", "nbytes", "scope", "sequence", "start")
+    __slots__ = (
+        *("bundle", "cdata", "elsewhere", "extras", "nbytes", "scope", "start"),
+    )
 
     start: int
+    elsewhere: WeakStorage | None
 
     def __init__(
         self, alias: torch.Tensor, nbytes: int, scope: Scope, sequence: int
@@ -194,10 +211,34 @@ class Piece(Handle):
             count += 1
         return use_count_of(self.cdata) == count + WRAPPERS
 
-    def free(self) -> None:
-        """Let the storage go."""
+    def is_changed(self) -> bool:
+        """Whether the storage was changed since its tensors were saved."""
         for handle in self.handles():
-            handle.let_go()
+            alias = handle.form.ghost if handle.alias is None else handle.alias
+            if alias is not None and alias._version != handle.version:
+                return True
+        return False
+
+    def free(self, *, shared: bool) -> None:
+        """Let the storage go; if others keep it, look at what they do with it."""
+        alias = self.alias
+        self.elsewhere = None
+        if shared and alias is not None:
+            self.elsewhere = WeakStorage(alias.untyped_storage())
+        for handle in self.handles():
+            handle.let_go(shared=shared)
+
+    def kept_elsewhere(self) -> torch.UntypedStorage | None:
+        """Return the storage that was let go, as long as others keep it as it was."""
+        storage = None if self.elsewhere is None else self.elsewhere.get()
+        if storage is None or storage.nbytes() != self.nbytes:
+            return None
+        return storage
+
+    @property
+    def is_away(self) -> bool:
+        """Whether its bytes are on the host only."""
+        return self.alias is None and self.kept_elsewhere() is None
 
 
 class Extra(Handle):
@@ -205,9 +246,10 @@ class Extra(Handle):
 
     __slots__ = ()
 
-    def __init__(self, alias: torch.Tensor, piece: Piece) -> None:
+    def __init__(self, alias: torch.Tensor, piece: Piece, sequence: int) -> None:
         self.alias = alias
         self.version = alias._version
+        self.sequence = sequence
         self.join(piece)
 
 
@@ -304,14 +346,15 @@ class Bundle:
         """Whether some of its pieces are on the host only."""
         for ref in self.members:  # asked at each unpack: mostly, the first one tells
             piece = ref()
-            if piece is not None and piece.alias is None:
+            if piece is not None and piece.is_away:
                 return True
         return False
 
     @property
-    def sequence(self) -> int:
-        """Of the operator whose backward needs one of its pieces first."""
-        return max((piece.sequence for piece in self.living()), default=-1)
+    def need(self) -> tuple[int, int]:
+        """Which of two is needed first: the larger."""
+        handles = [h for piece in self.living() for h in piece.handles()]
+        return max(((h.sequence, -h.number) for h in handles), default=(-1, 0))
 
 
 class Scope:
@@ -331,14 +374,16 @@ class Scope:
         noted: While it is observed, all pieces.
         open: The bundle that is being gathered.
         bundles: Those that were sent, oldest first.
+        shared: What has left, and was kept by others then.
+        is_stirred: Whether not all is where autograd has saved it, and counted.
         task: The backward pass that unpacked last.
         coming: In that pass, bundles that are still to be brought, the last first.
     """
 
     __slots__ = (
         *("__weakref__", "allowance", "bundles", "coming", "count", "ended", "form"),
-        *("leads", "noted", "off", "open", "prefix", "streams", "task", "tensors"),
-        "twins",
+        *("is_stirred", "leads", "noted", "off", "open", "prefix", "shared"),
+        *("streams", "task", "tensors", "twins"),
     )
 
     def __init__(self, stream: Stream) -> None:
@@ -355,6 +400,8 @@ class Scope:
         self.noted: list[tuple[weakref.ref[Piece], int, int]] | None = None
         self.open: Bundle | None = None
         self.bundles: list[weakref.ref[Bundle]] = []
+        self.shared: list[tuple[weakref.ref[Piece], int]] = []
+        self.is_stirred = False
         self.task = -1
         self.coming: list[weakref.ref[Bundle]] = []
 
@@ -366,5 +413,5 @@ class Scope:
         """
         self.task = task
         away = [b for ref in self.bundles if (b := ref()) is not None and b.is_away]
-        away.sort(key=lambda bundle: bundle.sequence)
+        away.sort(key=lambda bundle: bundle.need)
         self.coming = [weakref.ref(bundle) for bundle in away]

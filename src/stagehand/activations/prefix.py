@@ -12,7 +12,7 @@ order, each as soon as there is room; who needs one waits for it.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -22,6 +22,8 @@ __all__ = ["Forecast", "Prefix", "Rates", "Save", "best_prefix", "foresee"]
 __all__ += ["plan_prefix"]
 
 _LONGER = 8  # prefixes that are tried
+_VAIN = 0.05  # of what leaves
+_ROUNDING = 1e-6  # an overhead of less is none
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +47,7 @@ class Prefix:
     nbytes: int
     """Of what leaves."""
     kept_bytes: int
-    """Of what stays, without what others keep anyway."""
+    """Of all that comes after it."""
     skipped: frozenset[int]
     """Positions before `count` that leaving would not free."""
 
@@ -70,6 +72,8 @@ class Forecast:
     """How long backward waits for what comes back."""
     peak_bytes: int
     """Of saved storages on the device."""
+    vain_bytes: int
+    """Copied to the host, and still on the device when backward begins."""
 
     @property
     def stall(self) -> float:
@@ -93,12 +97,14 @@ def best_prefix(
     smallest = plan_prefix(saves, budget_bytes)
     best = smallest, foresee(saves, smallest, budget_bytes, rates)
     for longer in range(1, _LONGER):
-        if not smallest.count or not best[1].stall:
+        if not smallest.count or best[1].overhead < _ROUNDING:
             break
         if smallest.count + longer >= len(saves):
             break
         prefix = plan_prefix(saves, budget_bytes, at_least=smallest.count + longer)
         forecast = foresee(saves, prefix, budget_bytes, rates)
+        if forecast.vain_bytes > max(best[1].vain_bytes, _VAIN * prefix.nbytes):
+            break  # it would not leave in time
         if forecast.stall < 0.99 * best[1].stall:
             best = prefix, forecast
     return best
@@ -114,13 +120,13 @@ def plan_prefix(
         budget_bytes: Of saved storages on the device.
         at_least: Its smallest length.
     """
-    kept = sum(save.nbytes for save in saves if save.free)
+    kept = sum(save.nbytes for save in saves)
     count = left = 0
     skipped = []
     while count < len(saves) and (kept > budget_bytes or count < at_least):
         save = saves[count]
+        kept -= save.nbytes
         if save.free:
-            kept -= save.nbytes
             left += save.nbytes
         else:
             skipped.append(count)
@@ -148,15 +154,18 @@ def foresee(
         if saves[number].free and number not in prefix.skipped
     ]
     leaves = set(away)
+    saves = [
+        save if save.free or number >= prefix.count else replace(save, nbytes=0)
+        for number, save in enumerate(saves)
+    ]
     forward = _Forward(budget_bytes, rates.d2h)
     for number, save in enumerate(saves):
-        if save.free:
-            forward.save(save.nbytes, leaves=number in leaves)
+        forward.save(save.nbytes, leaves=number in leaves)
         forward.now += save.forward
     computed = sum(save.forward for save in saves)
     # What has not left when backward begins is there: the newest of the prefix.
-    here = forward.undone()
-    gone = away[: len(away) - here]
+    turn = len(away) - forward.undone()
+    gone = away[:turn]
     backward = _Backward(saves, gone, budget_bytes, rates.h2d, forward.held)
     backward.run()
     compute = computed + sum(save.backward for save in saves)
@@ -165,6 +174,7 @@ def foresee(
         forward.now - computed,
         backward.now - (compute - computed),
         max(forward.peak, backward.peak),
+        sum(saves[number].nbytes for number in away[turn:]),
     )
 
 
@@ -229,8 +239,7 @@ class _Backward:
                     self._fetch()
                 self.now = max(self.now, self._back[number])
             self.now += save.backward
-            if save.free:
-                self.held -= save.nbytes
+            self.held -= save.nbytes
 
     def _fits(self, number: int) -> bool:
         return self.held + self._saves[number].nbytes <= self._budget

@@ -25,9 +25,12 @@ class Room(Returning):
     # What was kept without asking
 
     def _known(self, cdata: int) -> Piece | None:
-        """Return the piece of a storage."""
+        """Return the piece that has the bytes of a storage, here or on the host."""
         ref = self._live.get(cdata)
-        return None if ref is None else ref()
+        piece = None if ref is None else ref()
+        if piece is None or piece.alias is not None:
+            return piece
+        return None if piece.is_away or piece.is_changed() else piece
 
     def _book(self, piece: Piece, ref: weakref.ref[Piece], cdata: int) -> None:
         """Count a piece as the newest that is kept."""
@@ -62,13 +65,13 @@ class Room(Returning):
             scope.count += 1
             if piece is None or piece.alias is None:
                 continue
+            piece.number = next(self._numbers)
             cdata = piece.alias.untyped_storage()._cdata
             known = self._known(cdata)
             if known is None:
                 self._book(piece, ref, cdata)
             else:
                 scope.count -= 1
-                known.sequence = max(known.sequence, piece.sequence)
                 piece.join(known)
         del refs[:count]
 
@@ -121,6 +124,7 @@ class Room(Returning):
         self.tally.spilled_bytes += nbytes
         ref = weakref.ref(bundle)
         scope.bundles.append(ref)
+        scope.is_stirred = True
         refs = [weakref.ref(piece) for piece in pieces]
         self._leaving.append(Leaving(ref, refs, sources, scope.streams, nbytes, done))
         self._leaving_bytes += nbytes
@@ -199,37 +203,44 @@ class Room(Returning):
             piece = ref()
             if piece is None:
                 continue
-            if piece.can_go(others=1):
-                self._free(piece)
-            else:
+            if piece.is_changed():
                 self._set_aside(piece)
+            else:
+                self._free(piece)
         sources.clear()
 
     def _free(self, piece: Piece) -> None:
-        piece.free()
-        self._live.pop(piece.cdata, None)
+        """Let a piece go. If others keep it, it is free when they let it go, too."""
         self.tally.spilled_count += 1
-        self.tally.freed_bytes += piece.nbytes
+        if piece.can_go(others=1):
+            piece.free(shared=False)
+            self._live.pop(piece.cdata, None)
+            self.tally.freed_bytes += piece.nbytes
+        else:
+            piece.free(shared=True)
+            piece.scope.shared.append((weakref.ref(piece), piece.nbytes))
 
     def _set_aside(self, piece: Piece) -> None:
         """Do not count a piece: somebody else keeps its memory, or has changed it."""
         self.tally.stuck_count += 1
         self._stuck.append(weakref.ref(piece))
+        piece.scope.is_stirred = True
 
-    def _look_at_stuck(self) -> None:
+    def _look_at_stuck(self, most: int = _STUCK_LOOKS) -> bool:
         """Look whether others have let go of some of what they kept."""
-        for _ in range(min(len(self._stuck), _STUCK_LOOKS)):
+        found = []
+        for _ in range(min(len(self._stuck), most)):
             ref = self._stuck.popleft()
             piece = ref()
             if piece is None:
                 continue
             if not piece.is_plain() or not piece.can_go():
                 self._stuck.append(ref)
-            elif piece.bundle is not None:
-                self._free(piece)
             else:
                 self._held += piece.nbytes
-                self._kept.appendleft((ref, piece.nbytes))
+                found.append((ref, piece.nbytes))
+        self._kept.extendleft(reversed(found))
+        return bool(found)
 
     def _tidy(self) -> None:
         """Let go of what nobody needs any more, and of what has left."""

@@ -41,7 +41,7 @@ def _unpacker(spill: Spill) -> Callable[[Any], torch.Tensor]:
         if type(packed) is Piece:
             alias: torch.Tensor | None = packed.alias
             # Most are there, in forwards of which nothing is away.
-            if alias is not None and not packed.scope.bundles:
+            if alias is not None and not packed.scope.is_stirred:
                 if alias._version != packed.version:
                     packed.check()
                 return alias

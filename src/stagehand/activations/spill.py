@@ -128,12 +128,14 @@ class Spill(Room):
         cdata, nbytes, sequence = storage._cdata, storage.nbytes(), sequence_number()
         known = self._known(cdata)
         if known is not None:
-            known.sequence = sequence
-            return Extra(saved.detach(), known)
+            extra = Extra(saved.detach(), known, sequence)
+            extra.number = next(self._numbers)
+            return extra
         self._read(nbytes)
         if self._held + nbytes > self.budget_bytes:
             self._make_room(nbytes)
         piece = Piece(saved.detach(), nbytes, scope, sequence)
+        piece.number = next(self._numbers)
         self._book(piece, _ref(piece), cdata)
         self._note(piece, saved)
         return piece
@@ -206,44 +208,50 @@ class Spill(Room):
         piece = handle.piece or cast("Piece", handle)
         if alias is not None and alias._version != handle.version:
             handle.check()
-        if alias is not None and not piece.scope.bundles:
+        if alias is not None and not piece.scope.is_stirred:
             return alias
         with self._lock:
             found = handle.alias
             if found is None:
                 found = self._bring(handle, piece)
-            self._look_ahead(piece.scope, piece.sequence)
+            self._look_ahead(handle, piece)
             return found
 
     def _bring(self, handle: Handle, piece: Piece) -> torch.Tensor:
         bundle = piece.bundle
         if bundle is None:
             raise StagehandInternalError(f"{handle} is nowhere")
+        handle.check()
         self._drop_used(wanted=False)
         if bundle.back is None:
+            storage = piece.kept_elsewhere()
+            if storage is not None:
+                self.lessons.doubt(piece.scope)
+                return handle.view(storage, 0)
             self.tally.demanded_count += 1
             if self._held + bundle.nbytes > self.budget_bytes:
                 self._make_room(bundle.nbytes)
             self._fetch(bundle)
         if bundle.seen is None:
             self._used.append(weakref.ref(bundle))
-        found = handle.view(self._carrier.receive(bundle), piece.start)
+        back = self._carrier.receive(bundle).untyped_storage()
+        found = handle.view(back, piece.start)
         bundle.due -= 1
         return found
 
-    def _look_ahead(self, scope: Scope, sequence: int) -> None:
-        """Bring what is needed next, as far as there is room."""
-        task = graph_task()
+    def _look_ahead(self, handle: Handle, piece: Piece) -> None:
+        """Bring what is needed after a tensor, as far as there is room."""
+        scope, task = piece.scope, graph_task()
         if task == -1:  # somebody looks at the graph
             return
         if task != scope.task:
-            self._look()
+            self._turn(piece)
             scope.turn(task)
         if self._carrier.gone:
             self._held -= self._carrier.reap()
         self._prune_newest()
         if scope.noted is not None:
-            self.lessons.needed(scope, sequence)
+            self.lessons.needed(scope, handle.sequence)
         coming = scope.coming
         while coming:
             bundle = coming[-1]()
@@ -257,6 +265,34 @@ class Spill(Room):
                 except torch.OutOfMemoryError:  # others need the device's memory
                     return
                 self._ahead.append(coming.pop())
+
+    def _turn(self, first: Piece) -> None:
+        """A backward pass comes to a forward: see what others have let go of by now.
+
+        What they kept was not counted, nor could it leave. It may have to now, and does
+        in time when a forward like this one comes again.
+
+        Args:
+            first: It needs this one now.
+        """
+        scope = first.scope
+        self._look()
+        for ref, nbytes in scope.shared:
+            piece = ref()
+            if piece is None or piece.is_away:
+                self.tally.freed_bytes += nbytes
+            else:
+                self.tally.stuck_count += 1
+        scope.shared.clear()
+        if self._look_at_stuck(len(self._stuck)):
+            self.lessons.doubt(scope)
+        self.lessons.turn(scope, self.budget_bytes)
+        if self._held > self.budget_bytes:
+            item = weakref.ref(first), first.nbytes
+            if item in self._kept:  # it leaves last
+                self._kept.remove(item)
+                self._kept.append(item)
+            self._make_room(0)
 
     def _has_room(self, nbytes: int) -> bool:
         """Whether so many bytes fit, looking for dead pieces now and then."""

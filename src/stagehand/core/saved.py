@@ -6,7 +6,9 @@ them has to make it, with the same error.
 
 import torch
 
-__all__ = ["Kept", "modified"]
+from stagehand.torch_private import without_modes
+
+__all__ = ["Kept", "ghost_of", "modified"]
 
 
 def modified(what: str, found: int, expected: int) -> RuntimeError:
@@ -22,6 +24,14 @@ def modified(what: str, found: int, expected: int) -> RuntimeError:
         f" inplace operation: {what} is at version {found}; expected version"
         f" {expected} instead"
     )
+
+
+def ghost_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor that has the version of another, always, and no memory."""
+    with without_modes():
+        ghost = tensor.detach()
+        ghost.data = tensor.new_empty(0)
+    return ghost
 
 
 class Kept:
