@@ -78,11 +78,10 @@ class Tenancy:
         """
         self._begins = True
         try:
-            turn = self.shared.begin(self.number)
+            self.limit_bytes, hands_over = self.shared.begin(self.number)
         finally:
             self._begins = False
-        self.limit_bytes = turn.limit
-        return turn.hands_over
+        return hands_over
 
     def end(self, *, failed: bool = False) -> None:
         """It is over. Idempotent."""

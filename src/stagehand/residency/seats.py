@@ -5,10 +5,10 @@ Nothing here waits or moves a byte. Callers hold the device's lock; see `shared.
 
 from __future__ import annotations
 
-import threading
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
+from stagehand.core.turn import HERE
 from stagehand.errors import StagehandOOMError
 from stagehand.residency.holds import Holds, Reservation, ResidentPriority
 from stagehand.residency.shares import Claim, Share, divide
@@ -104,7 +104,7 @@ class Seat:
 
     def runs_elsewhere(self) -> bool:
         """Whether another thread is in a pass of it, or waits to begin one."""
-        return self.thread is not None and self.thread is not threading.current_thread()
+        return self.thread not in (None, HERE.thread)
 
     def taken_by(self) -> AnyThread | None:
         """Return whose pass it is in, or who has its lock for anything else."""
@@ -294,7 +294,7 @@ class Seats:
             ),
         )
 
-    def missing(self, seat: Seat, nbytes: int) -> int:
+    def missing(self, nbytes: int) -> int:
         """Return how much others must give up before a tenant can have more bytes."""
         return self.account.held_bytes + nbytes - self.account.limit_bytes
 

@@ -18,11 +18,10 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from stagehand.core.ledger import Ledger
-from stagehand.core.turn import awaited_by
+from stagehand.core.turn import HERE, awaited_by
 from stagehand.residency.seats import Seats
 from stagehand.torch_private import is_autograds, waits_for_backward
 
@@ -35,24 +34,10 @@ if TYPE_CHECKING:
     from stagehand.residency.holds import ResidentPriority
     from stagehand.residency.seats import AnyThread, Holding, Seat, Tenant
 
-__all__ = ["SharedDevice", "Turn", "shared_bytes", "shared_device"]
+__all__ = ["SharedDevice", "shared_bytes", "shared_device"]
 
 _NO_CAP = 1 << 62
 _LOOK_SECONDS = 0.05
-
-
-@dataclass(frozen=True, slots=True)
-class Turn:
-    """What a tenant gets for a pass."""
-
-    limit: int
-    """Bytes that it may hold."""
-    hands_over: bool
-    """Whether another one is expected next: loading ahead for itself is in vain."""
-
-
-def _me() -> AnyThread:
-    return threading.current_thread()
 
 
 class SharedDevice:
@@ -154,11 +139,15 @@ class SharedDevice:
 
     # Passes
 
-    def begin(self, number: int) -> Turn:
+    def begin(self, number: int) -> tuple[int, bool]:
         """A tenant's pass begins: make room for it.
 
         The caller holds the tenant's lock. Until `end`, what the tenant may hold by the
         answer is not taken from it. May wait for other threads' passes.
+
+        Returns:
+            How many bytes it may hold, and whether another one is expected next: to
+            load ahead for itself is in vain then.
 
         Raises:
             StagehandOOMError: If what others hold, and need not give up, leaves less
@@ -174,8 +163,8 @@ class SharedDevice:
             else:
                 seats.note_turn(seat)
                 limit = self._find_room(seat)
-            seat.limit, seat.running, seat.thread = limit, True, _me()
-            return Turn(limit, seats.coming(seat) is not None)
+            seat.limit, seat.running, seat.thread = limit, True, HERE.thread
+            return limit, seats.coming(seat) is not None
 
     def end(self, number: int, *, failed: bool) -> None:
         """A tenant's pass is over; idempotent."""
@@ -248,7 +237,7 @@ class SharedDevice:
                 return False
             self._refusing.clear()
             while not self._free(seat, nbytes):
-                threads = self._threads_in(self._refusing, but=_me())
+                threads = self._threads_in(self._refusing, but=HERE.thread)
                 if not (may_wait and self._refusing) or self._are_stuck(threads):
                     return False
                 self._refusing.clear()
@@ -260,15 +249,15 @@ class SharedDevice:
         """Whether another thread is in any other tenant than this one."""
         with self._changed:
             seats = [seat for seat in self._seats.all() if seat.number != number]
-            return bool(self._threads_in(seats, but=_me()))
+            return bool(self._threads_in(seats, but=HERE.thread))
 
     def _free(self, seat: Seat, nbytes: int) -> bool:
         for other in self._seats.givers(seat):
-            missing = self._seats.missing(seat, nbytes)
+            missing = self._seats.missing(nbytes)
             if missing <= 0:
                 return True
             self._ask(other, max(0, other.held - missing))
-        return self._seats.missing(seat, nbytes) <= 0
+        return self._seats.missing(nbytes) <= 0
 
     def _ask(self, seat: Seat, keep_bytes: int) -> None:
         if not seat.tenant.give_up(keep_bytes):
@@ -286,7 +275,7 @@ class SharedDevice:
             other.tenant.give_up(other.held)  # ends a pass that an interrupt has left
         if not all(other.runs_elsewhere() for other in busy):
             return
-        threads = self._threads_in(others, but=_me())
+        threads = self._threads_in(others, but=HERE.thread)
         if not threads:
             if self._refusing:
                 return  # who refused is done with it
@@ -298,7 +287,7 @@ class SharedDevice:
                 raise self._seats.no_room(seat)
             for one in waiting:
                 one.asked = True
-        seat.thread, seat.waits = _me(), True
+        seat.thread, seat.waits = HERE.thread, True
         self._give_while_waiting(seat)
         self._changed.wait(_LOOK_SECONDS)
 
@@ -312,14 +301,14 @@ class SharedDevice:
 
     def _are_stuck(self, threads: list[AnyThread]) -> bool:
         """Whether there are some threads, and all wait for this one."""
-        stuck = all(self._is_stuck(thread, {_me()}) for thread in threads)
+        stuck = all(self._is_stuck(thread, {HERE.thread}) for thread in threads)
         return bool(threads) and stuck
 
     def _is_stuck(self, thread: AnyThread, stuck: set[AnyThread]) -> bool:
         """Whether a thread waits for one of those that are stuck, if they are."""
         if thread in stuck:
             return True
-        if is_autograds(_me()) and waits_for_backward(thread.ident or 0):
+        if is_autograds(HERE.thread) and waits_for_backward(thread.ident or 0):
             return True  # for this one
         turn = awaited_by(thread)
         if turn is not None:
@@ -405,7 +394,7 @@ class SharedDevice:
             if not over or seat is None:
                 return
             while self._send_off(seat) and not seat.runs_elsewhere():
-                threads = self._threads_in([seat], but=_me())
+                threads = self._threads_in([seat], but=HERE.thread)
                 if self._are_stuck(threads):
                     return  # it leaves after its next pass
                 if threads:
