@@ -10,6 +10,7 @@ from torch import nn
 
 import stagehand
 from stagehand.core.arena import live_leases
+from stagehand.core.turn import Turn
 from stagehand.errors import ConfigError
 from training import (
     FEW,
@@ -420,8 +421,19 @@ def test_a_graph_that_is_dropped_leaves_nothing(sim, setting, when):
 
 
 @over(FEW)
-def test_an_inner_differentiation_in_a_forward_is_exact(sim, setting):
-    """A module's forward differentiates a part of the model, or of itself."""
+@pytest.mark.parametrize("late", [False, True])
+def test_an_inner_differentiation_in_a_forward_is_exact(
+    sim, setting, monkeypatch, late
+):
+    """A module's forward differentiates a part of the model, or of itself. It may begin
+    to wait for autograd just after autograd's thread has looked whether it does.
+    """
+    looks, is_waited_for = itertools.count(0 if late else 1), Turn._is_waited_for
+    monkeypatch.setattr(
+        Turn,
+        "_is_waited_for",
+        lambda turn, me: next(looks) > 0 and is_waited_for(turn, me),
+    )
 
     class Forces(Net):
         def forward(self, x):

@@ -87,7 +87,7 @@ class Turn:
         while not self._lock.acquire(blocking=False):
             if in_backward and self._is_waited_for(me):
                 return False
-            self._note_wait(me)
+            self._note_wait(me, in_backward=in_backward)
             if self._lock.acquire(timeout=_LOOK_SECONDS):
                 break
             with self._ownership:
@@ -99,12 +99,14 @@ class Turn:
         self._owner, self._count = me, 1
         return True
 
-    def _note_wait(self, me: Any) -> None:
+    def _note_wait(self, me: Any, *, in_backward: bool) -> None:
         with _waits_lock:
             _waits[me] = self
             stuck, thread = _stuck_behind(me), self._holder()
             if thread not in stuck:
                 return
+            if in_backward and thread not in _waits:
+                return  # it has begun to wait for autograd, and so not for this turn
             del _waits[me]  # so that of all in the circle only this one fails
         steps = [f"which thread {thread.name!r} runs"]
         while thread is not me:
