@@ -57,6 +57,25 @@ def test_weight_changed_between_forward_and_backward_raises_as_autograd_does(sim
     runtime_of(model).shutdown()
 
 
+def test_change_of_a_weight_is_not_taken_for_its_neighbours(sim):
+    """In the block's image it begins where another one ends."""
+    pair = [torch.nn.Linear(32, 32, bias=False) for _ in range(2)]
+    model = torch.nn.Sequential(*(torch.nn.Sequential(*deepcopy(pair)) for _ in "1234"))
+    config = stagehand.StagehandConfig(
+        vram_high_watermark_mb=0.03, vram_low_watermark_mb=0.02
+    )
+    runtime = stagehand.StagehandRuntime(
+        model.requires_grad_(False), config, r"^\d$", device="hpu"
+    )
+    output = model(batch().to("hpu").requires_grad_())
+    with torch.no_grad():
+        model[2][1].weight.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        output.sum().backward()
+    del output
+    runtime.shutdown()
+
+
 class Pieces(torch.nn.Module):
     """A block that reads another piece of its weight in each pass."""
 
