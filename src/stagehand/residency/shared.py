@@ -154,8 +154,6 @@ class SharedDevice:
                 than the tenant needs to run; it names them.
         """
         with self._changed:
-            if self._gone:
-                self._let_go()
             seats = self._seats
             seat = seats[number]
             if len(seats) == 1:
