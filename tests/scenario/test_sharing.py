@@ -515,6 +515,10 @@ def test_what_joined_a_guest_is_gone_on_exit_too(sim, place):
             host(batch())
     shared = runtime_of(host)._tenancy.shared.ledger.device
     assert shared.peak_bytes <= 4 * LAYER_BYTES
+    with torch.no_grad():
+        guest(batch())
+        host(batch())
+    assert guest[4].weight.device.type == place  # it was no guest: it stays
     runtime_of(guest).shutdown()
     runtime_of(host).shutdown()
 
