@@ -63,11 +63,16 @@ class _Execution:
                 clock = max(clock, self.filled[block])
             self.run_ahead(use)
             clock += seconds[use % self.period]
-            self.occupant_done[self.plan.home[block]] = clock
+            self.occupant_done[self.plan.home[block]] = clock + self.homeward(block)
             if (use + 1) % self.period == 0:
                 ends.append(clock)
         first = steps // 2
         return (ends[-1] - ends[first]) / (steps - 1 - first)
+
+    def homeward(self, block: int) -> float:
+        """Seconds until what the block's use has changed is home."""
+        changed = self.work.nbytes[block] if block in self.work.changing else 0
+        return changed / self.work.link_bytes_per_second
 
     def load(self, block: int, use: int) -> None:
         slot = self.plan.home[block]

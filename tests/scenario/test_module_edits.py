@@ -330,6 +330,22 @@ def test_a_change_from_elsewhere_while_the_bytes_come_home_is_not_lost(sim, edit
     runtime_of(model).shutdown()
 
 
+def test_two_models_that_change_and_make_room_for_each_other_lose_nothing(place):
+    pairs = [changing() for _ in range(2)]
+    for model, plain in pairs:
+        plain.to(place)
+        stagehand.layer(model, vram_budget=4 * LAYER_BYTES, device=place)
+    for number in range(4):
+        for model, plain in pairs:
+            with torch.no_grad():
+                assert_bitwise_equal(
+                    model(batch()), plain(batch().to(place)), f"pass {number}"
+                )
+    for model, plain in pairs:
+        runtime_of(model).shutdown()
+        assert_bitwise_equal(values(model), values(plain), "after shutdown")
+
+
 class Failing(nn.Module):
     fails = False
 

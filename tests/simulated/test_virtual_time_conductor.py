@@ -76,9 +76,6 @@ class Saver(nn.Module):
 class Changing(Unit):
     """A frozen block that changes its other bytes whenever it computes."""
 
-    def __init__(self):
-        super().__init__(LARGE, trains=False)
-
     def forward(self, x):
         x = super().forward(x)
         with torch.no_grad():
@@ -89,14 +86,22 @@ class Changing(Unit):
 def every_fourth_changes():
     return nn.Sequential(
         *(
-            Changing() if number % 4 == 1 else Unit(LARGE, trains=False)
+            (Changing if number % 4 == 1 else Unit)(LARGE, trains=False)
             for number in range(DEPTH)
         ),
     )
 
 
 def all_change():
-    return nn.Sequential(*(Changing() for _ in range(DEPTH)))
+    return nn.Sequential(*(Changing(LARGE, trains=False) for _ in range(DEPTH)))
+
+
+def large_ones_change():
+    """Eight large blocks in a row; the others are small."""
+    large = [Changing(LARGE, trains=False) for _ in range(DEPTH // 4)]
+    return nn.Sequential(
+        *large, *(Unit(SMALL, trains=False) for _ in range(DEPTH - len(large)))
+    )
 
 
 def savers():
@@ -178,12 +183,20 @@ def start(sim, monkeypatch):
     loops = []
 
     def start(
-        make, *, half_duplex, conducted, slots=4, telemetry=False, ram=None, **options
+        make,
+        *,
+        half_duplex,
+        conducted,
+        slots=4,
+        telemetry=False,
+        ram=None,
+        rate=RATE,
+        **options,
     ):
         flop = 2 * ROWS * WIDTH * WIDTH if make is savers else PRODUCTS * FLOP
         sim.configure(
-            h2d_gbps=RATE / 1e9,
-            d2h_gbps=RATE / 1e9,
+            h2d_gbps=rate / 1e9,
+            d2h_gbps=rate / 1e9,
             tflops=flop / COMPUTE / 1e12,
             hbm_gbps=1e12,
             launch_us=0,
@@ -275,18 +288,36 @@ def test_spills_beside_weights_take_no_longer_than_the_busier_lane(start):
 @pytest.mark.parametrize("waits", [False, True], ids=["ahead", "waiting"])
 @pytest.mark.parametrize(
     ("make", "slots"),
-    [(every_fourth_changes, 3), (every_fourth_changes, 4), (all_change, 4)],
+    [
+        *((every_fourth_changes, slots) for slots in (3, 4)),
+        *((large_ones_change, slots) for slots in (3, 4)),
+        (all_change, 4),
+    ],
 )
 def test_blocks_that_change_take_no_longer_than_the_busier_lane(
     start, make, slots, waits
 ):
     """On a duplex link: within 5 % of the larger of compute and the lanes' bounds.
 
-    While a block comes home, compute has the others that are here.
+    While a block comes home, compute has the others that are here: the plan sees to it
+    that there are some.
     """
     loop = start(make, half_duplex=False, conducted=False, slots=slots)
     seconds, _ = loop.passes(waits=waits)
-    assert seconds <= 1.05 * max(DEPTH * COMPUTE, DEPTH * LARGE / RATE)
+    assert DEPTH * COMPUTE > DEPTH * LARGE / RATE
+    assert seconds <= 1.05 * DEPTH * COMPUTE
+
+
+@pytest.mark.parametrize(
+    ("make", "slots"),
+    [*((every_fourth_changes, slots) for slots in (3, 4, 8)), (all_change, 8)],
+)
+def test_blocks_that_change_leave_a_busy_link_its_loads(start, make, slots):
+    """On a duplex link that is slower than compute; three slots are shared."""
+    loop = start(make, half_duplex=False, conducted=False, slots=slots, rate=RATE / 2)
+    seconds, _ = loop.passes(waits=False)
+    loads = (DEPTH - (slots - 3)) * LARGE / (RATE / 2)
+    assert seconds <= 1.05 * loads
 
 
 @pytest.mark.parametrize("conducted", [False, True])

@@ -461,6 +461,7 @@ def workloads(draw):
         seconds=tuple(draw(st.lists(SECONDS, min_size=uses, max_size=uses))),
         link_bytes_per_second=draw(RATES),
         must_stay=draw(st.frozensets(block, max_size=2)),
+        changing=draw(st.frozensets(block)),
     )
 
 

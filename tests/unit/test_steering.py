@@ -20,6 +20,7 @@ class Piece:
     slot_nbytes: int
     hosted: bool = False
     link_nbytes: int = 10
+    changes: bool = False
 
 
 class Follower:

@@ -227,6 +227,21 @@ def free_by_a_holder_on_the_stream_that_read(rig):
     del kept
 
 
+def free_by_a_holder_on_the_stream_that_read_before_it_came_home(rig):
+    rig.load(1)
+    rig.read(rig.side)
+    kept = rig.buffer[:100]
+    rig.engine.release(rig.slot, rig.main)
+    rig.engine.save(rig.slot, rig.buffer, rig.host(9)).wait_host()
+    rig.engine.release(rig.slot, rig.main)
+    rig.engine.disown(rig.buffer, rig.slot)
+    rig.engine.retire(rig.slot)
+    rig.buffer = None
+    with rig.side:
+        kept.sum()
+    del kept
+
+
 def carry_home_what_a_stream_makes(rig):
     """The copy waits for the maker, and the memory for the copy."""
     home = rig.host(9)
@@ -286,6 +301,7 @@ HAZARDS = (
     *(read_after_load, load_after_read, load_after_two_readers, save_after_load),
     *(load_after_interleaved_readers, save_after_write, load_after_save),
     write_while_a_copy_home_is_under_way,
+    free_by_a_holder_on_the_stream_that_read_before_it_came_home,
     *(read_after_reload_by_the_same_stream, read_by_a_second_stream, free_after_read),
     *(reuse_by_another_slot_after_read, free_by_a_holder_after_it_read),
     *(load_after_a_pass_on_another_stream, load_after_passes_on_two_streams),
@@ -353,7 +369,10 @@ GUARDS = {
     ("release", "slot._drained.record(stream)"): (load_after_read,),
     ("save", "slot._drained.record(stream)"): (load_after_save,),
     ("save", "slot._filled.record(stream)"): (write_while_a_copy_home_is_under_way,),
-    ("save", "slot._seen_by, "): (write_while_a_copy_home_is_under_way,),
+    ("save", "slot._seen_by = "): (write_while_a_copy_home_is_under_way,),
+    ("save", "slot._seen_before = "): (
+        free_by_a_holder_on_the_stream_that_read_before_it_came_home,
+    ),
 }
 REMOVALS = [
     pytest.param(method, line, hazard, id=f"{method}: {line} {hazard.__name__}")

@@ -41,6 +41,7 @@ class Block(Residency):
         "addresses",
         "bound",
         "brought_in",
+        "changes",
         "clean_versions",
         "filled_in",
         "form",
@@ -105,6 +106,8 @@ class Block(Residency):
         """Whether autograd may read its tensors where no handle tells of it."""
         self.stepping = False
         """Whether a thread may be changing its host tensors: nobody may read them."""
+        self.changes = False
+        """Whether a use has changed it on the device."""
         self.repeats = False
         """Whether a backward pass may bring its tensors' gradients in parts."""
         self.brought_in = -1

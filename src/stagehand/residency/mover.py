@@ -202,6 +202,7 @@ class Mover:
             block.sent = None
             is_home = then == versions and not verify
         self._engine.release(block.slot, stream)  # type: ignore[arg-type]
+        block.changes = block.changes or not waits
         if not (is_home or waits or block.stays):
             sent = self._loader.send_home(block)
             if sent is not None:

@@ -112,6 +112,7 @@ class Steering:
             link_bytes_per_second=self._link,
             must_stay=self._must_stay,
             link_nbytes=None if crossing == slots else crossing,
+            changing=frozenset(b.index for b in self._blocks if b.changes),
         )
 
     def smallest_budget(self) -> int:

@@ -3,9 +3,10 @@
 Note "Loads are static". Every block has one home slot and loads are queued in the
 order of their uses, so which uses load does not depend on time: a use loads if and
 only if the use before it in its slot was another block's. Its load starts when the
-link is free and that other block's compute is over. The host is taken to run ahead
-of the device, so how far ahead a load is queued changes no time. What is left is a
-recurrence over the loads of a period, a few additions each.
+link is free and that other block's compute is over, and its bytes are home if they
+were changed: that way the link is taken to be as fast, and free. The host is taken to
+run ahead of the device, so how far ahead a load is queued changes no time. What is left
+is a recurrence over the loads of a period, a few additions each.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ class Workload:
         must_stay: The blocks that have to be on the device all the time.
         link_nbytes: The bytes of every block that cross the link, where they are not
             `nbytes`; None if they are everywhere.
+        changing: The blocks that are changed where they are used.
     """
 
     order: tuple[int, ...]
@@ -46,6 +48,7 @@ class Workload:
     link_bytes_per_second: float
     must_stay: frozenset[int] = frozenset()
     link_nbytes: tuple[int, ...] | None = None
+    changing: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
         """Refuse what cannot describe a model."""
@@ -133,6 +136,7 @@ class Timeline:
         self._nbytes = workload.nbytes
         self._crossing = workload.crossing
         self._rate = workload.link_bytes_per_second
+        self._homeward = {b: self._nbytes[b] / self._rate for b in workload.changing}
         # When each use starts in a period without stall, and when the last one ends.
         self.starts = list(accumulate(seconds, initial=0.0))
         # The loads of one period when every use needs one.
@@ -202,7 +206,7 @@ class Timeline:
 
     def _loads(self, home: Sequence[int], streams: Sequence[bool]) -> _Loads:
         order, nbytes = self._order, self._crossing
-        rate, starts = self._rate, self.starts
+        rate, starts, homeward = self._rate, self.starts, self._homeward
         last = self._last_uses(home, streams)
         loads = _Loads([], [], [], [], 0)
         uses = len(order)
@@ -219,14 +223,16 @@ class Timeline:
                 if freed < 0:
                     borrowed.append((count, slot))
                 loads.needed.append(starts[use])
-                loads.free.append(starts[freed + 1] if freed >= 0 else freed)
+                free = starts[freed + 1] + homeward.get(occupant, 0.0)
+                loads.free.append(free if freed >= 0 else freed)
                 loads.lag.append(count - issued + 1)
                 loads.seconds.append(nbytes[block] / rate)
                 loads.nbytes += nbytes[block]
             occupants[slot] = (block, use, len(loads.lag))
         for index, slot in borrowed:
-            _, freed, issued = occupants[slot]
-            loads.free[index] = starts[freed + 1] - starts[-1]
+            occupant, freed, issued = occupants[slot]
+            free = starts[freed + 1] + homeward.get(occupant, 0.0)
+            loads.free[index] = free - starts[-1]
             loads.lag[index] = index + len(loads.lag) - issued + 1
         return loads
 
