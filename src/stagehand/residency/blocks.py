@@ -202,17 +202,19 @@ class Block(Residency):
         """Let the tensors point to the store's host tensors."""
         if self.store is None:
             return
-        hosts = self._hosts
-        for number, tensor in enumerate(self.tensors):  # a strict zip takes longer
+        hosts, number = self._hosts, 0
+        for tensor in self.tensors:  # enumerate() takes 0.06 us, zip() more
             tensor.data = hosts[number]
+            number += 1  # noqa: SIM113
         self.addresses = self.host_addresses
         self.bound = False
 
     def point_to_device(self) -> None:
         """Let the tensors point into the slot."""
-        views = self.views
-        for number, tensor in enumerate(self.tensors):
+        views, number = self.views, 0
+        for tensor in self.tensors:
             tensor.data = views[number]
+            number += 1  # noqa: SIM113
         self.addresses = self.view_addresses
         self.bound = True
 
@@ -252,12 +254,13 @@ class Block(Residency):
         """Whether it is replaced or changed, in two thirds of the time of both."""
         if self.tracked is not self.tensors:
             return self.is_replaced() or self.is_changed()
-        addresses, versions = self.addresses, self.versions
-        for number, tensor in enumerate(self.tensors):
+        addresses, versions, number = self.addresses, self.versions, 0
+        for tensor in self.tensors:
             if tensor.data_ptr() != addresses[number]:
                 return True
             if tensor._version != versions[number]:
                 return True
+            number += 1  # noqa: SIM113
         return False
 
 
