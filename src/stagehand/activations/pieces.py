@@ -49,6 +49,7 @@ class _Form(NamedTuple):
     shape: torch.Size
     stride: tuple[int, ...]
     offset: int
+    conjugate: bool
     ghost: torch.Tensor | None
     """Of one that others keep: it has their version, and no memory."""
 
@@ -111,10 +112,11 @@ class Handle:
             shared: Others keep the memory, and may change it.
         """
         alias = self.alias
-        if alias is not None and not (alias.is_neg() or alias.is_conj()):
+        if alias is not None and not alias.is_neg():
             ghost = ghost_of(alias) if shared else None
             offset = int(alias.storage_offset())
-            self.form = _Form(alias.dtype, alias.shape, alias.stride(), offset, ghost)
+            place = alias.shape, alias.stride(), offset
+            self.form = _Form(alias.dtype, *place, alias.is_conj(), ghost)
             self.alias = None
 
     def join(self, piece: Piece) -> None:
@@ -128,8 +130,10 @@ class Handle:
 
     def view(self, memory: torch.UntypedStorage, start: int) -> torch.Tensor:
         """Return the tensor, its piece's bytes being at `start` of some memory."""
-        dtype, shape, stride, offset, _ = self.form
-        return placed(memory, dtype, offset + start // dtype.itemsize, shape, stride)
+        dtype, shape, stride, offset, conjugate, _ = self.form
+        offset += start // dtype.itemsize
+        found = placed(memory, dtype, offset, shape, stride)
+        return found.conj() if conjugate else found
 
 
 class Piece(Handle):
@@ -183,7 +187,7 @@ class Piece(Handle):
         return placed(storage, torch.uint8, 0, (self.nbytes,), (1,))
 
     def is_plain(self) -> bool:
-        """Whether its tensors are numbers that their bytes and strides tell.
+        """Whether its tensors are what their bytes and strides tell.
 
         This is asked of what is to leave, not of all that is saved: it takes time.
         """
@@ -191,9 +195,7 @@ class Piece(Handle):
             alias = handle.alias
             if alias is None or alias.layout is not torch.strided or alias.is_nested:
                 return False
-            if not (alias.is_floating_point() or alias.is_complex()):
-                return False
-            if alias.is_neg() or alias.is_conj():
+            if alias.is_neg():
                 return False
         return True
 
