@@ -12,11 +12,11 @@ positions), small tensors, tensors without a storage of their own, and what is s
 inside of backward.
 
 Others may let go of what they keep at any time, and nothing tells; then the graph alone
-would hold more than the budget. To count it from the start would spill other tensors for
-memory that cannot be had; to copy it always would free nothing where it is kept on. So
-what counts is who keeps it when backward comes, as observed forwards have shown: what
-they have let go of by then is planned like all else. It leaves in its turn, and the
-graph lets go of it even if others, or the forward itself, have not yet: then it is free
+would hold more than the budget. To count it from the start would spill other tensors
+for memory that cannot be had; to copy it always would free nothing where it is kept on.
+So what counts is who keeps it when backward comes, as observed forwards have shown.
+What others have let go of by then is planned like all else. It leaves in its turn, and
+the graph lets go of it even if they, or the forward itself, have not yet: it is free
 when they do. If they keep it on, backward uses their memory, not a copy.
 """
 
