@@ -488,6 +488,24 @@ def test_saved_block_is_home_when_save_returns(sim, kind):
 
 
 @pytest.mark.parametrize("kind", ["pinned", "pageable", "host"])
+def test_block_is_sent_home_without_the_host_only_into_its_pinned_image(sim, kind):
+    rig = Rig(on_host=kind == "host")
+    block = rig.blocks[1]
+    if kind == "pinned":
+        rig.pin(block)
+    changed_on_device(rig, block)
+    waits = sim.syncs()
+    ticket = rig.loader.send_home(block)
+    assert sim.syncs() == waits
+    assert (ticket is not None) is (kind == "pinned")
+    if ticket is not None:
+        ticket.wait_host()
+        assert (block.store.hosts[0] == 99).all()
+    assert rig.counters.d2h_copies == (kind == "pinned")
+    rig.close()
+
+
+@pytest.mark.parametrize("kind", ["pinned", "pageable", "host"])
 @pytest.mark.parametrize("value", [1.0, float("nan"), 0.0])
 def test_block_that_is_saved_if_different_is_written_only_then(sim, kind, value):
     rig = Rig(on_host=kind == "host")
