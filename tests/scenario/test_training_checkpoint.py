@@ -255,6 +255,8 @@ def keep_products(context, operator, *args, **kwargs):
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
+# torch 2.15 tells whoever has hooks around such a region that it will use them one day.
+@pytest.mark.filterwarnings("ignore:A saved_tensors_hooks context:FutureWarning")
 @over(SOME)
 @pytest.mark.parametrize("kind", ["each", "pairs"])
 def test_regions_that_keep_some_results_are_exact(sim, setting, kind):
