@@ -114,7 +114,10 @@ class Card:
 
     def copies(self, run: Callable[[], object]) -> Copies:
         """What crossed the link while something ran, as the profiler saw it."""
-        with torch.profiler.profile(activities=self._profiled) as found:
+        # There is one cycle only, but torch 2.11 warns that it forgets others.
+        with torch.profiler.profile(
+            activities=self._profiled, acc_events=True
+        ) as found:
             run()
             self.device.synchronize()
         with tempfile.TemporaryDirectory() as folder:
