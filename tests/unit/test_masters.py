@@ -286,6 +286,17 @@ def test_block_is_packed_only_where_it_shrinks_as_a_whole(plain, shrinks):
     give_all_back(masters, [block])
 
 
+def test_block_that_is_pinned_is_not_packed_beside_that():
+    masters = Masters(new_arena(1024 * KB))
+    block = new_block(0, torch.randn(32 * KB).bfloat16())
+    masters.adopt(block)
+    assert masters.pin(block)
+    assert masters.pack_all([block], "cpu", lookahead=1) == []
+    assert block.wire is None
+    assert block.image is not None
+    give_all_back(masters, [block])
+
+
 def pinning(monkeypatch, limit, *kilobytes):
     """Masters that have all but a few blocks pinned, in memory that a thread made."""
     monkeypatch.setattr(module, "_AT_ONCE_BYTES", 0)

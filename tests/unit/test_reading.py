@@ -225,6 +225,31 @@ def test_file_system_that_refuses_is_read_through_the_page_cache_and_it_is_left_
     assert not recwarn
 
 
+def test_file_that_is_replaced_while_it_is_opened_is_read_as_it_was(path, monkeypatch):
+    """The second opening, for reads past the page cache, finds another file."""
+    raw, sectors, opened = new_file(path, 1001), reading._sectors, os.open
+
+    def replace(number):
+        path.unlink()
+        path.write_bytes(bytes(1001))
+        return sectors(number)
+
+    numbers = []
+    monkeypatch.setattr(reading, "_sectors", replace)
+    monkeypatch.setattr(
+        reading.os, "open", lambda *a: numbers.append(opened(*a)) or numbers[-1]
+    )
+    file = OpenFile(path, past_cache=True)
+    assert not file.is_direct
+    for number in numbers[1:]:
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(number)
+    target = torch.zeros(1001, dtype=torch.uint8)
+    [chunk] = cut([Part(0, 0, 1001)], target.data_ptr(), file.sectors)
+    file.read(chunk, writable(target), Scratch())
+    assert target.numpy().tobytes() == raw
+
+
 def test_another_failure_past_the_page_cache_is_not_taken_for_a_refusal(
     path, direct, monkeypatch
 ):
