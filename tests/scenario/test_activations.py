@@ -159,6 +159,16 @@ def test_what_can_never_fit_is_counted_in_the_record(sim):
     runtime.shutdown()
 
 
+def test_each_tensor_that_can_never_fit_is_counted_once(saved):
+    for count in (1, 2):
+        with saved:
+            x = torch.ones(BUDGET // 4 + 1, device="hpu", requires_grad=True)
+            loss = x.sigmoid().sum()
+        assert spill_of(saved).tally.over_count == count
+        loss.backward()
+        del x, loss
+
+
 def test_device_memory_falls_by_what_exceeds_the_budget(saved, sim):
     model = stack().to("hpu")
 
