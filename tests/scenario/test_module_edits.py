@@ -500,6 +500,33 @@ def test_a_weight_assigned_in_another_form_is_refused_and_keeps_its_values(
     assert_bitwise_equal(values(model), values(plain), "after shutdown")
 
 
+@pytest.mark.parametrize("leaves", [False, True], ids=["used again", "given up"])
+def test_what_is_assigned_is_written_when_other_streams_have_read_what_was_there(
+    sim, leaves
+):
+    """Where all is resident nothing is written, so no stream has to wait for it."""
+    model, plain = streamed_stack("hpu")
+    runtime = runtime_of(model)
+    runtime.set_budget(20 * LAYER_BYTES)
+    new, x = torch.full((WIDTH, WIDTH), 0.25), batch().to("hpu")
+    with torch.no_grad():
+        for _ in range(2):
+            expected = model(x)
+        torch.accelerator.synchronize()
+        with torch.Stream("hpu"):
+            output = model(x)
+        weights(model)[2].data = new
+        with torch.Stream("hpu"):
+            if leaves:
+                runtime._tenancy.give_up(0)
+            changed = model(x)
+        torch.accelerator.synchronize()
+    assert_bitwise_equal(output, expected, "before the edit")
+    weights(plain)[2].data = new
+    assert_bitwise_equal(changed, run_resident(plain, "hpu", batch()), "after it")
+    runtime.shutdown()
+
+
 @pytest.mark.parametrize("edit", ["whole", "one element"])
 @pytest.mark.parametrize("block", range(4))
 @pytest.mark.parametrize("device", ["hpu", "cpu"])

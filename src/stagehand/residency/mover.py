@@ -266,9 +266,11 @@ class Mover:
         """
         if block.store is None or not block.is_replaced():
             return
-        if block.sent is not None:
+        if block.bound and block.slot is not None:  # others may still read the slot
             stream = self._device.current_stream()
-            self._engine.await_filled(block.slot, stream)  # type: ignore[arg-type]
+            self._engine.await_filled(block.slot, stream)
+            self._engine.join_passes(stream)
+            self._engine.release(block.slot, stream)
         refused: list[str] = []
         for (tensor, place), address in zip(
             block.pairs(), block.addresses, strict=True
