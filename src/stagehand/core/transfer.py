@@ -427,7 +427,7 @@ class TransferEngine:
         self._note_home(done)
         slot._filled.record(stream)  # type: ignore[union-attr]
         slot._drained.record(stream)  # type: ignore[union-attr]
-        slot._seen_before = slot._seen_by
+        slot._seen_before = slot._seen_by or slot._seen_before
         slot._seen_by = None
         slot._reader = stream
         self._counters.d2h_bytes += source.numel()
