@@ -192,6 +192,29 @@ def test_change_of_what_has_left_and_is_held_raises(saved, lets_go):
     del loss, step
 
 
+def test_change_of_what_a_second_graph_has_saved_of_it_raises(saved):
+    def forward(held):
+        x, v = inputs(), inputs()
+        held.append(x.sigmoid())
+        y = held[0] + v
+        for _ in range(DEPTH):
+            y = y.sigmoid()
+        return x, v, y.sum()
+
+    for _ in range(3):
+        with saved:
+            *_, loss = forward([])
+        loss.backward()
+    held = []
+    with saved:
+        x, v, loss = forward(held)
+    (grad,) = torch.autograd.grad(loss, x, create_graph=True)
+    held[0].detach().add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(grad.sum(), v)
+    del x, v, loss, grad
+
+
 def test_what_has_left_and_is_held_is_used_where_it_is(saved, sim):
     expected = plain_gradient()
     for _ in range(3):

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from stagehand.core.layout import ALIGNMENT, placed
-from stagehand.core.saved import ghost_of, modified
+from stagehand.core.saved import ghost_of, modified, versioned
 from stagehand.torch_private import WRAPPERS, WeakStorage, use_count_of
 
 if TYPE_CHECKING:
@@ -134,6 +134,14 @@ class Handle:
         offset += start // dtype.itemsize
         found = placed(memory, dtype, offset, shape, stride)
         return found.conj() if conjugate else found
+
+    def view_elsewhere(self, storage: torch.UntypedStorage) -> torch.Tensor:
+        """Return the tensor in the memory that others keep.
+
+        A second graph that saves it learns from its version that they changed it.
+        """
+        found, ghost = self.view(storage, 0), self.form.ghost
+        return found if ghost is None else versioned(ghost, found)
 
 
 class Piece(Handle):

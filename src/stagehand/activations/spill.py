@@ -235,7 +235,7 @@ class Spill(Room):
             storage = piece.kept_elsewhere()
             if storage is not None:
                 self.lessons.doubt(piece.scope)
-                return handle.view(storage, 0)
+                return handle.view_elsewhere(storage)
             self.tally.demanded_count += 1
             if self._held + bundle.nbytes > self.budget_bytes:
                 self._make_room(bundle.nbytes)

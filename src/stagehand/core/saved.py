@@ -8,7 +8,7 @@ import torch
 
 from stagehand.torch_private import without_modes
 
-__all__ = ["Kept", "ghost_of", "modified"]
+__all__ = ["Kept", "ghost_of", "modified", "versioned"]
 
 
 def modified(what: str, found: int, expected: int) -> RuntimeError:
@@ -26,12 +26,23 @@ def modified(what: str, found: int, expected: int) -> RuntimeError:
     )
 
 
+def versioned(tensor: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
+    """Return a tensor that has the version of one, always, and the memory of another.
+
+    Args:
+        tensor: Whose version.
+        data: Whose memory.
+    """
+    with without_modes():
+        found = tensor.detach()
+        found.data = data
+    return found
+
+
 def ghost_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor that has the version of another, always, and no memory."""
     with without_modes():
-        ghost = tensor.detach()
-        ghost.data = tensor.new_empty(0)
-    return ghost
+        return versioned(tensor, tensor.new_empty(0))
 
 
 class Kept:
