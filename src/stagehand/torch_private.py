@@ -12,6 +12,8 @@
 - `torch.UntypedStorage._new_with_weak_ptr` and the `StorageWeakRef` that it came with:
   use memory that others keep, as long as they do. Without them, importing the library
   fails.
+- `torch._neg_view`: bring back what is saved as the negative of its memory, as the
+  imaginary part of a conjugate is. Without it, importing the library is refused.
 - `torch.autograd.Variable._execution_engine.queue_callback`: learn that a backward pass
   is over. It came with the engine.
 - `torch.autograd.graph._engine_run_backward`: the function in which a thread waits for
@@ -65,6 +67,7 @@ __all__ = [
     "in_backward",
     "is_last_hook",
     "load_places",
+    "negated",
     "place_of",
     "pop_saved_hooks",
     "push_saved_hooks",
@@ -112,6 +115,8 @@ use_count_of: Callable[[int], int] = _required("_storage_Use_Count")
 """`storage_use_count` of a storage's `_cdata`, where a call more is too slow."""
 graph_task: Callable[[], int] = _required("_current_graph_task_id")
 """The number of the backward pass in which this thread runs, or -1."""
+negated: Callable[[torch.Tensor], torch.Tensor] = _required("_neg_view", torch)
+"""Return the negative of a tensor, over the same memory."""
 sequence_number: Callable[[], int] = _required("_get_sequence_nr", torch._C._autograd)
 """The number that this thread's next operator will have in the graph. Backward goes
 through the graph from the highest number down."""

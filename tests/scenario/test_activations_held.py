@@ -295,6 +295,37 @@ def test_masks_and_indices_are_in_the_budget(saved, graphs):
         del loss
 
 
+@pytest.mark.parametrize("lets_go", [True, False])
+def test_conjugate_and_negative_views_are_in_the_budget(saved, graphs, lets_go):
+    spill, seen = spill_of(saved), []
+
+    def forward(x, held, look=lambda: None):
+        y = x
+        for _ in range(6):
+            z = torch.complex(y, y * 0.5 + 1).exp()
+            held.append(z)
+            y = (z.conj() * z.abs()).abs().sigmoid() + z.conj().imag.cos()
+            y.register_hook(lambda grad: look())
+            look()
+        return y.sum()
+
+    x = inputs()
+    forward(x, []).backward()
+    expected, x.grad = x.grad, None
+    for number in range(4):
+        seen.clear()
+        held = []
+        with saved:
+            loss = forward(x, held, lambda: seen.append(graphs.kept_bytes(spill)))
+        if lets_go:
+            held.clear()
+        loss.backward()
+        assert torch.equal(x.grad, expected)
+        assert not number or BUDGET / 2 < max(seen) <= BUDGET
+        x.grad = None
+        del loss
+
+
 # Any program
 
 

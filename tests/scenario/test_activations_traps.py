@@ -455,7 +455,7 @@ def test_conjugate_and_negative_views_are_kept(saved):
     check(saved, complex_valued)
 
 
-def test_negative_views_do_not_leave(tiny):
+def test_negative_views_come_back_negative(tiny):
     """Their bytes are those of what they negate."""
 
     def negated(x):

@@ -19,7 +19,7 @@ import torch
 
 from stagehand.core.layout import ALIGNMENT, placed
 from stagehand.core.saved import ghost_of, modified, versioned
-from stagehand.torch_private import WRAPPERS, WeakStorage, use_count_of
+from stagehand.torch_private import WRAPPERS, WeakStorage, negated, use_count_of
 
 if TYPE_CHECKING:
     from collections import deque
@@ -49,7 +49,8 @@ class _Form(NamedTuple):
     shape: torch.Size
     stride: tuple[int, ...]
     offset: int
-    conjugate: bool
+    conj: bool
+    neg: bool
     ghost: torch.Tensor | None
     """Of one that others keep: it has their version, and no memory."""
 
@@ -112,11 +113,13 @@ class Handle:
             shared: Others keep the memory, and may change it.
         """
         alias = self.alias
-        if alias is not None and not alias.is_neg():
-            ghost = ghost_of(alias) if shared else None
-            offset = int(alias.storage_offset())
-            place = alias.shape, alias.stride(), offset
-            self.form = _Form(alias.dtype, *place, alias.is_conj(), ghost)
+        if alias is not None:
+            self.form = _Form(
+                *(alias.dtype, alias.shape, alias.stride()),
+                int(alias.storage_offset()),
+                *(alias.is_conj(), alias.is_neg()),
+                ghost_of(alias) if shared else None,
+            )
             self.alias = None
 
     def join(self, piece: Piece) -> None:
@@ -130,10 +133,11 @@ class Handle:
 
     def view(self, memory: torch.UntypedStorage, start: int) -> torch.Tensor:
         """Return the tensor, its piece's bytes being at `start` of some memory."""
-        dtype, shape, stride, offset, conjugate, _ = self.form
+        dtype, shape, stride, offset, conj, neg, _ = self.form
         offset += start // dtype.itemsize
         found = placed(memory, dtype, offset, shape, stride)
-        return found.conj() if conjugate else found
+        found = found.conj() if conj else found
+        return negated(found) if neg else found
 
     def view_elsewhere(self, storage: torch.UntypedStorage) -> torch.Tensor:
         """Return the tensor in the memory that others keep.
@@ -195,15 +199,13 @@ class Piece(Handle):
         return placed(storage, torch.uint8, 0, (self.nbytes,), (1,))
 
     def is_plain(self) -> bool:
-        """Whether its tensors are what their bytes and strides tell.
+        """Whether its tensors are what their bytes and forms tell.
 
         This is asked of what is to leave, not of all that is saved: it takes time.
         """
         for handle in self.handles():
             alias = handle.alias
             if alias is None or alias.layout is not torch.strided or alias.is_nested:
-                return False
-            if alias.is_neg():
                 return False
         return True
 
