@@ -226,6 +226,20 @@ def test_what_has_left_and_is_held_is_used_where_it_is(saved, sim):
     assert spill_of(saved).tally.stuck_count > 0
 
 
+def test_what_users_hold_is_not_counted_as_away(saved):
+    """Or memory would seem to grow by it, were it not for spilling."""
+    Step(HELD["none"]).run(saved)
+    step = Step(HELD["all"])
+    with saved:
+        loss = step.forward()
+    (observation,) = spill_of(saved).lessons._open.values()
+    assert spill_of(saved).tally.spilled_count > spill_of(saved).tally.restored_count
+    held = sum(y.untyped_storage().nbytes() for y in step.held)
+    relief = observation.relief
+    assert relief is None or relief.most_bytes < held / 2
+    loss.backward()
+
+
 def test_backward_inside_of_the_context_teaches_what_users_hold(saved):
     spill, expected = spill_of(saved), plain_gradient()
     for _ in range(4):

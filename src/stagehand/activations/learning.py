@@ -155,7 +155,7 @@ class Lessons:
         away = sum(
             nbytes
             for ref, nbytes, _ in observation.noted
-            if (piece := ref()) is not None and piece.alias is None
+            if (piece := ref()) is not None and piece.is_away
         )
         self._look_at_memory(observation, away)
 
