@@ -7,6 +7,7 @@ of every optimizer.
 """
 
 import functools
+import inspect
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import stagehand
 from architectures.trees import assert_bitwise_equal, flatten
@@ -26,6 +28,14 @@ from stagehand.units import MIB
 from streamed import weight_bytes
 
 WIDTH = 16
+
+RESPECTED = [
+    {name: value}
+    for name in ("respect_saved_tensors_hooks",)
+    if name in inspect.signature(checkpoint).parameters
+    for value in (True, False)
+]
+"""Options of selective checkpointing that there are from torch 2.15 on."""
 
 Script = Callable[["Run"], None]
 

@@ -22,6 +22,7 @@ trace in the graph and stays an activation.
 """
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ from stagehand.residency.blocks import Block
 from stagehand.torch_private import (
     graph_task,
     in_backward,
+    looked_through,
     pop_saved_hooks,
     push_saved_hooks,
     skipped,
@@ -205,13 +207,15 @@ class SavedTensors:
         if top is None:
             push_saved_hooks(self._pack, self._unpack)
             return True
-        owner = getattr(top[0], "__self__", None)
+        owner = getattr(top[1], "__self__", None)
         if owner is self or (isinstance(owner, _Inside) and owner.saved is self):
             return False
         inside = _Inside(self, *top)
-        push_saved_hooks(inside.pack, inside.unpack)
+        pack = looked_through(partial(inside.pack), top)
+        push_saved_hooks(pack, inside.unpack)
         return True
 
+    @looked_through
     @skipped
     def _pack(self, saved: torch.Tensor) -> "WeightHandle | _Cast | Kept | _OfSite":
         handle = self.handle(saved)

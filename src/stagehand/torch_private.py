@@ -7,6 +7,8 @@
 - `torch._C._autograd._{push,pop,top}_saved_tensors_default_hooks`: save weights as
   handles inside of regions whose own hooks save all else, as checkpointing does.
   Without them, importing the library is refused.
+- `_checkpoint_internal` and `_user_hooks` of a pack hook: selective checkpointing looks
+  for the user's hooks below the library's. Versions before 2.15 look for none.
 - `torch._C._autograd._get_sequence_nr`: in which order backward will need what a
   forward saves. Without it, importing the library is refused.
 - `torch.UntypedStorage._new_with_weak_ptr` and the `StorageWeakRef` that it came with:
@@ -67,6 +69,7 @@ __all__ = [
     "in_backward",
     "is_last_hook",
     "load_places",
+    "looked_through",
     "negated",
     "place_of",
     "pop_saved_hooks",
@@ -174,6 +177,25 @@ def top_saved_hooks() -> SavedHooks | None:
     """Return the pair of hooks through which this thread saves tensors now."""
     pair: SavedHooks | None = _top_saved_hooks(False)
     return pair
+
+
+def looked_through(pack: _Function, below: SavedHooks | None = None) -> _Function:
+    """Mark a pack hook as none of the user's.
+
+    Selective checkpointing may let a user's hooks save what it keeps. It looks for them
+    below ours, as it does below a checkpoint's own.
+
+    Args:
+        pack: The hook.
+        below: The pair on top of which it will be.
+    """
+    marked: Any = pack
+    marked._checkpoint_internal = True
+    # Those of a checkpoint know theirs only while it is entered.
+    while below is not None and getattr(below[0], "_checkpoint_internal", False):
+        below = getattr(below[0], "_user_hooks", None)
+    marked._user_hooks = below
+    return pack
 
 
 def at_end_of_backward(call: Callable[[], None]) -> None:

@@ -37,6 +37,7 @@ from torch.utils.checkpoint import (
 
 import stagehand
 from stagehand.core.saved import Kept
+from training import RESPECTED
 
 
 @pytest.fixture
@@ -746,7 +747,8 @@ def test_nothing_is_saved_in_a_recompute_inside_of_backward(tiny):
     }
 
 
-def test_selective_checkpoints_work(saved):
+@pytest.mark.parametrize("options", [{}, *RESPECTED])
+def test_selective_checkpoints_work(saved, options):
     def policy(ctx, operator, *args, **kwargs):
         if operator is torch.ops.aten.mm.default:
             return CheckpointPolicy.MUST_SAVE
@@ -759,6 +761,7 @@ def test_selective_checkpoints_work(saved):
                 x,
                 use_reentrant=False,
                 context_fn=lambda: create_selective_checkpoint_contexts(policy),
+                **options,
             )
         return x.square().sum()
 

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import (
 
 from training import (
     FEW,
+    RESPECTED,
     SOME,
     TIGHT,
     WIDTH,
@@ -255,13 +256,35 @@ def keep_products(context, operator, *args, **kwargs):
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-# torch 2.15 tells whoever has hooks around such a region that it will use them one day.
-@pytest.mark.filterwarnings("ignore:A saved_tensors_hooks context:FutureWarning")
+keeping = functools.partial(create_selective_checkpoint_contexts, keep_products)
+
+
 @over(SOME)
 @pytest.mark.parametrize("kind", ["each", "pairs"])
-def test_regions_that_keep_some_results_are_exact(sim, setting, kind):
-    contexts = functools.partial(create_selective_checkpoint_contexts, keep_products)
-    assert_trains_equally(built_as(kind, context_fn=contexts), train, setting)
+@pytest.mark.parametrize("options", [{}, *RESPECTED])
+def test_regions_that_keep_some_results_are_exact(sim, setting, kind, options):
+    build = built_as(kind, context_fn=keeping, **options)
+    assert_trains_equally(build, train, setting)
+
+
+@over(FEW)
+@pytest.mark.parametrize("options", RESPECTED)
+def test_users_hooks_get_what_regions_keep_if_that_is_asked_for(sim, setting, options):
+    def script(run):
+        seen = []
+
+        def pack(tensor):
+            seen.append(tuple(tensor.shape))
+            return tensor.clone()
+
+        with saved_tensors_hooks(pack, torch.clone):
+            loss = loss_of(run, 0)
+        run.backward(loss)
+        kept = 5 if options["respect_saved_tensors_hooks"] else 0
+        assert seen.count((4, 2 * WIDTH)) == kept
+
+    build = built_as("each", context_fn=keeping, **options)
+    assert_trains_equally(build, script, setting)
 
 
 @over(FEW)

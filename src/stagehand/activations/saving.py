@@ -12,6 +12,7 @@ from stagehand.core.saved import Kept
 from stagehand.errors import StagehandWarning
 from stagehand.torch_private import (
     in_backward,
+    looked_through,
     pop_saved_hooks,
     push_saved_hooks,
     skipped,
@@ -117,7 +118,8 @@ class Saving:
         scope = self.spill.begin()
         stack.append((scope, outer))
         otherwise = Kept if outer is None else _passing_on(outer)
-        push_saved_hooks(self.spill.packer(scope, otherwise), self._unpack)
+        pack = looked_through(self.spill.packer(scope, otherwise), outer)
+        push_saved_hooks(pack, self._unpack)
 
     def leave(self, *, failed: bool) -> None:
         """End it; what was saved stays under the budget."""
@@ -158,6 +160,6 @@ def _is_ours(hooks: Any) -> bool:
 
 def _is_checkpoint(hooks: Any) -> bool:
     """Whether hooks are a checkpoint's, perhaps below those of streamed weights."""
-    owner = getattr(hooks[0], "__self__", None)
-    inner = getattr(owner, "_pack", hooks[0])
+    owner = getattr(hooks[1], "__self__", None)
+    inner = getattr(owner, "_unpack", hooks[1])
     return getattr(inner, "__module__", None) == _CHECKPOINTS
