@@ -174,7 +174,7 @@ class Passing(PassListener):
         scheduler, gradients = self._parts.scheduler, self._gradients
         scheduler.release_fetched()
         if failed:
-            scheduler.reset_uses()
+            scheduler.recover()
         elif gradients is not None:
             gradients.pass_on()
         scheduler.end_pass()
@@ -291,6 +291,9 @@ class Passing(PassListener):
             self._parts.scheduler.end_pass()
             if self._gradients is not None:
                 self._gradients.settle()
+        except BaseException:
+            self._parts.scheduler.recover()
+            raise
         finally:
             self._tenancy.end(failed=sys.exc_info()[0] is not None)
         self._measure.end_pass()
@@ -318,7 +321,7 @@ class Passing(PassListener):
         """See `PassListener.abort_pass`."""
         self._strays = []
         self._watched = None
-        self._parts.scheduler.reset_uses()
+        self._parts.scheduler.recover()
 
     def _bring_stray(self, block: Block) -> None:
         """A module reads a weight that is not its own."""

@@ -1,6 +1,7 @@
 """Weights that somebody changes while they are streamed: used at once, never lost."""
 
 import contextlib
+import sys
 from copy import deepcopy
 from pathlib import Path
 from types import ModuleType
@@ -371,6 +372,64 @@ def test_what_has_changed_before_a_pass_fails_is_home_when_it_has_failed(place, 
         assert_bitwise_equal(outputs[1:], outputs[:1], f"pass {number}")
         assert_bitwise_equal(values(model), values(plain), f"after pass {number}")
         assert not any(under_way(model))
+    runtime_of(model).shutdown()
+
+
+class Counted(Counting):
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def forward(self, x):
+        x = super().forward(x)
+        self.count += 1
+        return x
+
+
+@contextlib.contextmanager
+def interrupted_at(line):
+    """Raise where the code that moves blocks has run so many lines."""
+    left = line
+
+    def trace(frame, event, arg):
+        nonlocal left
+        if frame.f_globals["__name__"] not in _MOVING:
+            return None
+        left -= event == "line"
+        if not left and event == "line":
+            raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
+
+
+_MOVING = {f"stagehand.residency.{name}" for name in ("mover", "lookahead")}
+
+
+def test_an_interrupt_between_any_two_lines_of_a_move_loses_nothing(place):
+    model = nn.Sequential(*(Counted() for _ in range(8)))
+    stagehand.layer(model, vram_budget=4 * LAYER_BYTES, device=place)
+    interrupts = 0
+    for line in range(1, 800, 7):
+        with torch.no_grad():
+            try:
+                with interrupted_at(line):
+                    model(batch())
+            except KeyboardInterrupt:
+                interrupts += 1
+            if line % 2:  # else the next pass finds what was left
+                changed = [torch.eye(WIDTH) + 0.125 * each.count for each in model]
+                assert_bitwise_equal(values(model), changed, f"line {line}")
+            x = batch()
+            for each in model:
+                x = x @ (torch.eye(WIDTH) + 0.125 * (each.count + 1))
+            torch.testing.assert_close(model(batch()).cpu(), x)
+    assert interrupts >= 60
     runtime_of(model).shutdown()
 
 

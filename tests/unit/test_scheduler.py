@@ -229,7 +229,7 @@ class Rig:
         assert self.account.held_bytes == 0
 
     def close(self):
-        self.scheduler.reset_uses()
+        self.scheduler.recover()
         self.park()
         self.loader.close()
         self.scheduler.drop()
@@ -446,7 +446,7 @@ def test_fetched_block_is_in_use_no_more_after_an_interrupt(rig_of):
     rig = rig_of(3)
     rig.begin_pass()
     rig.scheduler.fetch(rig.blocks[1])
-    rig.scheduler.reset_uses()
+    rig.scheduler.recover()
     rig.end_pass()
     rig.begin_pass()
     assert [block.uses for block in rig.blocks] == [0, 0, 0]
@@ -746,7 +746,7 @@ class Streaming(RuleBasedStateMachine):
     @rule()
     def interrupt(self):
         """An exception skipped the hooks: the next entry finds that out."""
-        self.scheduler.reset_uses()
+        self.scheduler.recover()
         self.open.clear()
         self.end_pass()
 

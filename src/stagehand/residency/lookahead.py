@@ -162,6 +162,12 @@ class LookAhead:
         self._staged_front = self._order.cursor
         self._claims.clear()
 
+    def recover(self) -> None:
+        """Forget all that is awaited, where an interrupt may have left half a line."""
+        self.forget()
+        for block in self._blocks:
+            block.awaited = 0
+
     # Loading
 
     def run(self, stream: Stream, *, ends: bool = False) -> None:

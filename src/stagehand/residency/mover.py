@@ -208,12 +208,11 @@ class Mover:
             if sent is not None:
                 block.sent = sent, versions
                 return False
-        changed = versions != block.versions
-        block.versions = versions
         if is_home:
             block.to(BlockState.EVICTING)
         else:
-            self._save(block, changed=changed)
+            self._save(block, changed=versions != block.versions)
+        block.versions = versions  # of bytes that are home
         return True
 
     def _save(self, block: Block, *, changed: bool) -> None:
@@ -223,8 +222,6 @@ class Mover:
             self._loader.save(block, only_if_different=not changed)
         except BaseException:
             block.state = _GPU_READY
-            if changed:
-                block.versions = [-1]
             raise
 
     def rescue(self, block: Block) -> torch.Tensor | None:
@@ -255,6 +252,21 @@ class Mover:
         else:
             block.to(BlockState.UNLOADED)
         block.seal = block.slot = slot.occupant = None
+
+    def recover(self, block: Block) -> None:
+        """Make a block's books right if an interrupt came in the middle of a move.
+
+        Bytes that were not brought home are in the slot, and the tensors with them.
+        """
+        slot = block.slot
+        if slot is not None and slot.occupant is block:
+            if block.bound:
+                block.state = _GPU_READY
+            if block.state in (_PREFETCHING, _GPU_READY):
+                return
+        self._loader.forget(block)
+        block.state = BlockState.UNLOADED
+        block.seal = block.slot = None
 
     def take_in(self, block: Block) -> None:
         """Copy in what somebody assigned to a tensor's `.data`, and point back.

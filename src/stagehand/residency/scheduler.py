@@ -169,14 +169,23 @@ class Scheduler:
         if block is not None:
             self.after(block)
 
-    def reset_uses(self) -> None:
-        """Forget uses whose end was never told: an interrupt skipped the hooks."""
+    def recover(self) -> None:
+        """Forget uses whose end was never told, and moves that were never made whole.
+
+        An interrupt skips hooks, and comes between any two lines.
+        """
         self._fetched = None
+        self._ahead.recover()
+        stream = self._device.current_stream()
+        for block in self.blocks:
+            self._mover.recover(block)
         for slot in self._memory.slots:
             block = slot.occupant
-            if block is not None and block.uses:
+            if block is not None and block.slot is not slot:
+                slot.occupant = None
+            elif block is not None and block.uses:
                 block.uses = 0
-                self._engine.release(slot, self._device.current_stream())
+                self._engine.release(slot, stream)
 
     def _bring(self, block: Block, stream: Stream) -> None:
         if block.trains and not self._ahead.changes_follow:

@@ -181,6 +181,8 @@ class Edges:
             moved: tuple[Any, Any] = move_inputs((args, kwargs), self._device)
             return moved
         except BaseException:
+            if len(self._stack) == 1 and self._stack[0].module is module:
+                apart(self._listener.abort_pass)
             self.leave(module)  # the module's own end hook finds nothing to end
             raise
 
