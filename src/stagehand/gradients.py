@@ -16,6 +16,10 @@ device several times, each time brings a part, so their sum is kept apart until 
 Memory: as many bytes of pinned memory as the trained streamed parameters have, for
 their gradients; while they accumulate, those of two blocks more. Where copies home
 yield to loads, those of all that is put aside, but no more than stays free beside them.
+
+Note [Unseen by the compiler]: in a pass a parameter is on the device, and what its
+`.grad` holds is on the host. PyTorch's compiler makes a fake of both, and cannot. So
+while it looks at a frame in the middle of a pass, such a parameter has no `.grad`.
 """
 
 from __future__ import annotations
@@ -28,11 +32,18 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from stagehand.core.layout import placed
+from stagehand.core.turn import HERE
 from stagehand.errors import StagehandWarning
-from stagehand.torch_private import has_more_hooks, is_last_hook, storage_use_count
+from stagehand.torch_private import (
+    around_compiling,
+    has_more_hooks,
+    is_last_hook,
+    storage_use_count,
+    without_modes,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
     from concurrent.futures import Future
 
     from torch import nn
@@ -42,6 +53,7 @@ if TYPE_CHECKING:
     from stagehand.core.device import Device, Event, Stream
     from stagehand.core.traffic import Parcel
     from stagehand.core.transfer import TransferEngine
+    from stagehand.core.turn import Turn
     from stagehand.core.workers import WorkerGroup
     from stagehand.residency.blocks import Block
 
@@ -117,6 +129,8 @@ class Gradients:
         engine: Whose D2H lane they take.
         arena: Pinned memory.
         workers: Threads that add; one, so that sums are made in order.
+        turn: The runtime's lock.
+        blocks: Tells which blocks come and go.
         enter: Called before anything else in a hook: makes sure that a backward pass is
             known to run.
         fetch: Brings a block to the device.
@@ -129,6 +143,8 @@ class Gradients:
         arena: Arena,
         workers: WorkerGroup,
         *,
+        turn: Turn,
+        blocks: Callable[[], Iterable[Block]],
         enter: Callable[[], None],
         fetch: Callable[[Block], None],
     ) -> None:
@@ -136,6 +152,8 @@ class Gradients:
         self._engine = engine
         self._arena = arena
         self._workers = workers
+        self._turn = turn
+        self._blocks = blocks
         self._enter = enter
         self._fetch = fetch
         self._homes: dict[int, _Home] = {}  # by the parameter's id
@@ -151,9 +169,35 @@ class Gradients:
         self._listeners: dict[object, Listener] = {}
         self._lost = 0  # gradients of earlier calls that a failed one took along
         self._warned = False
+        self._unseen: list[tuple[torch.Tensor, torch.Tensor]] = []
+        _LIVE[id(self)] = self
 
     def __repr__(self) -> str:
         return f"Gradients({len(self._homes)} parameters, {len(self._jobs)} jobs)"
+
+    # The compiler: see Note [Unseen by the compiler]
+
+    def begin_pass(self) -> None:
+        """Hide gradients from the compiler from now on, if it is loaded."""
+        around_compiling(_hide, _show)
+
+    def hide(self) -> None:
+        """Take away gradients on the host of parameters that are on the device."""
+        for block in self._blocks():
+            for tensor in block.tensors if block.bound else ():
+                grad = tensor.grad if tensor.is_leaf else None
+                if grad is None or grad.device == tensor.device:
+                    continue
+                if grad.layout is torch.strided:  # else it could not be given back
+                    self._unseen.append((tensor, grad))
+                    tensor.grad = None
+
+    def show(self) -> None:
+        """Give back what `hide` took away."""
+        while self._unseen:
+            tensor, grad = self._unseen.pop()
+            if tensor.grad is None:
+                _assign(tensor, grad)
 
     # Which parameters
 
@@ -528,6 +572,7 @@ class Gradients:
         return failed
 
     def _put_back(self) -> None:
+        self.show()  # while others compile, the compiler does not say that it is done
         touched, self._touched = self._touched, []
         self._late.clear()
         self._complete.clear()
@@ -556,6 +601,41 @@ class Gradients:
         self._homes.clear()
         self._settled.clear()
         self._workers.close()
+
+
+# Callbacks of the compiler, one pair for all: they cannot be taken back safely while
+# other threads compile.
+_LIVE: weakref.WeakValueDictionary[int, Gradients] = weakref.WeakValueDictionary()
+
+
+def _of_this_thread() -> Iterator[Gradients]:
+    """Those whose runtime's lock this thread has."""
+    for reference in _LIVE.valuerefs():
+        one = reference()
+        if one is not None and one._turn.owner is HERE.thread:
+            yield one
+
+
+def _hide(_: object) -> None:
+    for one in _of_this_thread():
+        one.hide()
+
+
+def _show(_: object) -> None:
+    for one in _of_this_thread():
+        one.show()
+
+
+def _assign(parameter: torch.Tensor, grad: torch.Tensor) -> None:
+    """Set a parameter's gradient to one on another device, which PyTorch refuses.
+
+    The parameter itself is left as it is, for autograd would take it for a new one.
+    """
+    with without_modes():
+        place = grad.data
+        grad.data = parameter.data
+        parameter.grad = grad
+        grad.data = place
 
 
 def _like(tensor: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:

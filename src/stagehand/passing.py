@@ -104,6 +104,7 @@ class Passing(PassListener):
         self._hands_over = self._tenancy.begin()
         self._take_additions()
         if self._gradients is not None:
+            self._gradients.begin_pass()
             self._gradients.note_steps()
             if self._takes_gradients():
                 self._watch()

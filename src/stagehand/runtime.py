@@ -184,6 +184,8 @@ class Runtime(Passing, Sharing, Storing, Conduct):
             parts.engine,
             parts.pinned_arena,
             parts.adders,
+            turn=self._edges.lock,
+            blocks=lambda: parts.streamed,
             enter=self._edges.enter_backward,
             fetch=self._fetch,
         )

@@ -39,6 +39,8 @@
   them, such files are refused.
 - `torch.cuda._sanitizer`: its dispatch mode sees the library's copies, others do not.
   It is known by this name alone.
+- `torch._dynamo.callback_handler`: learn when the compiler looks at a frame. It is as
+  old as all versions that are supported.
 - `torch._disable_dynamo`: leave a function out of compiled graphs without importing the
   compiler. Without it, compiled blocks warn of what they cannot trace.
 
@@ -61,6 +63,7 @@ __all__ = [
     "DispatchMode",
     "WeakStorage",
     "allocated_on",
+    "around_compiling",
     "at_end_of_backward",
     "dispatch_modes",
     "dispatching",
@@ -306,6 +309,19 @@ def load_places(path: Path) -> Any:
 def place_of(tensor: torch.Tensor) -> int | None:
     """Return the byte of its file where the storage of such a tensor begins."""
     return getattr(tensor.untyped_storage(), "_checkpoint_offset", None)
+
+
+def around_compiling(begin: Callable[[Any], None], end: Callable[[Any], None]) -> None:
+    """Call `begin` before the compiler looks at a frame, and `end` after it has.
+
+    If it is loaded, and until `torch.compiler.reset()`: so this is to be asked for
+    again and again. What is compiled meanwhile, in whichever thread, has no calls of
+    its own.
+    """
+    handler = getattr(sys.modules.get("torch._dynamo"), "callback_handler", None)
+    if handler is not None and begin not in handler.start_callbacks:
+        handler.register_start_callback(begin)
+        handler.register_end_callback(end)
 
 
 def skipped(function: _Function) -> _Function:

@@ -12,11 +12,8 @@ import transformers
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from safetensors.torch import load_file, save_file
 
-import stagehand
 from architectures import ARCHITECTURES, assert_bitwise_equal, to_device
 from architectures.language import LLAMA
-from scenario.small import LAYER_BYTES, batch, stack
-from stagehand.units import MIB
 from streamed import original, smallest_budget, stream, weight_bytes
 
 DIFFUSION = {a.name: a for a in ARCHITECTURES}
@@ -236,33 +233,6 @@ def next_tokens(model, place, steps=2, **options):
         optimizer.step()
         losses.append(loss.item())
     return losses
-
-
-@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
-def test_compiled_blocks_train_exactly(place):
-    torch.compiler.reset()
-    resident, model = stack().to(place), stack()
-    config = stagehand.StagehandConfig(
-        vram_high_watermark_mb=4 * LAYER_BYTES / MIB,
-        vram_low_watermark_mb=3 * LAYER_BYTES / MIB,
-    )
-    runtime = stagehand.StagehandRuntime(model, config, r"^\d+$", device=place)
-    found = []
-    for one in (resident, model):
-        for block in one:
-            block.compile(backend="aot_eager")
-        optimizer = torch.optim.AdamW(one.parameters(), lr=1e-2)
-        for _ in range(3):
-            loss = one(batch().to(place)).square().mean()
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            found.append(loss.item())
-    assert found[:3] == found[3:]
-    assert_same(model, resident)
-    assert_in_budget(runtime)
-    runtime.shutdown()
-    torch.compiler.reset()
 
 
 @pytest.mark.parametrize("foreach", [None, False])
