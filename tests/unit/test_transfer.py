@@ -213,11 +213,14 @@ def free_by_a_holder_after_it_read(rig):
     del kept
 
 
-def free_by_a_holder_on_the_stream_that_read(rig):
+def free_by_a_holder_on_the_stream_that_read(rig, saves=0):
     """Who gave the slot up, for another model, runs on a stream of its own."""
     rig.load(1)
     rig.read(rig.side)
     kept = rig.buffer[:100]
+    for number in range(saves):
+        rig.engine.release(rig.slot, rig.main)
+        rig.engine.save(rig.slot, rig.buffer, rig.host(8 + number)).wait_host()
     rig.engine.release(rig.slot, rig.main)
     rig.engine.disown(rig.buffer, rig.slot)
     rig.engine.retire(rig.slot)
@@ -228,19 +231,8 @@ def free_by_a_holder_on_the_stream_that_read(rig):
 
 
 def free_by_a_holder_on_the_stream_that_read_before_it_came_home(rig):
-    rig.load(1)
-    rig.read(rig.side)
-    kept = rig.buffer[:100]
-    for number in (8, 9):  # it was changed again meanwhile
-        rig.engine.release(rig.slot, rig.main)
-        rig.engine.save(rig.slot, rig.buffer, rig.host(number)).wait_host()
-    rig.engine.release(rig.slot, rig.main)
-    rig.engine.disown(rig.buffer, rig.slot)
-    rig.engine.retire(rig.slot)
-    rig.buffer = None
-    with rig.side:
-        kept.sum()
-    del kept
+    """Twice: it was changed again meanwhile."""
+    free_by_a_holder_on_the_stream_that_read(rig, saves=2)
 
 
 def carry_home_what_a_stream_makes(rig):

@@ -69,11 +69,8 @@ class Turn:
             DeadlockError: If the owner waits for this thread, through others or not.
         """
         me = HERE.thread
-        with self._ownership:
-            if self._owner is me:
-                self._count += 1
-                self._sorting = True
-                return True
+        if self._has_again(me):
+            return True
         if self._lock.acquire(blocking=False):
             self._owner, self._count = me, 1
             return True
@@ -82,6 +79,15 @@ class Turn:
         finally:
             with _waits_lock:
                 _waits.pop(me, None)
+
+    def _has_again(self, me: Any) -> bool:
+        """Take a turn that this thread has once more; return whether it has it."""
+        with self._ownership:
+            if self._owner is not me:
+                return False
+            self._count += 1
+            self._sorting = True
+            return True
 
     def _wait(self, me: Any, *, in_backward: bool) -> bool:
         while not self._lock.acquire(blocking=False):
@@ -121,11 +127,9 @@ class Turn:
     def try_acquire(self) -> bool:
         """Take the turn if that needs no waiting; return whether it was taken."""
         me = HERE.thread
+        if self._has_again(me):
+            return True
         with self._ownership:
-            if self._owner is me:
-                self._count += 1
-                self._sorting = True
-                return True
             free = self._lock.acquire(blocking=False)
             if not free and not self._is_forgotten():
                 return False
