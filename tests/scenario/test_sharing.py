@@ -757,3 +757,18 @@ def test_two_models_are_trained_in_turns_with_their_optimizers_under_one_cap(
     for one, other in zip(plain, models, strict=True):
         runtime_of(other).shutdown()
         assert_bitwise_equal(other.state_dict(), one.cpu().state_dict(), "weights")
+
+
+@places
+def test_a_model_that_took_gradients_once_leaves_the_next_one_room(sim, place):
+    """What stays of it, from now on, was planned to give way to the other one."""
+    cap = 4 * LAYER_BYTES
+    models = [normed(depth) for depth in (6, 12)]
+    expected = [run_resident(model, place, batch()) for model in models]
+    for model in models:
+        stagehand.layer(model, vram_budget=cap, device=place)
+    for _ in range(2):
+        outputs = [model(batch()).detach() for model in models]
+        assert_bitwise_equal(outputs, expected, "outputs")
+    for model in models:
+        runtime_of(model).shutdown()

@@ -199,8 +199,14 @@ class Seats:
 
     def note_turn(self, seat: Seat) -> None:
         """Note that a tenant's pass begins."""
+        if self._turns.begin(seat.number):
+            self._shares = None
+        self.note_claim(seat)
+
+    def note_claim(self, seat: Seat) -> None:
+        """Look again at what a tenant could use: its pass may have changed that."""
         claim = seat.tenant.claim()
-        if self._turns.begin(seat.number) or claim is not seat.claim:
+        if claim is not seat.claim:
             seat.claim, self._shares = claim, None
 
     def coming(self, seat: Seat) -> Seat | None:

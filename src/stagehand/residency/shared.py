@@ -171,6 +171,7 @@ class SharedDevice:
             if seat is None or not seat.running:
                 return
             seat.running, seat.thread = False, None
+            self._seats.note_claim(seat)  # who takes gradients keeps what stays
             if seat.leaves:
                 self._send_off(seat)
             elif len(self._seats) > 1 and not failed:
