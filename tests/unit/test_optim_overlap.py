@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from stagehand.errors import ConfigError, OptimizerError, StagehandWarning
-from stagehand.optim import OffloadedAdamW
+from stagehand.optim import GradScaler, OffloadedAdamW
 from stepping import assert_same, give_gradients, parameters, train
 
 ROUNDED = {"state_dtype": torch.bfloat16}
@@ -187,9 +187,10 @@ def test_several_wrong_gradients_are_counted_and_the_first_is_named(home):
     assert len(optimizer.state) == 3
 
 
-def test_grad_scaler_is_refused(home):
+@pytest.mark.parametrize("kind", [torch.amp.GradScaler, GradScaler])
+def test_grad_scaler_is_refused(home, kind):
     params, optimizer = overlapped(home)
-    scaler = torch.amp.GradScaler("cpu")
+    scaler = kind("cpu")
     scaler.scale(torch.ones(()))
     give_gradients(params, 0)
     with pytest.raises(OptimizerError, match=r"GradScaler.*overlap=None"):

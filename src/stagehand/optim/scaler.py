@@ -40,8 +40,13 @@ class GradScaler(torch.amp.GradScaler):
     def step(
         self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any
     ) -> float | None:
-        """See `torch.amp.GradScaler.step`."""
-        if not getattr(optimizer, _FUSED, False):
+        """See `torch.amp.GradScaler.step`.
+
+        Raises:
+            OptimizerError: If the optimizer has stepped parameters in backward already.
+        """
+        overlaps = getattr(optimizer, "overlaps", False)  # it refuses what it is told
+        if overlaps or not getattr(optimizer, _FUSED, False):
             return super().step(optimizer, *args, **kwargs)
         setattr(optimizer, _FUSED, False)
         try:
