@@ -28,17 +28,24 @@ class Casts:
         self._kind = kind
         self._wanted = True
         self._used: set[int] = set()  # blocks, in this pass
+        self._before: set[int] = set()  # in the forward that this backward recomputes
         self._reused: set[int] = set()
 
     def __enter__(self) -> None:
         """A pass begins: switch the cache off."""
         self._wanted = torch.is_autocast_cache_enabled()
         self._used.clear()
+        self._before.clear()
         torch.set_autocast_cache_enabled(False)
 
     def __exit__(self, *_: object) -> None:
         """The pass ends: let it be as it was."""
         torch.set_autocast_cache_enabled(self._wanted)
+
+    def turn_back(self) -> None:
+        """A backward pass begins: what it recomputes are no further uses."""
+        self._before |= self._used
+        self._used.clear()
 
     def begin(self, block: Block) -> None:
         """A module that reads a block begins, with gradients."""
@@ -47,7 +54,8 @@ class Casts:
         if block.index in self._reused:
             torch.set_autocast_cache_enabled(True)
         elif block.index not in self._used:
-            self._used.add(block.index)
+            if block.index not in self._before:
+                self._used.add(block.index)
         elif any(t.requires_grad and t.dtype == torch.float32 for t in block.tensors):
             self._reused.add(block.index)
             warnings.warn(

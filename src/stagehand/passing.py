@@ -151,6 +151,7 @@ class Passing(PassListener):
     def begin_backward(self) -> None:
         """See `PassListener.begin_backward`."""
         self._saved.goes_back = True
+        self._casts.turn_back()
         self._tell(Phase.BACKWARD)
         self._hands_over = self._tenancy.begin()
         if not self._took_gradients:  # as in a region around all of the model

@@ -6,6 +6,7 @@ import pytest
 import torch
 from small import LAYER_BYTES, batch, runtime_of, stack
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import stagehand
 
@@ -38,6 +39,35 @@ def test_casts_of_streamed_weights_are_held_by_nobody(sim, trained):
     held = sim.allocated_bytes()
     with torch.set_grad_enabled(trained), torch.autocast("hpu", dtype=torch.bfloat16):
         output = model(x)
+        grown = sim.allocated_bytes() - held - 2 * LAYER_BYTES
+        assert grown < WEIGHTS * 2 // 3, "of the bytes of all casts"
+    del output
+    runtime_of(model).shutdown()
+
+
+class Recomputed(nn.Module):
+    def __init__(self, *, reentrant):
+        super().__init__()
+        self.layers = stack(12)
+        self.reentrant = reentrant
+
+    def forward(self, x):
+        x = x.requires_grad_()
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=self.reentrant)
+        return x
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_casts_of_weights_that_are_recomputed_are_held_by_nobody_either(sim, reentrant):
+    """A recompute is no second use: the block's casts were cached from then on."""
+    model = Recomputed(reentrant=reentrant)
+    expected = gradients(deepcopy(model).to("hpu"))
+    stagehand.layer(model, vram_budget=2 * LAYER_BYTES)
+    assert_equal_gradients(gradients(model), expected)
+    held = sim.allocated_bytes()
+    with torch.autocast("hpu", dtype=torch.bfloat16):
+        output = model(batch(2, 32).to("hpu"))
         grown = sim.allocated_bytes() - held - 2 * LAYER_BYTES
         assert grown < WEIGHTS * 2 // 3, "of the bytes of all casts"
     del output
