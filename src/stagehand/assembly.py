@@ -371,10 +371,13 @@ def _steer(
                 f" and {format_bytes(wire_bytes)} for a block as it crosses the link"
                 " and is decoded"
             )
+        name = "budget"
+        if settings.device.is_host and settings.pinned_bytes <= settings.budget_bytes:
+            name = "ram_budget, which counts where there is no accelerator,"
         raise StagehandOOMError(
-            f"the budget is {format_bytes(settings.budget_bytes)}, but"
+            f"the {name} is {format_bytes(settings.budget_bytes)}, but"
             f" {format_at_least(needed)} must be on the device at once:"
-            f" {format_bytes(kept)} that stay there{most}; raise the budget to at least"
+            f" {format_bytes(kept)} that stay there{most}; raise it to at least"
             f" {format_at_least(needed)}",
             needed_bytes=needed,
             limit_bytes=settings.budget_bytes,

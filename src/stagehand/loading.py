@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from stagehand.compact import Compact, expand
 from stagehand.decoding import scratch_folder
 from stagehand.files import check_key_map
-from stagehand.modes import check_model, layer
+from stagehand.modes import check_dtype, check_model, layer
 from stagehand.pretrained.deferred import empty_tensor
 from stagehand.pretrained.matching import match, untie
 from stagehand.pretrained.naming import Naming
@@ -93,6 +93,7 @@ def load(
         >>> model = stagehand.load(functools.partial(Net, width=8), "net.safetensors")
     """
     inspect.signature(layer).bind(model, **options)  # an unknown one is an error now
+    check_dtype(dtype)
     source = find_source(model, checkpoint_dir)
     checkpoint = open_checkpoint(source.path)
     folders: list[Path] = []

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "StagehandRuntime",
+    "check_dtype",
     "check_model",
     "device_budget",
     "host_budget",
@@ -84,7 +85,12 @@ class StagehandRuntime(Runtime):
         pool: Arena | None = None,
         trace: bool = False,
     ) -> None:
-        config = config or StagehandConfig()
+        config = StagehandConfig() if config is None else config
+        if not isinstance(config, StagehandConfig):
+            raise ConfigError(
+                f"config is a {type(config).__name__}: expected a StagehandConfig"
+            )
+        check_value("block_pattern", block_pattern, str | None)
         place = find_device(device)
         check_model(model, dtype)
         settings = Settings(
@@ -177,6 +183,7 @@ def layer(
         >>> output = model(batch)
         >>> model._stagehand_layer_runtime.shutdown()
     """
+    check_value("prefetch_k", prefetch_k, int)
     if prefetch_k < 0:
         raise ConfigError(f"prefetch_k is {prefetch_k}: expected 0 or more")
     check_value("transport", transport, Transport)
@@ -243,8 +250,23 @@ def host_budget(ram_budget: int | str) -> int:
     return parse_bytes(ram_budget, name="ram_budget", of=host_bytes())
 
 
+def check_dtype(dtype: torch.dtype | None) -> None:
+    """Refuse what is no element type."""
+    if not isinstance(dtype, torch.dtype | None):
+        raise ConfigError(
+            f"dtype is {dtype!r}: expected one of torch's, such as torch.bfloat16, or"
+            " None"
+        )
+
+
 def check_model(model: nn.Module, dtype: torch.dtype | None) -> None:
     """Refuse what cannot be streamed, and cast the rest."""
+    if not isinstance(model, nn.Module):
+        raise ConfigError(
+            f"the model is {model!r:.80}: expected a torch.nn.Module, such as a class"
+            " returns when it is called; load() opens a directory"
+        )
+    check_dtype(dtype)
     for name, module in model.named_modules():
         if module.__dict__.get(HANDLE) is not None or is_hooked(module):
             where = f"its module {name!r}" if name else "it"

@@ -88,3 +88,33 @@ def test_budget_holds_what_the_allocator_rounds_slots_up_to(sim, monkeypatch):
     assert 0 < crossed <= whole  # what is rounded up does not cross the link
     assert crossed == parts.steering.plan.streamed_bytes
     runtime.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        ({"model": "a model"}, "the model is 'a model': expected a torch.nn.Module"),
+        ({"model": nn.Linear}, "expected a torch.nn.Module"),
+        ({"dtype": "bfloat16"}, "dtype is 'bfloat16': expected one of torch's"),
+        ({"prefetch_k": "3"}, "prefetch_k is '3': expected an int"),
+        ({"ram_budget": 1}, "the ram_budget, which counts .* is 1 B, but"),
+        ({"vram_budget": 1, "ram_budget": "1MB"}, "the budget is 1 B, but"),
+    ],
+    ids=["a name", "a class", "a name of a type", "a text", "ram", "vram"],
+)
+def test_an_argument_that_cannot_work_is_named(arguments, problem):
+    wanted = {"model": uneven(), "vram_budget": "1MB", "device": "cpu", **arguments}
+    with pytest.raises(stagehand.StagehandError, match=problem):
+        stagehand.layer(wanted.pop("model"), **wanted)
+
+
+@pytest.mark.parametrize(
+    ("argument", "problem"),
+    [
+        ({"config": {}}, "config is a dict: expected a StagehandConfig"),
+        ({"block_pattern": 3}, "block_pattern is 3: expected a text or None"),
+    ],
+)
+def test_an_argument_of_block_mode_that_cannot_work_is_named(argument, problem):
+    with pytest.raises(stagehand.ConfigError, match=problem):
+        stagehand.StagehandRuntime(uneven(), **argument)

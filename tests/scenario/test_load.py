@@ -691,6 +691,22 @@ def test_directory_without_a_model_is_refused(files, problem, tmp_path):
         stagehand.load(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (["some/model"], r"does not exist, and nothing is downloaded"),
+        ([__file__], r"to stream a file, pass what builds the model first"),
+        (["some/model", Net], r"checkpoint_dir is Net: expected the path"),
+    ],
+    ids=["a name of the hub", "a file", "swapped"],
+)
+def test_arguments_that_are_taken_for_another_are_refused_with_what_to_do(
+    arguments, problem
+):
+    with pytest.raises(ConfigError, match=problem):
+        stagehand.load(*arguments)
+
+
 def test_model_without_a_place_of_its_files_is_refused():
     with pytest.raises(ConfigError, match=r"needs checkpoint_dir.*given Net"):
         stagehand.load(Net)

@@ -51,6 +51,11 @@ def find_source(given: Any, checkpoint_dir: str | Path | None) -> Source:
         ConfigError: If it is nothing that a model can be built from, or no place of its
             files is given.
     """
+    if not isinstance(checkpoint_dir, str | Path | None):
+        raise ConfigError(
+            f"checkpoint_dir is {_described(checkpoint_dir)}: expected the path of the"
+            " safetensors files; the model, or what builds it, comes first"
+        )
     if isinstance(given, str | Path):
         directory = Path(given).expanduser()
         return _from_directory(directory, checkpoint_dir or directory)
@@ -102,7 +107,11 @@ def _from_directory(directory: Path, checkpoint_dir: str | Path) -> Source:
         config = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         hint = ""
-        if (directory / "model_index.json").is_file():
+        if not directory.exists():
+            hint = ", it does not exist, and nothing is downloaded"
+        elif directory.is_file():
+            hint = ": to stream a file, pass what builds the model first"
+        elif (directory / "model_index.json").is_file():
             hint = ": this is a pipeline, load its models from their own directories"
         raise ConfigError(
             f"'{directory}' is no model directory{hint}: expected a {_CONFIG}, found"
