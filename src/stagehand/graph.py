@@ -247,7 +247,7 @@ class SavedTensors:
 
     def bring(self, packed: "WeightHandle | _Cast") -> torch.Tensor:
         """Return the view that a handle stands for."""
-        if not in_backward():  # somebody looks at the graph
+        if graph_task() == -1:  # somebody looks at the graph
             return packed.where_it_lies()
         self._fetch(packed.block)
         if torch.is_grad_enabled():
@@ -258,8 +258,7 @@ class SavedTensors:
 
     def handle(self, saved: torch.Tensor) -> "WeightHandle | _Cast | None":
         """Return what stands for a weight; None if the tensor is no weight."""
-        kind = type(saved)
-        if kind not in _PLAIN and type(saved.data) is not torch.Tensor:
+        if type(saved) not in _PLAIN and type(saved.data) is not torch.Tensor:
             return None  # a wrapper around other tensors
         try:
             address = saved.untyped_storage().data_ptr()

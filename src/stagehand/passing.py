@@ -190,7 +190,7 @@ class Passing(PassListener):
 
     def _fetch(self, block: Block) -> None:
         """Bring a block to the device for autograd."""
-        if not self.is_open:
+        if self._closed or self._model_ref() is None:
             raise ClosedError(
                 f"a graph needs weights of block {block.name!r}, but the runtime that"
                 " knows where they are was shut down, or its model is gone; run the"
@@ -199,9 +199,9 @@ class Passing(PassListener):
         self._edges.enter_backward()
         scheduler, gradients = self._parts.scheduler, self._gradients
         left = scheduler.fetched
-        if scheduler.is_at_hand(block):
+        if (left is block or block.stays) and scheduler.is_at_hand(block):
             return
-        if gradients is not None and left is not None and left.trains:
+        if left is not None and left.trains and gradients is not None:
             scheduler.release_fetched()
             if gradients.has_listeners:
                 scheduler.send_home(left)
@@ -210,15 +210,18 @@ class Passing(PassListener):
 
     def _track(self, block: Block) -> bool:
         """A site begins, with gradients."""
-        self._casts.begin(block)
-        if block.unseen and self._gradients is not None:
+        watched = self._gradients is not None
+        if block.trains or not watched:  # autocast keeps no casts of frozen weights
+            self._casts.begin(block)
+        if watched and block.unseen:
             self._saved.site = block
         return self._saved.rise()
 
     def _untrack(self, block: Block) -> None:
         """It ends."""
         self._saved.site = None
-        self._casts.end(block)
+        if block.trains or self._gradients is None:
+            self._casts.end(block)
 
     def _takes_gradients(self) -> bool:
         return torch.is_grad_enabled() and not self._settings.inference_mode

@@ -50,6 +50,7 @@ Tried with torch 2.10, 2.11, 2.13 and 2.15.
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -134,7 +135,10 @@ pop_saved_hooks: Callable[[], None] = _required(
     "_pop_saved_tensors_default_hooks", torch._C._autograd
 )
 """End what the latest push began."""
-_top_saved_hooks = _required("_top_saved_tensors_default_hooks", torch._C._autograd)
+top_saved_hooks: Callable[[], SavedHooks | None] = partial(
+    _required("_top_saved_tensors_default_hooks", torch._C._autograd), False
+)
+"""Return the pair of hooks through which this thread saves tensors now."""
 dispatch_modes: Callable[[], int] = getattr(
     torch._C, "_len_torch_dispatch_stack", lambda: 0
 )
@@ -174,12 +178,6 @@ class WeakStorage(StorageWeakRef):
 def in_backward() -> bool:
     """Return whether this thread runs inside autograd's backward pass."""
     return graph_task() != -1
-
-
-def top_saved_hooks() -> SavedHooks | None:
-    """Return the pair of hooks through which this thread saves tensors now."""
-    pair: SavedHooks | None = _top_saved_hooks(False)
-    return pair
 
 
 def looked_through(pack: _Function, below: SavedHooks | None = None) -> _Function:

@@ -1,5 +1,6 @@
 """Block: its tensors point to where it is, and edits are noticed."""
 
+import pytest
 import torch
 from torch import nn
 
@@ -46,12 +47,12 @@ def test_tensors_point_to_the_slot_and_back_and_stay_the_same_objects():
     block = new_block(weight, bias)
     home = weight.data_ptr()
     block.set_views(slot_for(block))
-    block.point_to_device()
+    assert block.arrive()
     assert block.bound
     assert weight.data_ptr() == block.target.data_ptr()
     assert (weight == 0).all()
     assert not block.is_replaced()
-    block.point_to_host()
+    assert block.leave()
     assert not block.bound
     assert weight.data_ptr() == home
     assert (weight == 1).all()
@@ -67,9 +68,31 @@ def test_assigned_data_is_seen_at_home_and_away():
     assert block.is_replaced()
     block.point_to_host()
     block.set_views(slot_for(block))
-    block.point_to_device()
+    assert block.arrive()
     weight.data = weight.data.clone()
     assert block.is_replaced()
+
+
+@pytest.mark.parametrize("edit", ["replaced", "changed"])
+@pytest.mark.parametrize("kind", ["tracked", "of inference mode"])
+def test_edited_block_neither_arrives_nor_leaves_with_any_of_its_tensors(edit, kind):
+    with torch.inference_mode(kind != "tracked"):
+        first = torch.ones(4)
+    last = torch.ones(4)
+    block = new_block(first, last)
+    block.set_views(slot_for(block))
+    for move in (block.arrive, block.leave):
+        places = [tensor.data_ptr() for tensor in block.tensors]
+        if edit == "replaced":
+            last.data = last.data.clone()
+        else:
+            last.add_(1)
+        assert not move()
+        assert first.data_ptr() == places[0]
+        assert block.bound == (move == block.leave)
+        last.data = block.pairs()[1][1]
+        block.versions = block.read_versions()
+        assert move()
 
 
 def test_store_is_told_once_of_each_changed_tensor():
@@ -103,10 +126,10 @@ def test_tensors_of_inference_mode_have_no_versions_and_can_be_pointed_anywhere(
     assert len(block.read_versions()) == 1
     assert block.all_versions() == [0, 0]
     block.set_views(slot_for(block))
-    block.point_to_device()
+    assert block.arrive()
     assert weight.is_inference()
     assert (weight == 0).all()
-    block.point_to_host()
+    assert block.leave()
     assert (weight == 1).all()
 
 

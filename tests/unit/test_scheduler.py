@@ -913,8 +913,8 @@ class Streaming(RuleBasedStateMachine):
     @invariant()
     def books_agree(self):
         uses = list(self.open)
-        if self.scheduler._fetched is not None:
-            uses.append(self.scheduler._fetched)
+        if self.scheduler.fetched is not None:
+            uses.append(self.scheduler.fetched)
         for block in self.blocks:
             assert block.uses == uses.count(block), block
             assert block.awaited >= 0

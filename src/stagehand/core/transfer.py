@@ -247,19 +247,18 @@ class TransferEngine:
                 the ticket is done.
             priority: Speculation can be denied.
         """
-        lane, filled = self.h2d, slot._filled
-        limited = self._limited
+        filled, limited = slot._filled, self._limited
         if limited and priority >= _SPECULATIVE:
             denied = self._deny_load(priority)
             if denied is not None:
                 return denied
-        stream = lane.stream
+        stream = self.h2d.stream
         if slot._reader is not None:
             stream.wait_event(slot._drained)
         if self.stopwatch is None:
             self._device.copy(target, source, stream)
         else:
-            self._copy(_block_in(slot), "H2D", lane.stream, target, source)
+            self._copy(_block_in(slot), "H2D", stream, target, source)
         filled.record(stream)  # type: ignore[union-attr]
         slot._seen_by = slot._reader = None
         nbytes = target.numel()
@@ -382,6 +381,11 @@ class TransferEngine:
             elif self._limited:
                 self._settle_load(slot._filled)  # type: ignore[arg-type]
             slot._seen_by = stream
+
+    def finish_load(self, slot: Slot) -> None:
+        """Block the host until a slot is filled: what fills it is to be written."""
+        if slot._filled is not None:
+            slot._filled.synchronize()
 
     def release(self, slot: Slot, stream: Stream) -> None:
         """Mark that `stream`, and whoever waited for the slot, used it until now."""

@@ -202,21 +202,48 @@ class Block(Residency):
         """Let the tensors point to the store's host tensors."""
         if self.store is None:
             return
-        hosts, number = self._hosts, 0
-        for tensor in self.tensors:  # enumerate() takes 0.06 us, zip() more
-            tensor.data = hosts[number]
-            number += 1  # noqa: SIM113
+        for tensor, host in zip(self.tensors, self._hosts, strict=True):
+            tensor.data = host
         self.addresses = self.host_addresses
         self.bound = False
 
-    def point_to_device(self) -> None:
-        """Let the tensors point into the slot."""
-        views, number = self.views, 0
-        for tensor in self.tensors:
-            tensor.data = views[number]
-            number += 1  # noqa: SIM113
+    def leave(self) -> bool:
+        """Point to the host, unless it `is_touched`; return whether it does."""
+        if not self._turn_to(self._hosts):
+            return False
+        self.addresses = self.host_addresses
+        self.bound = False
+        return True
+
+    def arrive(self) -> bool:
+        """Point into the slot, unless it `is_touched`; return whether it does."""
+        if not self._turn_to(self.views):
+            return False
         self.addresses = self.view_addresses
         self.bound = True
+        return True
+
+    def _turn_to(self, places: Sequence[torch.Tensor]) -> bool:
+        """Point elsewhere, unless touched: one look at each tensor for both."""
+        if self.tracked is not self.tensors:
+            if self.is_touched():
+                return False
+            for tensor, place in zip(self.tensors, places, strict=True):
+                tensor.data = place
+            return True
+        addresses, versions, number = self.addresses, self.versions, 0
+        for tensor in self.tensors:  # enumerate() takes 0.06 us, zip() more
+            if tensor.data_ptr() != addresses[number]:
+                break
+            if tensor._version != versions[number]:
+                break
+            tensor.data = places[number]
+            number += 1
+        else:
+            return True
+        for tensor, place in self.pairs()[:number]:
+            tensor.data = place
+        return False
 
     def is_replaced(self) -> bool:
         """Whether somebody pointed a tensor elsewhere, through `.data`."""

@@ -219,7 +219,7 @@ class LaneLoader:
             ticket = self._send_wire(block, slot, target, priority)
         else:
             ticket = self._engine.load(slot, target, image, priority)
-        if not isinstance(ticket, Ticket):
+        if type(ticket) is not Ticket:
             return False
         if block.trains:  # others are rarely edited: then their next use loads again
             block.versions = block.read_versions()

@@ -192,7 +192,7 @@ class LookAhead:
                         if other.uses or other.awaited:
                             break
                         if not (
-                            self._mover.evict(other, stream=stream, waits=False)
+                            self._mover.drop(other, slot, stream)
                             or self._await_home(other, stream, ends=ends)
                         ):
                             self._clear(position, min(last, position + room), stream)
@@ -242,12 +242,12 @@ class LookAhead:
         for block in self._line[position:last]:
             slot = block.home
             other = None if slot is None else slot.occupant
-            if block.slot is None and other is not None:
+            if slot is not None and other is not None and block.slot is None:
                 if other.uses or other.awaited or other in passed:
                     return
                 if self.changes_follow and block.trains:
                     return
-                self._mover.evict(other, stream=stream, waits=False)
+                self._mover.drop(other, slot, stream)
             passed.append(block)
 
     def _stage(self, position: int, last: int) -> None:

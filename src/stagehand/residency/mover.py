@@ -66,6 +66,7 @@ class Mover:
         self._loader = loader
         self._memory = memory
         self._counters = counters
+        self._replaced_in = -1  # the pass in which a replaced tensor was found last
 
     def load(self, block: Block, slot: Slot, priority: Priority) -> bool:
         """Begin to fill an empty slot with a block; False if it cannot be now."""
@@ -78,8 +79,9 @@ class Mover:
             if not self._memory.settle_in(block, slot, urgent=urgent):
                 return False
         staged = block.state is _HOST_STAGED
-        if not staged and block.filled_in != self.passed and block.is_replaced():
-            self.take_in(block)
+        if self._replaced_in == self.passed and not staged and block.is_replaced():
+            self.take_in(block)  # one is rarely replaced alone
+            block.versions = block.read_versions()
         slot.occupant = block
         try:
             started = self._loader.start(block, slot, priority)
@@ -98,16 +100,14 @@ class Mover:
         """Let a loaded block's tensors point to its slot, and `stream` read it."""
         if self._loader.fills:
             self._finish(block, slot)
-        versions = [t._version for t in block.tracked]
-        if versions != block.versions:
-            block.versions = versions
-            self._reload(block, slot)
-        elif block.filled_in != self.passed and self._is_old(block):
+        if block.filled_in != self.passed and self._is_old(block):
             self._reload(block, slot)
         self._engine.await_filled(slot, stream)
         if block.state is _PREFETCHING:
             block.state = _ARRIVED
-        block.point_to_device()
+        if not block.arrive():
+            self._reload(block, slot)
+            self.bind(block, slot, stream)
 
     def _finish(self, block: Block, slot: Slot) -> None:
         try:
@@ -123,13 +123,14 @@ class Mover:
         Asked of blocks that were filled in an earlier pass.
         """
         if block.is_replaced():
-            self.take_in(block)
             return True
         seal, block.seal = block.seal, None
         return seal is not None and not bool((seal == sample(block)).all())
 
     def _reload(self, block: Block, slot: Slot) -> None:
+        self.take_in(block)
         self.vacate(block, slot)
+        block.versions = block.read_versions()
         self.load(block, slot, _CRITICAL)
         self._finish(block, slot)
 
@@ -174,6 +175,22 @@ class Mover:
                 self.take_in(block)
             self._loader.forget(block)
         self.vacate(block, slot)
+        self._counters.evictions += 1
+        if use_count_of(slot.storage_key) > slot.alone:
+            self._memory.abandon(slot)
+        return True
+
+    def drop(self, block: Block, slot: Slot, stream: Stream) -> bool:
+        """Like `evict` where the host shall not wait, in less time in the usual case:
+        a block that nobody has changed.
+        """
+        if not block.bound or block.stays:
+            return self.evict(block, stream=stream, waits=False)
+        self._engine.release(slot, stream)  # whoever read its tensors used the slot
+        if not block.leave():
+            return self.evict(block, stream=stream, waits=False)
+        block.state = _DROPPED
+        block.seal = block.slot = slot.occupant = None
         self._counters.evictions += 1
         if use_count_of(slot.storage_key) > slot.alone:
             self._memory.abandon(slot)
@@ -278,7 +295,10 @@ class Mover:
         """
         if block.store is None or not block.is_replaced():
             return
-        if block.bound and block.slot is not None:  # others may still read the slot
+        self._replaced_in = self.passed
+        if block.slot is not None and not block.bound:  # from what is written now
+            self._engine.finish_load(block.slot)
+        elif block.slot is not None:  # others may still read the slot
             stream = self._device.current_stream()
             self._engine.await_filled(block.slot, stream)
             self._engine.join_passes(stream)

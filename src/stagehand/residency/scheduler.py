@@ -76,7 +76,8 @@ class Scheduler:
         self.slots_by_memory = self._memory.by_address
         """Slots that have memory, by its address."""
         self._latest: Block | None = None
-        self._fetched: Block | None = None
+        self.fetched: Block | None = None
+        """The block that `fetch` holds."""
         self._backwards = 0  # backward passes that are over
         self._fixed: Collection[int] = ()
         self._gave_way = False  # blocks that stay have left, for others
@@ -94,8 +95,10 @@ class Scheduler:
             StagehandOOMError: If blocks in use leave no slot for it.
             CheckpointError: If its file cannot be read.
         """
-        if self._fetched is not None and self._fetched is not block:
-            self.release_fetched()
+        fetched = self.fetched
+        if fetched is not None and fetched is not block:
+            self.fetched = None
+            fetched.uses -= 1
         if block.uses:
             block.uses += 1
             return
@@ -110,8 +113,10 @@ class Scheduler:
             arrived = watch.mark(stream)
         if block.bound:
             self._engine.await_filled(block.slot, stream)  # type: ignore[arg-type]
-        else:
+        elif block.slot is None or block.trains:
             self._bring(block, stream)
+        else:  # as that does
+            self._mover.bind(block, block.slot, stream)
         if watch is not None:
             watch.used(block.index, arrived, watch.mark(stream))
         if block.stays:
@@ -135,9 +140,9 @@ class Scheduler:
     def fetch(self, block: Block) -> None:
         """Make a block usable for backward, until another one's use or the next
         pass."""
-        if self._fetched is not block:
+        if self.fetched is not block:
             self.before(block)
-            self._fetched = block
+            self.fetched = block
 
     def is_at_hand(self, block: Block) -> bool:
         """Whether a block is here without another use; then this stream may read it.
@@ -145,7 +150,7 @@ class Scheduler:
         Autograd runs each node on the stream of its forward: it need not be the one
         that fetched the block.
         """
-        if block is not self._fetched and block.index not in self._fixed:
+        if block is not self.fetched and block.index not in self._fixed:
             return False
         if not block.bound:
             return False
@@ -154,18 +159,14 @@ class Scheduler:
         return True
 
     @property
-    def fetched(self) -> Block | None:
-        """The block that `fetch` holds."""
-        return self._fetched
-
-    @property
     def in_use(self) -> list[str]:
         """Names of the blocks that are in use."""
-        return [block.name for block in self.blocks if block.uses]
+        found = (slot.occupant for slot in self._memory.slots)
+        return [block.name for block in found if block is not None and block.uses]
 
     def release_fetched(self) -> None:
         """End the use that `fetch` began."""
-        block, self._fetched = self._fetched, None
+        block, self.fetched = self.fetched, None
         if block is not None:
             self.after(block)
 
@@ -174,7 +175,7 @@ class Scheduler:
 
         An interrupt skips hooks, and comes between any two lines.
         """
-        self._fetched = None
+        self.fetched = None
         self._ahead.recover()
         stream = self._device.current_stream()
         for block in self.blocks:
