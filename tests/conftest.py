@@ -104,6 +104,8 @@ def no_thread_left() -> Iterator[None]:
     yield
     if _threads() - before:
         gc.collect()  # what was dropped without being closed has its chance to close
+    for thread in _threads() - before:
+        thread.join(timeout=10)  # one that was told to end may not have come to it
     if left := _threads() - before:
         pytest.fail(f"threads left running: {sorted(t.name for t in left)}")
 

@@ -1,13 +1,12 @@
 """Finding: how a model is divided into blocks, and what stays."""
 
-import time
-
 import pytest
 import torch
 from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 
 from architectures import ARCHITECTURES
+from counting import lines_run
 from stagehand.errors import ConfigError
 from stagehand.residency.blocks import tensor_bytes
 from stagehand.residency.finding import find_blocks, find_layers
@@ -207,15 +206,12 @@ def test_match_without_parameters_is_no_block():
 
 
 def test_finding_ten_times_the_blocks_takes_about_ten_times_as_long():
-    def seconds(number):
+    def lines(number):
         model = nn.Sequential(*(nn.Sequential(nn.ReLU()) for _ in range(number)))
         model[0][0].weight = nn.Parameter(torch.zeros(1))
-        start = time.process_time()
-        find_blocks(model, r"^\d+$")
-        return time.process_time() - start
+        return lines_run(find_blocks, model, r"^\d+$")
 
-    few, many = (min(seconds(n) for _ in range(3)) for n in (200, 2_000))
-    assert many < 40 * few  # quadratic would be 100
+    assert lines(2_000) < 12 * lines(200)
 
 
 # -------------------------------------------------------------------------- layer mode

@@ -1,13 +1,13 @@
 """Order: routes are learned, followed and relearned."""
 
 import random
-import time
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from counting import Counted, lines_run
 from stagehand.errors import StagehandInternalError
 from stagehand.residency.order import Order
 
@@ -254,15 +254,12 @@ def shuffled(number):
 
 @pytest.mark.parametrize("routes", [followed, every_second, shuffled])
 def test_ten_thousand_uses_cost_ten_times_a_thousand(routes):
-    def seconds(number):
+    def lines(number):
         order = Order(range(number))
-        passes = [tuple(route) for route in routes(number)]
-        start = time.process_time()
-        run(order, *passes)
-        return time.process_time() - start
+        passes = [tuple(map(Counted, route)) for route in routes(number)]
+        return lines_run(run, order, *passes)
 
-    few, many = (min(seconds(n) for _ in range(3)) for n in (1_000, 10_000))
-    assert many < 40 * few  # quadratic would be 100
+    assert lines(10_000) < 12 * lines(1_000)
 
 
 # ---------------------------------------------------------------------------- stateful

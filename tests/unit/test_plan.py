@@ -1,7 +1,6 @@
 """The planner against brute force, known policies and an executor of its own."""
 
 import random
-import time
 from dataclasses import replace
 from itertools import combinations
 
@@ -9,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from counting import lines_run
 from schedules import evenly_spaced, execute, follow
 from stagehand.errors import StagehandInternalError, StagehandOOMError
 from stagehand.residency.plan import Plan, Workload, plan, smallest_budget
@@ -422,7 +422,8 @@ def test_a_workload_that_describes_no_model_is_refused(change, message):
 
 
 @pytest.mark.parametrize("kind", ["ring", "ping-pong"])
-def test_ten_thousand_blocks_are_planned_within_a_second(kind):
+def test_ten_thousand_blocks_are_planned_in_fifteen_million_lines(kind):
+    """Well below a second; `benchmarks/planning.py` times it."""
     rng = random.Random(0)
     nbytes = [rng.randint(1, 60 * MIB) for _ in range(10_000)]
     compute = [rng.uniform(0, 1e-3) for _ in nbytes]
@@ -433,9 +434,8 @@ def test_ten_thousand_blocks_are_planned_within_a_second(kind):
     )
     for part in (0.002, 0.3):
         budget = int(part * sum(nbytes))
-        start = time.process_time()
-        plan(workload, budget_bytes=budget, max_lookahead=3)
-        assert time.process_time() - start < 1
+        count = lines_run(plan, workload, budget_bytes=budget, max_lookahead=3)
+        assert count < 15_000_000
 
 
 # Properties

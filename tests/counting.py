@@ -1,0 +1,36 @@
+"""Counts what code does instead of timing it: a count is the same on every machine."""
+
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+__all__ = ["Counted", "lines_run"]
+
+
+def lines_run(call: Callable[..., object], *args: Any, **kwargs: Any) -> int:
+    """How many lines of Python a call runs, of whatever library."""
+    count = 0
+
+    def trace(frame: FrameType, event: str, argument: Any) -> Any:
+        nonlocal count
+        count += event == "line"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call(*args, **kwargs)
+    finally:
+        sys.settrace(before)
+    return count
+
+
+class Counted(int):
+    """A number that runs a line whenever it is compared, wherever that is done."""
+
+    def __eq__(self, other: object) -> bool:
+        return int(self) == other
+
+    def __hash__(self) -> int:
+        return int(self)
