@@ -33,6 +33,7 @@ hypothesis.settings.load_profile("stagehand")
 
 _PASSED = pytest.StashKey[bool]()
 _GPU_TESTS = Path(__file__).with_name("gpu")
+_PATIENCE = 120  # seconds until a test gives up
 
 
 def _on_gpu(config: pytest.Config) -> bool:
@@ -105,7 +106,7 @@ def no_thread_left() -> Iterator[None]:
     if _threads() - before:
         gc.collect()  # what was dropped without being closed has its chance to close
     for thread in _threads() - before:
-        thread.join(timeout=10)  # one that was told to end may not have come to it
+        thread.join(_PATIENCE)  # one that was told to end may not have come to it
     if left := _threads() - before:
         pytest.fail(f"threads left running: {sorted(t.name for t in left)}")
 

@@ -1023,7 +1023,7 @@ def test_threads_that_run_forwards_at_once_are_exact(saved):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(100)
+        thread.join(120)
     assert sorted(found) == [0, 1, 2]
     for each in found.values():
         assert_same(each, expected)

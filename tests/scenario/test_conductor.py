@@ -865,14 +865,14 @@ def held_by_a_thread(lock):
     def hold():
         with lock:
             held.set()
-            over.wait(timeout=30)
+            over.wait(timeout=120)
 
     thread = threading.Thread(target=hold)
     thread.start()
-    assert held.wait(timeout=30)
+    assert held.wait(timeout=120)
     yield
     over.set()
-    thread.join(timeout=30)
+    thread.join(timeout=120)
 
 
 @pytest.mark.parametrize("told", [True, False], ids=["told", "detected"])

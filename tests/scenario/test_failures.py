@@ -685,7 +685,7 @@ def in_threads(count, work):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=60)
+        thread.join(timeout=120)
     assert not any(thread.is_alive() for thread in threads)
     return errors
 
@@ -759,7 +759,7 @@ def test_a_thread_that_was_interrupted_and_lives_on_holds_nobody_up(place):
 
     def work(number):
         if number == 1:
-            left.wait(10)
+            left.wait(120)
             assert_passes_equal(model, expected, batch())
             done.set()
             return
@@ -768,7 +768,7 @@ def test_a_thread_that_was_interrupted_and_lives_on_holds_nobody_up(place):
             model(batch())
         handle.remove()
         left.set()
-        done.wait(10)
+        done.wait(120)
         assert_bitwise_equal(model(batch()), expected, "the first thread")
         assert torch.is_grad_enabled()
 
@@ -792,7 +792,7 @@ def test_a_long_pass_in_one_thread_is_never_taken_for_a_forgotten_one(place):
 
     def work(number):
         if number:
-            inside.wait(10)
+            inside.wait(120)
             waiting.append(number)
         with torch.no_grad():
             assert_bitwise_equal(model(batch()), expected, f"thread {number}")
@@ -805,7 +805,7 @@ def test_a_long_pass_in_one_thread_is_never_taken_for_a_forgotten_one(place):
 
 
 def _wait_for(condition):
-    for _ in range(1000):
+    for _ in range(12_000):
         if condition():
             return
         threading.Event().wait(0.01)
@@ -819,7 +819,7 @@ def test_shutdown_while_another_thread_runs_waits_for_its_pass(place):
 
     def pause(*_):
         inside.set()
-        go_on.wait(10)
+        go_on.wait(120)
 
     handle = model[3].register_forward_pre_hook(pause)
 
@@ -828,7 +828,7 @@ def test_shutdown_while_another_thread_runs_waits_for_its_pass(place):
             with torch.no_grad():
                 outputs.append(model(batch()))
         else:
-            inside.wait(10)
+            inside.wait(120)
             threading.Timer(0.05, go_on.set).start()
             runtime_of(model).shutdown()
 

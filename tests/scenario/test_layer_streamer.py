@@ -529,7 +529,7 @@ def test_settled_streamer_has_sent_what_was_read_too_late_for_its_pass(
     def slow(self, layer, image):
         taken.append(layer)
         if layer == 1 and len(taken) > LAYERS:
-            assert pass_is_over.wait(60)
+            assert pass_is_over.wait(120)
         return take(self, layer, image)
 
     def waited(group):

@@ -519,7 +519,7 @@ def test_an_interpreter_exits_cleanly_with_a_runtime_in_every_state(tmp_path):
         [sys.executable, "-W", "error", script, TESTS.parent / "src", TESTS, tmp_path],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")
 

@@ -56,7 +56,7 @@ class Gate:
         jobs = [job for job in jobs if job is not None and not job.done()][:count]
         for job in jobs:
             self._permits.release()
-            job.exception(timeout=60)
+            job.exception(timeout=120)
 
     def open(self):
         self._wide.set()
@@ -335,7 +335,7 @@ def test_thread_waits_when_some_pieces_are_not_used(gate):
     assert [job is not None for job in jobs] == [True] * 3 + [False] * (DEPTH - 3)
     gate.open()
     for job in jobs[:3]:
-        job.result(timeout=60)
+        job.result(timeout=120)
     assert gate.asked == 3
     end(model)
 
@@ -367,7 +367,7 @@ def test_blocks_that_stay_are_staged_two_at_a_time(gate, monkeypatch):
     fill, both = LaneLoader._fill, threading.Barrier(2)
 
     def together(loader, block, slab):
-        both.wait(timeout=5)
+        both.wait(timeout=120)
         return fill(loader, block, slab)
 
     monkeypatch.setattr(LaneLoader, "_fill", together)
@@ -408,7 +408,7 @@ def test_when_all_is_pinned_nothing_is_left_of_it(gate, sim):
     for _ in range(50):
         run(model)
         for coming in parts.masters._coming[:3]:
-            coming.job.result(timeout=60)
+            coming.job.result(timeout=120)
         if parts.loader.pin_on is None:
             break
     assert not any(block.needs_staging for block in blocks_of(model))
@@ -484,7 +484,7 @@ def test_moving_to_the_host_and_going_on_begins_pinning_again(gate):
     for _ in range(DEPTH):
         assert_bitwise_equal(run(model), wanted, "pass")
         for coming in runtime_of(model)._parts.masters._coming[:3]:
-            coming.job.result(timeout=60)
+            coming.job.result(timeout=120)
     assert all(pinned(model))
     end(model)
 

@@ -595,7 +595,7 @@ def in_threads(*calls):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=60)
+        thread.join(timeout=120)
     assert not any(thread.is_alive() for thread in threads)
     if errors:
         raise errors[0]
@@ -680,13 +680,13 @@ def test_a_wait_for_room_that_nobody_can_end_is_refused(crowd, monkeypatch):
     def cross(*_):
         hook.remove()
         thread.start()
-        assert waiting.wait(timeout=30)
+        assert waiting.wait(timeout=120)
         call_the_other()
 
     thread = threading.Thread(target=call_the_other)
     hook = some.models[0][3][0].register_forward_pre_hook(cross)
     in_threads(lambda: some.run(0))
-    thread.join(timeout=30)
+    thread.join(timeout=120)
     assert not thread.is_alive()
     assert len(refused) == 2
     assert all("Sequential holds 4.35 KB" in message for message in refused)

@@ -30,19 +30,19 @@ def elsewhere(begin, end=lambda: None):
         try:
             begin()
             began.set()
-            over.wait(timeout=30)
+            over.wait(timeout=120)
             end()
         except BaseException as error:  # noqa: BLE001 - told to the test's own thread
             errors.append(error)
 
     thread = threading.Thread(target=run)
     thread.start()
-    assert began.wait(timeout=30)
+    assert began.wait(timeout=120)
     try:
         yield over
     finally:
         over.set()
-        thread.join(timeout=30)
+        thread.join(timeout=120)
     assert errors == []
 
 
@@ -221,11 +221,11 @@ def test_a_wait_for_a_thread_that_waits_for_autograd_is_refused_if_that_waits_to
     thread = threading.Thread(target=run)
     first.before_block(first.block_ids[2])
     thread.start()
-    assert waiting.wait(timeout=30)
+    assert waiting.wait(timeout=120)
     with pytest.raises(stagehand.StagehandOOMError):
         loss.backward()
     first.after_block(first.block_ids[2])
-    thread.join(timeout=30)
+    thread.join(timeout=120)
     assert not thread.is_alive()
     assert len(refused) == 1
     some.models[1].zero_grad()
@@ -239,7 +239,7 @@ def test_threads_that_run_models_inside_of_each_other_in_a_circle_are_told(
 ):
     """Each is in one model and waits for the next: one fails, the others go on."""
     some = crowd(place, range(4, 4 + count), 40 * LAYER_BYTES)
-    inside, errors, ran = threading.Barrier(count, timeout=30), [], []
+    inside, errors, ran = threading.Barrier(count, timeout=120), [], []
 
     def nested(number):
         following = (number + 1) % count
@@ -296,7 +296,7 @@ def test_a_circle_through_autograds_own_thread_is_told(crowd, closes):
     thread = threading.Thread(target=other)
     first.before_block(first.block_ids[0])
     thread.start()
-    assert goes_back.wait(timeout=30)
+    assert goes_back.wait(timeout=120)
     if closes == "autograd":
         wait_until(lambda: awaited_by(thread) is first._edges.lock)
     try:
@@ -304,7 +304,7 @@ def test_a_circle_through_autograds_own_thread_is_told(crowd, closes):
     except DeadlockError as error:
         outcomes["autograd"] = str(error)
     first.after_block(first.block_ids[0])
-    thread.join(timeout=30)
+    thread.join(timeout=120)
     assert not thread.is_alive()
     assert [*outcomes] == [closes]
     assert "waits for autograd" in outcomes[closes]
@@ -334,9 +334,9 @@ def test_a_model_that_was_left_by_an_interrupt_closes_no_circle(crowd):
 
     thread = threading.Thread(target=other)
     thread.start()
-    assert inside.wait(timeout=30)
+    assert inside.wait(timeout=120)
     some.run(1)
-    thread.join(timeout=30)
+    thread.join(timeout=120)
     assert not thread.is_alive()
     some.run(0, 1)
 
@@ -362,18 +362,18 @@ def test_a_model_may_join_while_a_pass_of_another_one_has_all_the_room(crowd):
 
     def stop(*_):
         inside.set()
-        goes_on.wait(timeout=30)
+        goes_on.wait(timeout=120)
 
     hook = some.models[0][8][0].register_forward_pre_hook(stop)
     model = nn.Sequential(nn.LayerNorm(WIDTH), *varied(6, 0))
     expected = run_resident(model, "hpu", batch())
     thread = threading.Thread(target=some.run, args=(0,))
     thread.start()
-    assert inside.wait(timeout=30)
+    assert inside.wait(timeout=120)
     stagehand.layer(model, vram_budget=3 * LAYER_BYTES, device="hpu")
     values = model.state_dict()  # parks the model, and brings it back
     goes_on.set()
-    thread.join(timeout=30)
+    thread.join(timeout=120)
     hook.remove()
     with torch.no_grad():
         assert_bitwise_equal(model(batch()), expected, "output")
@@ -426,7 +426,7 @@ def test_who_waits_for_room_gives_what_is_not_held_to_who_cannot_go_on_without(
         elif held != "not":
             runtime.reserve_for_resident(priority=stagehand.ResidentPriority[held])
         thread.start()
-        assert waiting.wait(timeout=30)
+        assert waiting.wait(timeout=120)
         assert runtime._parts.weights.held_bytes == LAYER_BYTES - 256
         try:
             run(wide)
@@ -439,7 +439,7 @@ def test_who_waits_for_room_gives_what_is_not_held_to_who_cannot_go_on_without(
     thread = threading.Thread(target=run, args=(topped,))
     with withs:
         run(other)
-        thread.join(timeout=30)
+        thread.join(timeout=120)
         assert not thread.is_alive()
     assert len(errors) == (held == "kept")
     assert all("kept resident" in error for error in errors)

@@ -522,7 +522,7 @@ def test_threads_that_copy_free_and_wait_do_not_block_each_other(sim):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=60)
+        thread.join(timeout=120)
     assert not any(thread.is_alive() for thread in threads)
 
 
@@ -670,8 +670,10 @@ def test_resize_keeps_bytes_and_views(sim):
 # ------------------------------------------------------------------------- the fixture
 
 LEAKS = """
-import threading, torch
+import conftest, threading, torch
 from simulated.sim_device import device
+
+conftest._PATIENCE = 0
 
 kept = []
 blocked = threading.Event()

@@ -46,7 +46,7 @@ def in_thread(function, *args):
     thread.start()
 
     def result():
-        thread.join(timeout=10)
+        thread.join(timeout=120)
         assert not thread.is_alive()
         return outcome[0]
 
@@ -108,12 +108,12 @@ def test_nobody_waits_while_memory_is_made():
 
     def slow(nbytes):
         asked.set()
-        in_time.append(permitted.wait(timeout=30))
+        in_time.append(permitted.wait(timeout=120))
         return torch.zeros(nbytes, dtype=torch.uint8)
 
     arena._make = slow
     first = in_thread(arena.acquire, 40, "slow")
-    asked.wait(timeout=10)
+    asked.wait(timeout=120)
     lease = arena.reserve_nowait(40, "other")  # would wait for the lock
     lease.make(lambda n: torch.ones(n, dtype=torch.uint8))
     assert lease.buffer.sum() == 40

@@ -151,7 +151,7 @@ def test_finalizer_that_releases_inside_a_grant_does_not_deadlock():
     nbytes.step_in = dropped.release
     asking = threading.Thread(target=account.grant, args=(nbytes, "b"), daemon=True)
     asking.start()
-    asking.join(timeout=10)
+    asking.join(timeout=120)
     assert not asking.is_alive()
     assert account.holders() == {"b": 30}
     assert account.held_bytes == 30

@@ -147,7 +147,7 @@ def test_a_part_calls_back_from_the_whole_without_holding_a_lock():
     def recall(grant):
         asking = threading.Thread(target=part.holders, daemon=True)
         asking.start()
-        asking.join(timeout=10)
+        asking.join(timeout=120)
         free.append(not asking.is_alive())
         grant.release()
 

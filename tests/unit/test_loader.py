@@ -26,7 +26,7 @@ from stagehand.stores.module import ModuleStore
 NBYTES = 4096
 AHEAD = Priority.SPECULATIVE
 NOW = Priority.CRITICAL
-PATIENCE = 10  # seconds until a test gives up
+PATIENCE = 120  # seconds until a test gives up
 
 
 class Disk(ModuleStore):

@@ -334,7 +334,7 @@ def test_several_threads_read_one_block(path, monkeypatch):
     real, together = os.preadv, threading.Barrier(3)
 
     def preadv(*arguments):
-        together.wait(10)  # breaks unless three are here at once
+        together.wait(120)  # breaks unless three are here at once
         return real(*arguments)
 
     monkeypatch.setattr(os, "preadv", preadv)

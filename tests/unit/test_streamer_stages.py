@@ -13,7 +13,7 @@ from stagehand.errors import ReadError, StagehandInternalError
 from stagehand.streamer.stages import LayerStore, ReadAhead
 
 LAYERS, NBYTES = 5, 64
-PATIENCE = 10  # seconds until a test gives up
+PATIENCE = 120  # seconds until a test gives up
 
 
 class Files:

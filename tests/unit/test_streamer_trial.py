@@ -12,7 +12,7 @@ from stagehand.streamer.depths import Depths
 from stagehand.streamer.trial import Job, Message, TrialProcess, run_job, watch
 
 DEPTHS = Depths(n_gpu=1)
-PATIENCE = 60  # seconds until a test gives up
+PATIENCE = 120  # seconds until a test gives up
 
 
 # What the parent makes of the messages
