@@ -65,6 +65,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         line = (
             attempt(cell, card, options.scratch) if card else _one(cell, options, ends)
         )
+        if number and "failed" in line and time.monotonic() >= ends:
+            print(f"{len(left) - number} cells are left, one of them half done")
+            break
         lines.write(line)
         took = time.monotonic() - began
         print(f"{cell.name}: {_sentence(line)} ({took:.0f} s)", flush=True)

@@ -149,6 +149,7 @@ class SimulatedCard(Card):
     def __init__(self) -> None:
         self._sim = load_simulated_device()
         self._sim.configure(**_RATES)
+        torch.set_num_threads(1)  # small operators; the time is virtual
         super().__init__()
 
     @property

@@ -1,15 +1,34 @@
-"""Are two outcomes the same bits, and how far are they apart?"""
+"""Outcomes that can be the same bits, whether they are, and how far they are apart."""
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
+from torch.utils import deterministic
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
-__all__ = ["difference", "equal"]
+__all__ = ["difference", "equal", "repeatable"]
+
+
+@contextmanager
+def repeatable() -> Iterator[None]:
+    """Let each sum be added in one order, which fused attention's gradients are not.
+
+    Steps that are timed do without. CUDA's matrix library wants to be asked for it by
+    CUBLAS_WORKSPACE_CONFIG in the environment as well.
+    """
+    fills = deterministic.fill_uninitialized_memory
+    deterministic.fill_uninitialized_memory = False  # type: ignore[assignment]
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+        deterministic.fill_uninitialized_memory = fills
 
 
 def equal(some: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:

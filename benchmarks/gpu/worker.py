@@ -8,6 +8,7 @@ memory, but for the ballast, counts as the cell's.
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -65,15 +66,17 @@ def apart(
         folder: Where files are written for a while; None for the system's place.
         seconds: After which it is given up.
     """
-    with tempfile.TemporaryDirectory() as there:
+    # What a process that is killed leaves behind goes with the folder.
+    with tempfile.TemporaryDirectory(dir=folder, prefix="bench-") as there:
         result = Path(there) / "line.json"
         command = [sys.executable, "-m", "benchmarks.gpu.worker"]
         command += [json.dumps(cell and cell.line()), str(result)]
-        command += ["dry" if dry else "real", str(folder or "")]
+        command += ["dry" if dry else "real", there]
         try:
             done = subprocess.run(
                 command,
                 cwd=ROOT,
+                env={**os.environ, "CUBLAS_WORKSPACE_CONFIG": ":4096:8"},
                 stderr=subprocess.PIPE,
                 text=True,
                 timeout=seconds,

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -115,6 +116,24 @@ def test_block_shapes_are_those_of_the_models(name):
         whole += count * sum(sizes)
     assert found == COUNTED[name]
     assert 2 * whole / 1e9 == pytest.approx(WHOLE[name], abs=0.006)
+
+
+@pytest.mark.parametrize("name", COUNTED)
+def test_attention_gets_a_batch_or_no_fused_kernel_takes_it(name, monkeypatch):
+    """What is left then writes all scores out: no card has room for 16,896 tokens'."""
+    from benchmarks.gpu.shapes import SHAPES, build, inputs
+    from torch.nn import functional
+
+    plain, dims = functional.scaled_dot_product_attention, []
+
+    def attention(*parts, **options):
+        dims.extend(part.dim() for part in parts)
+        return plain(*parts, **options)
+
+    monkeypatch.setattr(functional, "scaled_dot_product_attention", attention)
+    small = {"device": torch.device("cpu"), "dtype": torch.float32, "divide": 64}
+    build(SHAPES[name], **small, blocks=2)(*inputs(SHAPES[name], **small))
+    assert set(dims) == {4}
 
 
 def test_every_shape_is_measured_and_is_its_resident_self(rehearse):
@@ -319,6 +338,66 @@ def test_cell_in_a_process_of_its_own_says_why_it_ended():
     line = apart(cell, dry=True, folder=None, seconds=300)
     assert line["cell"] == cell.line()
     assert "StagehandOOMError: the budget is 1" in line["failed"]
+
+
+def test_process_that_is_killed_leaves_no_files(tmp_path, monkeypatch):
+    from benchmarks.gpu import worker
+
+    def killed(command, **_):
+        folder = Path(command[-1])
+        (folder / "weights").write_bytes(b"many")
+        assert folder.parent == tmp_path
+        raise subprocess.TimeoutExpired(command, 1)
+
+    monkeypatch.setattr(worker.subprocess, "run", killed)
+    line = worker.apart(_small("stagehand"), dry=True, folder=tmp_path, seconds=1)
+    assert line["failed"] == "it took more than 1 seconds"
+    assert not list(tmp_path.iterdir())
+
+
+def test_cell_that_the_end_of_a_run_cuts_short_is_measured_by_the_next(
+    monkeypatch, tmp_path, capsys
+):
+    """Of another library, too, whose failures are not tried again."""
+    from benchmarks.gpu import __main__ as command
+
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(command.time, "monotonic", lambda: clock.now)
+    monkeypatch.setattr(command.torch.cuda, "is_available", lambda: True)
+
+    def apart(cell, *, seconds, **_):
+        if cell is None:
+            return {"kind": "link", "device": "a card"}
+        clock.now += min(seconds, 100 if cell.way == "naive-pinned" else 400)
+        return {"kind": "cell", "cell": cell.line(), "failed": "it took long"}
+
+    monkeypatch.setattr(command, "apart", apart)
+    ways = ["--cells", "inference/sdxl/6GiB/naive*", "--out", str(tmp_path)]
+    run = [*ways, "--minutes", "5"]
+    assert command.main(run) == 0
+    assert "1 cells are left" in capsys.readouterr().out
+    assert command.main(run) == 0  # the first of a run had all its time
+    lines = (tmp_path / "a-card.jsonl").read_text().splitlines()
+    cells = [json.loads(line)["cell"] for line in lines if "cell" in json.loads(line)]
+    assert [cell["way"] for cell in cells] == ["naive-pinned", "naive-pageable"]
+
+
+def test_gradients_are_compared_with_kernels_that_repeat(sim, monkeypatch):
+    from benchmarks.gpu.card import SimulatedCard
+    from benchmarks.gpu.tasks.training import Lora
+    from benchmarks.gpu.worker import attempt
+
+    plain, seen = Lora.outcome, []
+
+    def outcome(task):
+        seen.append(torch.are_deterministic_algorithms_enabled())
+        return plain(task)
+
+    monkeypatch.setattr(Lora, "outcome", outcome)
+    cell = replace(_small("stagehand", budget="75%"), kind="lora")
+    assert attempt(cell, SimulatedCard())["equal"]
+    assert seen == [True] * 3
+    assert not torch.are_deterministic_algorithms_enabled()
 
 
 def test_process_that_runs_one_cell_writes_its_line(sim, tmp_path):

@@ -61,8 +61,7 @@ class Attention(nn.Module):
             t.unflatten(-1, (-1, self.head)).transpose(-3, -2)
             for t in (query, key, value)
         ]
-        mixed = functional.scaled_dot_product_attention(*split, enable_gqa=self.grouped)
-        taken: torch.Tensor = self.out(mixed.transpose(-3, -2).flatten(-2))
+        taken: torch.Tensor = self.out(attend(*split, grouped=self.grouped))
         return taken
 
 
@@ -88,9 +87,14 @@ class HeadNormed(nn.Module):
         return tuple(t.transpose(-3, -2) for t in found)
 
 
-def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    mixed = functional.scaled_dot_product_attention(query, key, value)
-    return mixed.transpose(-3, -2).flatten(-2)
+def attend(*parts: torch.Tensor, grouped: bool = False) -> torch.Tensor:
+    """Return what queries take of values; keys and values may have fewer heads."""
+    lone = parts[0].dim() == 3
+    if lone:  # only of a batch do fused kernels take: others write all scores out
+        parts = tuple(part.unsqueeze(0) for part in parts)
+    mixed = functional.scaled_dot_product_attention(*parts, enable_gqa=grouped)
+    mixed = mixed.transpose(-3, -2).flatten(-2)
+    return mixed.squeeze(0) if lone else mixed
 
 
 def feed_forward(width: int, factor: int = 4) -> nn.Sequential:

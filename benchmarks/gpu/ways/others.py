@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from benchmarks.gpu.tasks.base import nbytes_of
 from benchmarks.gpu.ways.base import Pins, Way
-from benchmarks.gpu.ways.plain import pin_in_place, place_trained
+from benchmarks.gpu.ways.plain import pin_in_place
 from stagehand.units import MIB
 
 if TYPE_CHECKING:
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["OTHERS"]
 
 _CPU = torch.device("cpu")
+_WINDOW = 2  # blocks: one computes, one comes
 _WITH_STREAMS = ("cuda", "xpu")  # elsewhere diffusers refuses them
 
 
@@ -63,15 +65,41 @@ def _diffusers(at: Setting, *, level: str) -> None:
 
 
 def _ramtorch(at: Setting) -> None:
-    """Its linear layers; what else there is stays on the device."""
+    """A window of blocks, and as many that stay as the budget holds beside it."""
+    from ramtorch import OffloadModel
+
+    for model in at.task.models:
+        blocks = list(model.blocks)  # type: ignore[arg-type]
+        largest = max(nbytes_of(block.parameters()) for block in blocks)
+        streamed = OffloadModel(
+            blocks,
+            device=at.place,
+            window=_WINDOW,
+            # One more than the window is there while the one before is given up.
+            pin=max(0, at.share(model) // largest - _WINDOW - 1),
+        )
+        at.ends.callback(streamed.close)
+        model.forward = functools.partial(_as_one, streamed)
+
+
+def _as_one(streamed: nn.Module, *state: torch.Tensor) -> object:
+    return streamed(state)
+
+
+def _ramtorch_linear(at: Setting) -> None:
+    """Its linear layers, which it would rather not have used any more; but its blocks
+    are trained whole. Backward makes gradients of frozen weights, and sends them home.
+    """
     from ramtorch.helpers import replace_linear_with_ramtorch
 
     for model in at.task.models:
+        pin_in_place(model)
         replace_linear_with_ramtorch(model, device=str(at.place))
         for parameter in model.parameters():
-            if not getattr(parameter, "is_ramtorch", False):
+            if getattr(parameter, "is_ramtorch", False):
+                parameter.requires_grad_(False)
+            else:
                 parameter.data = parameter.data.to(at.place)
-        place_trained(model, at.place)
 
 
 def _mmgp(at: Setting) -> None:
@@ -111,7 +139,13 @@ OTHERS = {
         pins=Pins.COPIES,
     ),
     "ramtorch": Way(
-        kinds=frozenset({"inference", "lora"}), prepare=_ramtorch, package="ramtorch"
+        kinds=_FORWARD, prepare=_ramtorch, package="ramtorch", pins=Pins.IN_PLACE
+    ),
+    "ramtorch-linear": Way(
+        kinds=frozenset({"lora"}),
+        prepare=_ramtorch_linear,
+        package="ramtorch",
+        pins=Pins.IN_PLACE,
     ),
     "mmgp": Way(kinds=_FORWARD, prepare=_mmgp, package="mmgp", pins=Pins.COPIES),
 }

@@ -11,6 +11,7 @@ import torch
 import stagehand
 from benchmarks.disk import drop_cache
 from benchmarks.gpu.cells import LEAST
+from benchmarks.gpu.outcomes import repeatable
 from benchmarks.gpu.shapes import SHAPES, Stack, skeleton
 from benchmarks.gpu.tasks.making import DTYPE
 from benchmarks.gpu.tasks.training import FineTuning
@@ -147,7 +148,7 @@ def _quantized(at: Setting) -> None:
     whole = sum(block.nbytes for block in blocks)
     task.link_share = sum(block.link_nbytes for block in blocks) / whole
     (state,) = task.states
-    with torch.no_grad():
+    with torch.no_grad(), repeatable():
         for block in model.blocks:  # type: ignore[union-attr]
             state = deepcopy(block).to(at.place)(*state)
     task.expected = [out.cpu() for out in state]
