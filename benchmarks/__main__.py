@@ -47,7 +47,7 @@ SUITES: dict[str, tuple[Suite, Suite]] = {
     "peers": (peers.measure, lambda: peers.measure((10,), blocks_timed=100)),
     "planning": (
         planning.measure,
-        lambda: planning.measure(blocks=100, rounds=1),
+        lambda: planning.measure(blocks=1_000, rounds=1),
     ),
     "schedules": (
         schedules.measure,

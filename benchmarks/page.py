@@ -113,7 +113,10 @@ def _page(found: dict[str, list[Line]], pictures: Path) -> Iterator[str]:
     if not devices:
         yield "No device was measured yet: all above is host work and virtual time.\n"
     for name, lines in devices.items():
-        yield from device_section(Path(name).stem, lines)
+        stem = Path(name).stem
+        yield from device_section(stem, lines)
+        if _draw_budgets(lines, pictures / f"{stem}.svg"):
+            yield f"![step time against the budget](pictures/{stem}.svg)\n"
 
 
 def _host_table(lines: Iterable[Line]) -> Iterator[str]:
@@ -165,6 +168,30 @@ def _draw_predictions(lines: Sequence[Line], path: Path) -> bool:
     return _save(figure, axes, path)
 
 
+def _draw_budgets(lines: Sequence[Line], path: Path) -> bool:
+    """Of what was measured with this library in several budgets, with its bound."""
+    found: dict[str, dict[float, tuple[float, float]]] = {}
+    for line in lines:
+        cell = line.get("cell", {})
+        if cell.get("way") == "stagehand" and "failed" not in line:
+            over = line["over_resident"]
+            point = {line["budget_bytes"] / 1e9: (over, over / line["over_bound"])}
+            found.setdefault(f"{cell['kind']}/{cell['shape']}", {}).update(point)
+    curves = {name: points for name, points in found.items() if len(points) > 1}
+    if not curves:
+        return False
+    figure, axes = _axes("budget for weights, GB", "step, and bound, over the resident")
+    for number, (name, points) in enumerate(curves.items()):
+        budgets = sorted(points)
+        steps, bounds = zip(*(points[budget] for budget in budgets), strict=True)
+        color, marker = f"C{number}", "o^"[number // 10 % 2]  # there are ten colors
+        axes.plot(budgets, steps, marker=marker, color=color, label=name)
+        axes.plot(budgets, bounds, linestyle=":", color=color)
+    axes.set_yscale("log")
+    figure.legend(fontsize="x-small", loc="outside right upper")
+    return _save(figure, axes, path)
+
+
 def _draw_timeline(lines: Sequence[Line], path: Path) -> bool:
     if not lines:
         return False
@@ -193,7 +220,7 @@ def _axes(across: str, up: str) -> tuple[Any, Any]:
 
 
 def _save(figure: Any, axes: Any, path: Path) -> bool:
-    if axes.get_legend_handles_labels()[0]:
+    if axes.get_legend_handles_labels()[0] and not figure.legends:
         axes.legend(fontsize="small")
     figure.savefig(path, metadata={"Date": None})
     from matplotlib import pyplot

@@ -1,6 +1,7 @@
 """How long a plan takes for very many blocks."""
 
 from collections.abc import Iterator
+from functools import partial
 
 from benchmarks.results import Result
 from benchmarks.timing import take_turns
@@ -11,23 +12,38 @@ __all__ = ["measure"]
 _BLOCK_BYTES = 16 << 20
 _LINK = 25e9
 _TARGET_SECONDS = 1.0
+_FEWER = 10  # this part of the blocks; then time grows by no more than their number
 
 
 def measure(blocks: int = 10_000, rounds: int = 3) -> Iterator[Result]:
-    """Yield the time of one plan, for a loop and for forward and backward."""
-    ring = tuple(range(blocks))
-    for name, order in (("in a ring", ring), ("there and back", ring + ring[::-1])):
+    """Yield the time of one plan, for a loop and for forward and backward.
 
-        def run(order: tuple[int, ...] = order) -> Plan:
-            return _plan(blocks, order)
-
-        times = take_turns({"plan": run}, rounds=rounds)["plan"]
+    A plan knows bytes and uses of blocks: how many tensors they have is all the same.
+    """
+    few = blocks // _FEWER
+    for name, order in (("in a ring", _ring), ("there and back", _there_and_back)):
+        runs = {n: partial(_plan, n, order(n)) for n in (blocks, few)}
+        times = take_turns({str(n): run for n, run in runs.items()}, rounds=rounds)
         yield Result.of(
-            f"plan of {blocks:,} blocks, {len(order):,} uses {name}",
-            times,
+            f"plan of {blocks:,} blocks, {len(order(blocks)):,} uses {name}",
+            times[str(blocks)],
             "s",
             target=_TARGET_SECONDS,
         )
+        yield Result.of(
+            f"plan of {blocks:,} blocks over one of {few:,}, {name}",
+            times[str(blocks)].part_of(times[str(few)]),
+            "x",
+            target=_FEWER,
+        )
+
+
+def _ring(blocks: int) -> tuple[int, ...]:
+    return tuple(range(blocks))
+
+
+def _there_and_back(blocks: int) -> tuple[int, ...]:
+    return _ring(blocks) + _ring(blocks)[::-1]
 
 
 def _plan(blocks: int, order: tuple[int, ...]) -> Plan:

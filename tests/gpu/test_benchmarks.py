@@ -141,7 +141,10 @@ def test_page_is_made_from_results_alone(tmp_path):
         "host": host,
         "timeline": spans,
         "predictions": predictions,
-        "Some-GPU": [_cell("stagehand", 1.2)],
+        "Some-GPU": [
+            _cell("stagehand", 1.2, budget_bytes=10**10),
+            _cell("stagehand", cap="8GiB", budget_bytes=10**9),
+        ],
     }
     for name, lines in files.items():
         text = "\n".join(map(json.dumps, lines))
@@ -153,6 +156,6 @@ def test_page_is_made_from_results_alone(tmp_path):
     assert "ours" not in missed
     assert "### Some-GPU" in page
     assert "lora/ltx-2/24GiB/stagehand: 1.200 of the bound" in page
-    for name in ("overhead", "timeline", "predictions"):
+    for name in ("overhead", "timeline", "predictions", "Some-GPU"):
         assert f"pictures/{name}.svg" in page
         assert (docs / "pictures" / f"{name}.svg").stat().st_size > 1000

@@ -166,7 +166,8 @@ def test_every_way_is_measured_or_says_why_not(rehearse, kind):
     for name, line in found.items():
         if "failed" in line:
             assert not line["cell"]["way"].startswith("stagehand")
-            assert WAYS[name].missing or name.startswith("fsdp2")
+            needs_cuda = name.startswith(("fsdp2", "ramtorch", "mmgp"))
+            assert WAYS[name].missing or needs_cuda
             continue
         assert line.keys() >= MEASURED
         assert line["equal"], name
@@ -276,7 +277,7 @@ def test_page_takes_what_the_suite_writes(rehearse):
     lines = rehearse("--cells", "inference/llama-3-8b/8GiB/[sm]*")
     text = "\n".join(device_section("simulated", lines))
     assert "#### inference/llama-3-8b/75%, about 4 blocks" in text
-    assert "| mmgp | left out: mmgp is not installed |" in text
+    assert "| mmgp | left out: " in text
 
 
 def test_failure_of_ours_is_tried_again_and_anothers_is_not(tmp_path):
