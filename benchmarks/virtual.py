@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = ["measure"]
 
-_TARGET = 1.03
+_TARGET = 1.015
 _SETTLING = 6
 
 # Seconds that a block computes and loads, blocks, and how many of them the budget

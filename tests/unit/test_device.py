@@ -213,6 +213,7 @@ class FakeCudart:
 
     def __init__(self, refuse_from=1000):
         self.locked = {}
+        self.present = []
         self.log = []
         self.refuse_from = refuse_from
 
@@ -220,6 +221,7 @@ class FakeCudart:
         if len(self.log) >= self.refuse_from:
             return 2
         self.locked[address] = nbytes
+        self.present.append(mapping(address)["Rss"])
         self.log.append(("lock", address, nbytes, flags))
         return 0
 
@@ -229,12 +231,23 @@ class FakeCudart:
         return 0
 
 
+def mapping(address):
+    """What the system says of the memory at an address, by name; bytes in kB."""
+    found = {}
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first, *others = line.split()
+        if not first.endswith(":"):
+            start, end = (int(n, 16) for n in first.split("-"))
+            found = {"there": True} if start <= address < end else {}
+        elif found:
+            found[first[:-1]] = others
+            if first == "VmFlags:":
+                return found
+    return {"Rss": ["0", "kB"]}
+
+
 def is_mapped(address):
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        start, end = (int(n, 16) for n in line.split()[0].split("-"))
-        if start <= address < end:
-            return True
-    return False
+    return "there" in mapping(address)
 
 
 @pytest.fixture
@@ -255,6 +268,16 @@ def test_large_host_memory_begins_at_a_huge_page_whatever_its_size(nbytes):
         assert not piece.any()
 
 
+@pytest.mark.skipif(
+    not Path("/sys/kernel/mm/transparent_hugepage").exists(),
+    reason="this system has no huge pages to give",
+)
+@pytest.mark.parametrize("make", [host_memory, lambda n: registering().pinned(n)])
+def test_large_host_memory_asks_for_huge_pages(sim, cudart, make):
+    large = make(8 * MIB)
+    assert "hg" in mapping(large.data_ptr())["VmFlags"]
+
+
 def registering():
     device = accelerator()
     device._is_cuda = True
@@ -269,6 +292,13 @@ def test_registered_memory_has_the_exact_size_and_is_locked_whole(sim, cudart, n
     assert address == buffer.data_ptr()
     assert locked == nbytes == buffer.untyped_storage().nbytes()
     assert cudart.log[0][3] == 1  # portable: every device may copy from it
+
+
+def test_pages_are_there_before_they_are_locked(sim, cudart):
+    """Touched by several threads: the driver does it with one."""
+    buffer = registering().pinned(8 * MIB)
+    [(there, _)] = cudart.present
+    assert int(there) * 1024 >= buffer.numel()
 
 
 def test_memory_is_locked_in_chunks_below_2_gib_without_gap_or_overlap(cudart):
