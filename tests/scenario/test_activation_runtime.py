@@ -498,6 +498,18 @@ def test_conductor_limits_it_by_phase(make):
     assert runtime.engine.traffic is None
 
 
+@pytest.mark.parametrize("then", ["begin_step", "shutdown"])
+def test_conductor_forgets_it_when_it_is_shut_down(make, then):
+    conductor = stagehand.ConductorRuntime(stagehand.ConductorConfig())
+    runtime = make()
+    conductor.attach(runtime)
+    runtime.shutdown()
+    getattr(conductor, then)()
+    assert "activation" not in repr(conductor)
+    assert runtime.engine.traffic is None
+    conductor.shutdown()
+
+
 def test_activations_say_how_they_stand(sim):
     saved = Activations(BUDGET)
     assert "no forward has ended" in saved.report()

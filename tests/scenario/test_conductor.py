@@ -21,15 +21,17 @@ from scenario.small import (
     runtime_of,
     stack,
 )
+from stagehand import ActivationRuntime, ActivationStagehandConfig
 from stagehand.conductor.adapters import Conducted
 from stagehand.core.clock import Phase, PhaseClock
-from stagehand.core.device import HostDevice
+from stagehand.core.device import HostDevice, find_device
 from stagehand.core.ledger import Mode
 from stagehand.core.limits import Bounds, Limits, Priority
 from stagehand.core.telemetry import Counters
 from stagehand.core.traffic import Denied
 from stagehand.core.transfer import TransferEngine
 from stagehand.errors import ClosedError, ConfigError, StagehandOOMError
+from stagehand.residency.shared import shared_device
 from stagehand.units import MIB
 
 DEPTH = 8
@@ -709,13 +711,61 @@ def test_caps_are_those_of_the_configuration(conduct):
     assert reserve(MIB, "a", kind="pinned") is not None
 
 
+def test_the_pinned_cap_is_of_weights_saved_tensors_and_grants_together(
+    sim, stream, conduct
+):
+    model = stream(passes=1)
+    pinned = shared_device(find_device(None)).ledger.pinned
+    weights, most = pinned.held_bytes, pinned.held_bytes + 2 * MIB
+    assert weights > 0
+    before = sim.pinned_bytes()
+    conductor = conduct(model, pinned_cap_mb=most / MIB)
+    assert conductor.budget.reserve(2 * MIB + 1, "a", kind="pinned") is None
+    grant = conductor.budget.reserve(MIB, "a", kind="pinned")
+    saved = ActivationRuntime(ActivationStagehandConfig(budget=MIB))
+    conductor.attach(saved)
+    x = torch.ones(MIB // 4, device="hpu", requires_grad=True)
+    warned = pytest.warns(stagehand.StagehandWarning, match="pageable memory")
+    with saved.managed_forward(), warned:
+        y = x.sigmoid().sigmoid().sigmoid().sigmoid()
+    assert sim.pinned_bytes() == before + MIB
+    assert pinned.held_bytes == most
+    y.sum().backward()
+    del y
+    saved.shutdown()
+    conductor.shutdown()
+    assert pinned.held_bytes == weights
+    grant.release()
+    assert pinned.held_bytes == weights
+    assert pinned.free_bytes > most
+
+
+@pytest.mark.parametrize("ends", ["shutdown", "dropped"])
+def test_what_is_pinned_beyond_the_cap_is_not_attached(stream, conduct, ends):
+    model = stream(passes=1)
+    pinned = shared_device(find_device(None)).ledger.pinned
+    conductor = stagehand.ConductorRuntime(
+        stagehand.ConductorConfig(pinned_cap_mb=0.01, link_arbitration="never")
+    )
+    with pytest.raises(StagehandOOMError, match=r"'stagehand' cannot .*; held by '"):
+        conductor.attach(model)
+    assert state_of(model)[3] is None
+    if ends == "shutdown":
+        conductor.shutdown()
+    del conductor
+    gc.collect()
+    assert pinned.free_bytes > 1 << 60
+    conduct(model)
+
+
 @pytest.mark.parametrize(
     ("nbytes", "options", "message"),
     [
         (-1, {}, "nbytes is -1: expected a whole number, 0 or more"),
-        (1.5, {}, "nbytes is 1.5: expected a whole number"),
+        (1.5, {}, "nbytes is 1.5: expected an int"),
+        (True, {}, "nbytes is True: expected an int"),
         (1, {"kind": "host"}, "kind is 'host': expected 'device' or 'pinned'"),
-        (1, {"mode": "HARD"}, "mode is 'HARD': expected one of Mode"),
+        (1, {"mode": "HARD"}, "mode is 'HARD': expected one of Mode.HARD, Mode.SOFT"),
         (1, {"priority": 5}, "priority is 5: expected one of Priority"),
         (1, {"until": "BACKWARD"}, "until is 'BACKWARD': expected one of Phase"),
     ],

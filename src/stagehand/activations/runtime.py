@@ -225,6 +225,7 @@ class ActivationRuntime:
             ...     train_step()
             >>> print(watch.advise(4_000_000_000))
         """
+        self._open_parts()
         parts = self._need_parts()
         return BlockWatch(parts.saving, parts.device, blocks)
 
@@ -288,7 +289,6 @@ class ActivationRuntime:
         return self._parts
 
     def _need_parts(self) -> Parts:
-        parts = self._open_parts()
-        if parts is None:
+        if self._parts is None:
             raise ClosedError("this ActivationRuntime is disabled; it has no parts")
-        return parts
+        return self._parts

@@ -69,7 +69,8 @@ class Budget:
         Raises:
             ConfigError: If one of them is none of what it can be.
         """
-        if not isinstance(nbytes, int) or nbytes < 0:
+        check_value("nbytes", nbytes, int)
+        if nbytes < 0:
             raise ConfigError(f"nbytes is {nbytes}: expected a whole number, 0 or more")
         _check("mode", mode, Mode)
         _check("priority", priority, Priority)
@@ -98,16 +99,30 @@ class Budget:
         grant = self.reserve(nbytes, holder, kind=kind, mode=Mode.BURST)
         if grant is not None:
             return grant
-        held = [f"{who!r} {format_bytes(n)}" for who, n in account.holders().items()]
         raise StagehandOOMError(
             f"{holder!r} needs {format_bytes(nbytes)} of {kind} memory, but of"
             f" {format_bytes(account.limit_bytes)} only"
             f" {format_bytes(account.room_for(holder, Mode.BURST))} are free; held by"
-            f" {', '.join(held) or 'nobody'}; raise the conductor's cap or lower a"
-            " budget",
+            f" {_holders(account)}; raise the conductor's cap or lower a budget",
             needed_bytes=account.promised_bytes + nbytes,
             limit_bytes=account.limit_bytes,
         )
+
+    def check_pinned(self, account: Account, name: str) -> None:
+        """Refuse what is to be attached where more is page-locked than allowed.
+
+        Raises:
+            StagehandOOMError: It names who holds what.
+        """
+        if account.overdraft_bytes:
+            raise StagehandOOMError(
+                f"{name!r} cannot be attached: {format_bytes(account.held_bytes)} of"
+                f" pinned memory are held, but {format_bytes(account.limit_bytes)} are"
+                f" allowed; held by {_holders(account)}; raise pinned_cap_mb or lower a"
+                " ram_budget",
+                needed_bytes=account.held_bytes,
+                limit_bytes=account.limit_bytes,
+            )
 
     def _account(self, kind: Kind) -> Account:
         check_value("kind", kind, Kind)
@@ -133,6 +148,12 @@ class Budget:
         )
 
 
+def _holders(account: Account) -> str:
+    held = [f"{who!r} {format_bytes(n)}" for who, n in account.holders().items()]
+    return ", ".join(held) or "nobody"
+
+
 def _check(name: str, given: object, kind: type[Enum]) -> None:
     if not isinstance(given, kind):
-        raise ConfigError(f"{name} is {given!r}: expected one of {kind.__name__}")
+        known = ", ".join(f"{kind.__name__}.{each.name}" for each in kind)
+        raise ConfigError(f"{name} is {given!r}: expected one of {known}")

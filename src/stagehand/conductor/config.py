@@ -35,7 +35,8 @@ class ConductorConfig:
     """The most device memory that is granted, and what pressure is measured against;
     None is what the process can have."""
     pinned_cap_mb: float | None = None
-    """The most page-locked host memory that is granted; None is no limit."""
+    """The most page-locked host memory that weights, saved tensors and grants have
+    together; None is no limit."""
     h2d_slots: int = 2
     """Copies to the device in flight beyond which prefetches wait."""
     d2h_slots: int = 2

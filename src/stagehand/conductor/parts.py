@@ -17,10 +17,11 @@ from stagehand.conductor.record import ConductorRecord, Recorder
 from stagehand.conductor.rules import Readings
 from stagehand.conductor.slots import LinkSlots
 from stagehand.core.clock import Phase, PhaseClock
-from stagehand.core.ledger import Ledger, Mode
+from stagehand.core.ledger import Ledger, Mode, SubAccount
 from stagehand.core.limits import Limits, tightest
 from stagehand.core.traffic import Traffic
 from stagehand.errors import ClosedError, ConfigError
+from stagehand.residency.shared import shared_device
 from stagehand.units import MIB
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 __all__ = ["Parts"]
 
 _NO_CAP = 1 << 62
+_NAME = "a conductor's reservations"
 _LINK_GUESS = 25e9  # bytes a second, where the link is not measured
 _PIECE_SECONDS = 40e-6  # several times what it takes to start a copy
 _TIMED = {
@@ -60,11 +62,15 @@ class Parts:
         if hard is None:
             hard = device.free_bytes() + (device.allocated_bytes() or 0)
         pinned = config.bytes_of("pinned_cap_mb")
+        cap = _NO_CAP if pinned is None else pinned
         self.ledger = Ledger(
-            hard,
-            _NO_CAP if pinned is None else pinned,
-            device_soft_bytes=config.bytes_of("vram_soft_cap_mb"),
+            hard, cap, device_soft_bytes=config.bytes_of("vram_soft_cap_mb")
         )
+        # Weights and saved tensors take theirs out of the same account.
+        self._shared = shared_device(device)
+        self._shared.cap_pinned(self, pinned)
+        self._pinned = SubAccount(_NAME, cap, self._shared.ledger.pinned)
+        self.ledger.pinned = self._pinned
         self.budget = Budget(device, self.ledger, self._trace)
         self.clock = PhaseClock()
         self.limits = Limits()
@@ -128,6 +134,7 @@ class Parts:
                 )
             name = name or self._free_name(runtime.kind)
             self._check_name(name)
+            self.budget.check_pinned(self._pinned.whole, name)
             self._book(runtime, name)
             self.add(RuntimeAdapter(runtime, name))
             if self._config.detect_phases:
@@ -410,6 +417,8 @@ class Parts:
         self._closed = True
         if self._optimizers is not None:
             self._optimizers()
+        self._shared.cap_pinned(self, None)
+        self._pinned.detach()
         leader, self._leader = self._leader, None
         if leader is not None:
             leader[1]()

@@ -45,8 +45,8 @@ class SharedDevice:
 
     The cap, the limit of `ledger.device`, is the largest budget that any of the present
     tenants was given: a second runtime adds nothing to it. Each tenant's account is a
-    part of it. Pinned memory has no cap of its own here: images stay for good, they do
-    not take turns, so each runtime's own limit counts.
+    part of it. Pinned memory has a cap only where somebody sets one: images stay for
+    good, they do not take turns, so each runtime's own limit counts, too.
 
     A part that copies takes its pair of `streams()` for a `TransferEngine` of its own:
     then its copies queue in the same two lanes as all others'.
@@ -59,6 +59,7 @@ class SharedDevice:
     def __init__(self, device: Device, *, priority: int = -1) -> None:
         self.device = device
         self.ledger = Ledger(0, _NO_CAP)
+        self._pinned_caps: dict[object, int] = {}
         self._streams = device.new_stream(priority), device.new_stream(priority)
         # Reentrant: a tenant that gives up memory may find that its pass was left.
         self._changed = threading.Condition(threading.RLock())
@@ -77,6 +78,19 @@ class SharedDevice:
         to_device, from_device = self._streams
         same = self.device.same_stream
         return same(to_device), same(from_device)
+
+    def cap_pinned(self, who: object, nbytes: int | None) -> None:
+        """Let nobody have more page-locked memory here; what is there already stays.
+
+        Args:
+            who: Whose cap it is; the smallest of all counts.
+            nbytes: For all together. None takes the cap back.
+        """
+        self._pinned_caps.pop(who, None)
+        if nbytes is not None:
+            self._pinned_caps[who] = nbytes
+        caps = tuple(self._pinned_caps.values())
+        self.ledger.pinned.set_limit(min(caps, default=_NO_CAP))
 
     # Who is here
 
