@@ -2,13 +2,14 @@
 
 import types
 from dataclasses import fields
+from enum import Enum
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from stagehand.errors import ConfigError
 
-__all__ = ["check_types", "check_value"]
+__all__ = ["check_member", "check_types", "check_value"]
 
 _WORDS: dict[Any, tuple[type, str]] = {
     bool: (bool, "True or False"),
@@ -42,6 +43,17 @@ def check_value(name: str, value: Any, hint: Any) -> None:
     """
     if not _is_a(value, hint):
         raise ConfigError(f"{name} is {value!r}: expected {' or '.join(_words(hint))}")
+
+
+def check_member(name: str, value: object, kind: type[Enum]) -> None:
+    """Refuse a value that is no member of an enum.
+
+    Raises:
+        ConfigError: With the name, the value and the members.
+    """
+    if not isinstance(value, kind):
+        known = ", ".join(f"{kind.__name__}.{each.name}" for each in kind)
+        raise ConfigError(f"{name} is {value!r}: expected one of {known}")
 
 
 def _is_a(value: Any, hint: Any) -> bool:

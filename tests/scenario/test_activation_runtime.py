@@ -100,7 +100,8 @@ def test_budget_is_the_default_and_watermarks_are_asked_for():
         ({"slabs_per_class": (1, 2)}, "2 numbers for 0 classes"),
         ({"pinned_pool_classes_mb": (4, 1)}, "larger than the one before"),
         ({"max_inflight_d2h": 0}, "max_inflight_d2h is 0"),
-        ({"vram_low_watermark_mb": 30000}, "low < high"),
+        ({"vram_low_watermark_mb": 30000}, "low_watermark_mb is 30000 .* low < high"),
+        ({"pinned_pool_classes_mb": (1e-9,)}, "expected sizes above 0 MiB"),
         ({"recompute_threshold_bytes": -1}, "expected 0 bytes or more"),
         ({"pinned_pool_classes_mb": (1,), "slabs_per_class": -1}, "zero or more"),
         ({"slabs_per_class": 2}, "slabs_per_class is 2 and pinned_pool_classes_mb is"),
@@ -120,6 +121,12 @@ def test_budget_is_the_default_and_watermarks_are_asked_for():
 def test_settings_that_cannot_work_are_refused(settings, match):
     with pytest.raises(stagehand.ConfigError, match=match):
         ActivationStagehandConfig(**settings)
+
+
+@pytest.mark.parametrize("config", [{"budget": "4GB"}, "4GB"])
+def test_what_is_no_configuration_is_refused(sim, config):
+    with pytest.raises(stagehand.ConfigError, match="expected an ActivationStagehand"):
+        ActivationRuntime(config)
 
 
 def test_watermarks_alone_are_asked_for_by_naming_them():
@@ -442,6 +449,7 @@ def test_advice_comes_from_a_measured_step(make, sim):
     with runtime.watch_blocks(model.named_children()) as watch:
         step(runtime, model)
     advice = watch.advise(BUDGET)
+    assert watch.advise(f"{BUDGET / 1e6}MB") == advice
     costs = watch.costs()
     assert [cost.name for cost in costs] == list("012345")
     assert all(cost.input_bytes == ROW_BYTES for cost in costs)
@@ -458,6 +466,8 @@ def test_advice_needs_a_step_that_was_saved(make):
         pass
     with pytest.raises(stagehand.ConfigError, match="no block ran"):
         watch.advise(BUDGET)
+    with pytest.raises(stagehand.ConfigError, match="expected pairs of a name"):
+        runtime.watch_blocks(stack())
 
 
 # Under a conductor

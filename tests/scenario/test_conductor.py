@@ -456,6 +456,12 @@ def test_what_is_no_configuration_or_no_policy_is_refused(sim):
         stagehand.ConductorRuntime({"enabled": False})
     with pytest.raises(ConfigError, match="policy is a str: expected a function"):
         stagehand.ConductorRuntime(policy="heuristic")
+    conductor = stagehand.ConductorRuntime(
+        stagehand.ConductorConfig(link_arbitration="never")
+    )
+    with pytest.raises(ConfigError, match="read is a dict: expected a function"):
+        conductor.attach_store("store", {})
+    conductor.shutdown()
 
 
 # Attaching
@@ -803,6 +809,8 @@ def test_slots_are_shared_with_whoever_asks_and_denials_are_typed(conduct):
     assert transfer.denied_count == 3
     with pytest.raises(ConfigError, match="way is 'up': expected 'h2d' or 'd2h'"):
         transfer.acquire("up")
+    with pytest.raises(ConfigError, match="priority is 'x': expected one of Priority"):
+        transfer.acquire("h2d", "x")
 
 
 def test_a_models_early_loads_wait_for_slots_that_others_hold(stream, conduct, loads):

@@ -40,6 +40,14 @@ def test_steps_count_from_one_and_take_a_given_number():
     assert steps == [1, 2, 500, 501, 0]
 
 
+@pytest.mark.parametrize("step", ["1", 1.5, True])
+def test_step_that_is_no_number_of_a_step_is_refused(step):
+    clock = PhaseClock()
+    with pytest.raises(ConfigError, match=f"step is {step!r}: expected an int"):
+        clock.begin_step(step)
+    assert clock.phase is Phase.STEP_END
+
+
 def test_negative_step_is_refused_and_the_open_step_stays():
     clock = clock_in(Phase.FORWARD)
     with pytest.raises(ConfigError, match="step is -1: expected zero or more"):

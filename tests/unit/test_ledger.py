@@ -10,6 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from stagehand.core.ledger import Account, Ledger, Watermarks
 from stagehand.errors import ClosedError, ConfigError, StagehandInternalError
+from stagehand.units import MIB
 
 
 def test_grant_that_fits_is_held_until_released():
@@ -267,8 +268,10 @@ MARKS = Watermarks(high_bytes=100, low_bytes=80)
 
 @pytest.mark.parametrize(("high", "low"), [(10, 10), (10, 11), (10, 0), (10, -1)])
 def test_watermarks_in_the_wrong_order_are_refused_with_both_numbers(high, low):
-    with pytest.raises(ConfigError, match=f"is {low} bytes and the high one {high} by"):
-        Watermarks(high_bytes=high, low_bytes=low)
+    with pytest.raises(
+        ConfigError, match=f"low_watermark_mb is {low} and .*_mb {high}:"
+    ):
+        Watermarks(high_bytes=high * MIB, low_bytes=low * MIB)
 
 
 def test_watermarks_cannot_be_changed():

@@ -12,15 +12,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from stagehand.activations.prefix import Rates, Save, best_prefix
 from stagehand.errors import ConfigError
-from stagehand.units import format_bytes
+from stagehand.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
-
-    from torch import nn
 
     from stagehand.activations.saving import Saving
     from stagehand.core.device import Device, Event
@@ -145,6 +144,12 @@ class BlockWatch:
         self._saving = saving
         self._device = device
         self._blocks = list(blocks)
+        for block in self._blocks:
+            if not (isinstance(block, tuple) and isinstance(block[-1], nn.Module)):
+                raise ConfigError(
+                    f"blocks have a {type(block).__name__}: expected pairs of a name"
+                    " and a module, such as model.blocks.named_children()"
+                )
         self._begun: dict[str, tuple[int, int, Event]] = {}
         self._found: dict[str, tuple[int, int, Event, Event]] = {}
         self._hooks: list[Any] = []
@@ -162,13 +167,17 @@ class BlockWatch:
         while self._hooks:
             self._hooks.pop().remove()
 
-    def advise(self, budget_bytes: int) -> Advice:
+    def advise(self, budget: int | str) -> Advice:
         """Return what to do with the blocks; waits for the device.
+
+        Args:
+            budget: Device bytes of saved tensors: an int, or "4GB".
 
         Raises:
             ConfigError: If none of them ran in a forward whose tensors are saved, or
                 the link was not measured because nothing left the device.
         """
+        budget_bytes = parse_bytes(budget, name="budget")
         self._device.synchronize()
         spill = self._saving.spill
         spill.begin()  # draws conclusions from what is over

@@ -83,9 +83,9 @@ class ActivationStagehandConfig:
                 f"slabs_per_class is {self.slabs_per_class} and pinned_pool_classes_mb"
                 " is empty: expected the sizes of these slabs"
             )
-        if any(not 0 < size < math.inf for size in classes) or list(classes) != sorted(
-            set(classes)
-        ):
+        if any(not 1 <= size * MIB < math.inf for size in classes) or list(
+            classes
+        ) != sorted(set(classes)):
             raise ConfigError(
                 f"pinned_pool_classes_mb is {classes}: expected sizes above 0 MiB, each"
                 " larger than the one before"

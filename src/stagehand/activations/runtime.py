@@ -16,7 +16,7 @@ from stagehand.activations.timing import StallClock
 from stagehand.core.clock import Phase, PhaseClock
 from stagehand.core.device import find_device
 from stagehand.core.telemetry import LineFile
-from stagehand.errors import ClosedError
+from stagehand.errors import ClosedError, ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -44,7 +44,7 @@ class ActivationRuntime:
         device: Where the model computes: the accelerator by default.
 
     Raises:
-        ConfigError: If a budget is not a size.
+        ConfigError: If a budget is not a size, or the settings are of another type.
 
     Example:
         >>> runtime = ActivationRuntime(ActivationStagehandConfig(budget="4GB"))
@@ -64,7 +64,14 @@ class ActivationRuntime:
         *,
         device: torch.device | str | int | None = None,
     ) -> None:
-        self.config = config or ActivationStagehandConfig()
+        config = ActivationStagehandConfig() if config is None else config
+        if not isinstance(config, ActivationStagehandConfig):
+            raise ConfigError(
+                f"config is a {type(config).__name__}: expected an"
+                " ActivationStagehandConfig; its from_json() takes files and"
+                " dictionaries"
+            )
+        self.config = config
         self.clock = PhaseClock()
         self._closed = False
         self._parts: Parts | None = None
@@ -219,11 +226,12 @@ class ActivationRuntime:
 
         Raises:
             ClosedError: After `shutdown()`, or if the runtime is disabled.
+            ConfigError: If they are not pairs of a name and a module.
 
         Example:
             >>> with runtime.watch_blocks(model.blocks.named_children()) as watch:
             ...     train_step()
-            >>> print(watch.advise(4_000_000_000))
+            >>> print(watch.advise("4GB"))
         """
         self._open_parts()
         parts = self._need_parts()

@@ -8,12 +8,11 @@ from stagehand.core.clock import Phase
 from stagehand.core.ledger import Grant, Ledger, Mode
 from stagehand.core.limits import Priority
 from stagehand.errors import ConfigError, StagehandOOMError
-from stagehand.settings import check_value
+from stagehand.settings import check_member, check_value
 from stagehand.units import format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from enum import Enum
 
     from stagehand.core.device import Device
     from stagehand.core.ledger import Account
@@ -72,10 +71,10 @@ class Budget:
         check_value("nbytes", nbytes, int)
         if nbytes < 0:
             raise ConfigError(f"nbytes is {nbytes}: expected a whole number, 0 or more")
-        _check("mode", mode, Mode)
-        _check("priority", priority, Priority)
+        check_member("mode", mode, Mode)
+        check_member("priority", priority, Priority)
         if until is not None:
-            _check("until", until, Phase)
+            check_member("until", until, Phase)
         grant = self._account(kind).grant(
             nbytes, holder, mode=mode, priority=priority, until=until, recall=recall
         )
@@ -151,9 +150,3 @@ class Budget:
 def _holders(account: Account) -> str:
     held = [f"{who!r} {format_bytes(n)}" for who, n in account.holders().items()]
     return ", ".join(held) or "nobody"
-
-
-def _check(name: str, given: object, kind: type[Enum]) -> None:
-    if not isinstance(given, kind):
-        known = ", ".join(f"{kind.__name__}.{each.name}" for each in kind)
-        raise ConfigError(f"{name} is {given!r}: expected one of {known}")

@@ -149,9 +149,10 @@ class ConductorRuntime:
             read: Returns numbers, "pinned_bytes" among them.
 
         Raises:
-            ConfigError: If the name is taken.
+            ConfigError: If the name is taken, or `read` is no function.
         """
         if self._enabled:
+            _check("read", read, callable(read), "a function that returns numbers")
             self._parts.add(PinnedUse(name, read))
 
     def detach(self, runtime: Conducted | nn.Module | str) -> None:

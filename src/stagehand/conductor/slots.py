@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal
 
 from stagehand.core.limits import Priority
-from stagehand.settings import check_value
+from stagehand.settings import check_member, check_value
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -62,9 +62,10 @@ class LinkSlots:
             priority: CRITICAL and REQUIRED are demand.
 
         Raises:
-            ConfigError: If there is no such way.
+            ConfigError: If there is no such way, or no such priority.
         """
         check_value("way", way, Way)
+        check_member("priority", priority, Priority)
         traffic, to_device = self._traffic, way == "h2d"
         ask = traffic.deny_load if to_device else traffic.deny_home
         denied = ask(priority)

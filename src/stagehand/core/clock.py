@@ -4,6 +4,7 @@ from collections.abc import Callable
 from enum import IntEnum
 
 from stagehand.errors import ConfigError
+from stagehand.settings import check_value
 
 __all__ = ["Phase", "PhaseClock"]
 
@@ -62,10 +63,12 @@ class PhaseClock:
                 left out.
 
         Raises:
-            ConfigError: If `step` is negative.
+            ConfigError: If `step` is no int, or negative.
         """
-        if step is not None and step < 0:
-            raise ConfigError(f"step is {step}: expected zero or more")
+        if step is not None:
+            check_value("step", step, int)
+            if step < 0:
+                raise ConfigError(f"step is {step}: expected zero or more")
         self.end_step()
         self.step = self.step + 1 if step is None else step
         self._move_to(Phase.STEP_BEGIN)

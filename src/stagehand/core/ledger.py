@@ -23,6 +23,7 @@ from enum import Enum
 from stagehand.core.clock import Phase
 from stagehand.core.limits import Priority
 from stagehand.errors import ClosedError, ConfigError, StagehandInternalError
+from stagehand.units import MIB
 
 __all__ = ["Account", "Grant", "Ledger", "Mode", "SubAccount", "Watermarks"]
 
@@ -590,8 +591,9 @@ class Watermarks:
         """Refuse marks in the wrong order."""
         if not 0 < self.low_bytes < self.high_bytes:
             raise ConfigError(
-                f"the low watermark is {self.low_bytes} bytes and the high one "
-                f"{self.high_bytes} bytes: expected 0 < low < high"
+                f"vram_low_watermark_mb is {self.low_bytes / MIB:g} and"
+                f" vram_high_watermark_mb {self.high_bytes / MIB:g}: expected"
+                " 0 < low < high; give both"
             )
 
     def target(
