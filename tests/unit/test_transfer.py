@@ -494,6 +494,21 @@ def test_copies_are_timed_while_there_is_a_stopwatch(sim):
     assert [c.duration_ms for c in copies] == [pytest.approx(4.096)] * 2
 
 
+def test_copies_of_wide_elements_are_counted_and_timed_with_their_bytes(sim):
+    rig = Rig()
+    rig.engine.stopwatch = Stopwatch(rig.device)
+    rig.load(1)
+    made = torch.ones(NBYTES // 4, device="hpu")
+    for _ in range(2):
+        home = rig.host(0).view(torch.float32)
+        rig.engine.send_group([(made, home)], makers=[rig.main])
+        rig.engine.carry_home(made, home, block=5, maker=rig.main, shared=True)
+    rig.device.synchronize()
+    _, copies = rig.engine.stopwatch.resolve()
+    assert [copy.nbytes for copy in copies] == [NBYTES] * 5
+    assert rig.counters.d2h_bytes == 4 * NBYTES
+
+
 def test_drained_lanes_read_no_host_memory_any_more(sim):
     rig = Rig()
     source, home = rig.host(1), rig.host(0)

@@ -200,10 +200,9 @@ class TransferEngine:
 
         Copies home are never denied themselves: who makes one early asks first.
         """
-        if priority <= Priority.REQUIRED:
+        if priority < _SPECULATIVE:
             return None
-        traffic = self.traffic
-        if traffic is not None:
+        if self._traffic is not None and (traffic := self.traffic) is not None:
             denied = traffic.deny_home(priority)
             if denied is not None:
                 return denied
@@ -366,10 +365,12 @@ class TransferEngine:
         source: torch.Tensor,
     ) -> None:
         watch = self.stopwatch
-        start = None if watch is None else watch.mark_copy(stream)
+        if watch is None:
+            self._device.copy(target, source, stream)
+            return
+        start = watch.mark_copy(stream)
         self._device.copy(target, source, stream)
-        if watch is not None and start is not None:
-            watch.copied(block, way, target.numel(), start, watch.mark_copy(stream))
+        watch.copied(block, way, target.nbytes, start, watch.mark_copy(stream))
 
     def await_filled(self, slot: Slot, stream: Stream) -> None:
         """Let `stream` read the slot only after it is filled."""
@@ -488,10 +489,11 @@ class TransferEngine:
             pairs: On the device, and of the same shape and element type in host memory.
             makers: The streams that made the tensors; the lane waits for them.
         """
+        counters = self._counters
         for source, _ in pairs:
-            self._counters.d2h_bytes += source.numel()
-            self._counters.d2h_copies += 1
-        if (traffic := self._yielding()) is not None:
+            counters.d2h_bytes += source.nbytes
+            counters.d2h_copies += 1
+        if self._traffic is not None and (traffic := self._yielding()) is not None:
             return self._put_aside(traffic, pairs, -1, makers)
         stream = self.d2h.stream
         for maker in makers:
