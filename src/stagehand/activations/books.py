@@ -107,7 +107,10 @@ class Books:
     @property
     def held_bytes(self) -> int:
         """Of saved storages that only the graph keeps on the device."""
-        return self._held - sum(given.room for given in tuple(self._given))
+        held = self._held
+        for given in tuple(self._given):
+            held -= given.room
+        return held
 
 
 def smaller(config_value: int | None, limit: int | None) -> int | None:

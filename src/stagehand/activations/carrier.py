@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Carrier", "Leaving"]
 
+_SPECULATIVE = Priority.SPECULATIVE  # an attribute of an enumeration is slow
+
 
 class Leaving(NamedTuple):
     """A bundle on its way to the host. The sources outlive the copy, it may not."""
@@ -111,8 +113,7 @@ class Carrier:
             for piece, source in zip(pieces, sources, strict=True):
                 if self._checks:
                     bundle.sums[piece.start] = _sum(source.cpu())
-                end = piece.start + piece.nbytes
-                pairs.append((source, slab.buffer[piece.start : end]))
+                pairs.append((source, slab.like(source, piece.start)))
             left = bundle.left = self.engine.send_group(pairs, makers=makers)
         finally:
             if bundle.left is None:
@@ -175,6 +176,9 @@ class Carrier:
 
     def wait(self, done: Done, stream: Stream) -> None:
         """Let a stream that computes wait."""
+        if self.stalls is None and self.marks is None:
+            stream.wait_event(event_of(done))
+            return
         clocks = [clock for clock in (self.stalls, self.marks) if clock is not None]
         starts = [clock.mark(stream) for clock in clocks]
         stream.wait_event(event_of(done))
@@ -206,7 +210,7 @@ class Carrier:
     @property
     def may_send(self) -> bool:
         """Whether a copy to the host that nobody waits for may start now."""
-        return self.engine.deny_home(Priority.SPECULATIVE) is None
+        return self.engine.deny_home(_SPECULATIVE) is None
 
     @property
     def may_fetch(self) -> bool:
@@ -258,6 +262,6 @@ class Carrier:
 
 
 def _sum(flat: torch.Tensor) -> int:
-    """The CRC32 of bytes on the host."""
-    memory = (ctypes.c_char * flat.numel()).from_address(flat.data_ptr())
+    """The CRC32 of a contiguous tensor on the host."""
+    memory = (ctypes.c_char * flat.nbytes).from_address(flat.data_ptr())
     return zlib.crc32(memory)

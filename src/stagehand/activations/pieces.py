@@ -19,11 +19,17 @@ import torch
 
 from stagehand.core.layout import ALIGNMENT, placed
 from stagehand.core.saved import ghost_of, modified, versioned
-from stagehand.torch_private import WRAPPERS, WeakStorage, negated, use_count_of
+from stagehand.torch_private import (
+    WRAPPERS,
+    WeakStorage,
+    dispatch_modes,
+    negated,
+    use_count_of,
+)
 
 if TYPE_CHECKING:
     from collections import deque
-    from collections.abc import Iterator
+    from collections.abc import Sequence
 
     from stagehand.activations.pool import Slab
     from stagehand.activations.prefix import Prefix
@@ -115,9 +121,12 @@ class Handle:
         alias = self.alias
         if alias is not None:
             self.form = _Form(
-                *(alias.dtype, alias.shape, alias.stride()),
+                alias.dtype,
+                alias.shape,
+                alias.stride(),
                 int(alias.storage_offset()),
-                *(alias.is_conj(), alias.is_neg()),
+                alias.is_conj(),
+                alias.is_neg(),
                 ghost_of(alias) if shared else None,
             )
             self.alias = None
@@ -180,23 +189,30 @@ class Piece(Handle):
         self.bundle: Bundle | None = None
         self.extras: list[weakref.ref[Handle]] | None = None
 
-    def handles(self) -> Iterator[Handle]:
-        """Yield its own and those others that the graph still has."""
-        yield self
-        for ref in self.extras or ():
-            extra = ref()
-            if extra is not None:
-                yield extra
+    def handles(self) -> Sequence[Handle]:
+        """Return its own and those others that the graph still has."""
+        if self.extras is None:
+            return (self,)
+        extras = [extra for ref in self.extras if (extra := ref()) is not None]
+        return [self, *extras]
 
-    def flat(self) -> torch.Tensor | None:
-        """Return the storage's bytes; None if they are gone, or are others by now."""
+    def source(self) -> torch.Tensor | None:
+        """Return all of the storage; None if it is gone, or is another by now."""
         alias = self.alias
         if alias is None or not self.is_plain():
             return None
-        storage = alias.untyped_storage()
-        if storage.nbytes() != self.nbytes:  # somebody resized it
+        storage, nbytes = alias.untyped_storage(), self.nbytes
+        if storage.nbytes() != nbytes:  # somebody resized it
             return None
-        return placed(storage, torch.uint8, 0, (self.nbytes,), (1,))
+        if (
+            alias.nbytes == nbytes
+            and alias.is_contiguous()
+            and not alias.is_conj()
+            and not alias.is_neg()
+            and not dispatch_modes()
+        ):
+            return alias.detach()  # a tensor of its bytes takes five times as long
+        return placed(storage, torch.uint8, 0, (nbytes,), (1,))
 
     def is_plain(self) -> bool:
         """Whether its tensors are what their bytes and forms tell.
@@ -242,10 +258,14 @@ class Piece(Handle):
 
     def kept_elsewhere(self) -> torch.UntypedStorage | None:
         """Return the storage that was let go, as long as others keep it as it was."""
-        storage = None if self.elsewhere is None else self.elsewhere.get()
-        if storage is None or storage.nbytes() != self.nbytes:
+        if self.elsewhere is None:
             return None
-        return storage
+        storage = self.elsewhere.get()
+        if storage is None:
+            self.elsewhere = None  # for good
+        elif storage.nbytes() == self.nbytes:
+            return storage
+        return None
 
     @property
     def is_away(self) -> bool:
@@ -358,15 +378,21 @@ class Bundle:
         """Whether some of its pieces are on the host only."""
         for ref in self.members:  # asked at each unpack: mostly, the first one tells
             piece = ref()
-            if piece is not None and piece.is_away:
+            if piece is None or piece.alias is not None:
+                continue
+            if piece.elsewhere is None or piece.is_away:
                 return True
         return False
 
     @property
     def need(self) -> tuple[int, int]:
         """Which of two is needed first: the larger."""
-        handles = [h for piece in self.living() for h in piece.handles()]
-        return max(((h.sequence, -h.number) for h in handles), default=(-1, 0))
+        need = -1, 0
+        for ref in self.members:
+            piece = ref()
+            for handle in () if piece is None else piece.handles():
+                need = max(need, (handle.sequence, -handle.number))
+        return need
 
 
 class Scope:

@@ -12,6 +12,7 @@ import warnings
 from typing import TYPE_CHECKING
 
 from stagehand.core.device import host_memory
+from stagehand.core.layout import placed
 from stagehand.errors import ConfigError, StagehandWarning
 from stagehand.units import format_bytes
 
@@ -58,7 +59,7 @@ class Slab:
         lease: The page-locked memory; None for pageable memory.
     """
 
-    __slots__ = ("buffer", "lease", "size")
+    __slots__ = ("_like", "buffer", "lease", "size")
 
     def __init__(
         self, buffer: torch.Tensor, size: int | None, lease: Lease | None
@@ -66,6 +67,22 @@ class Slab:
         self.buffer = buffer
         self.size = size
         self.lease = lease
+        self._like = buffer
+
+    def like(self, source: torch.Tensor, start: int) -> torch.Tensor:
+        """Return a tensor of the form of a contiguous one, from a byte on."""
+        if start:
+            return self._placed(source, start)
+        like = self._like
+        if like.dtype != source.dtype or like.shape != source.shape:
+            like = self._like = self._placed(source, 0)
+        return like
+
+    def _placed(self, source: torch.Tensor, start: int) -> torch.Tensor:
+        start += int(self.buffer.storage_offset())
+        memory, dtype = self.buffer.untyped_storage(), source.dtype
+        first = start // dtype.itemsize
+        return placed(memory, dtype, first, source.shape, source.stride())
 
     def end(self) -> None:
         """Give page-locked memory back to where it came from."""
@@ -119,8 +136,11 @@ class SlabPool:
 
     def sizes(self, nbytes: int) -> list[int]:
         """Return the sizes of slabs that may serve so many bytes, the best first."""
-        fitting = [size for size in self._classes if size >= nbytes]
-        return fitting or [-(-nbytes // _STEP) * _STEP]
+        if self._classes:
+            fitting = [size for size in self._classes if size >= nbytes]
+            if fitting:
+                return fitting
+        return [-(-nbytes // _STEP) * _STEP]
 
     def take(self, nbytes: int) -> Slab | None:
         """Return a slab of at least so many bytes; None if none is free."""

@@ -20,12 +20,17 @@ class Returning(Books):
 
     def _fetch(self, bundle: Bundle) -> None:
         self._carrier.fetch(bundle)
-        handles = [h for piece in bundle.living() for h in piece.handles()]
-        bundle.due = sum(handle.alias is None for handle in handles)
+        bundle.due = 0
+        tally = self.tally
+        for ref in bundle.members:
+            piece = ref()
+            if piece is not None:
+                tally.restored_count += 1
+                for handle in piece.handles():
+                    bundle.due += handle.alias is None
+        tally.restored_bytes += bundle.nbytes
         self._held += bundle.nbytes
         self.peak_bytes = max(self.peak_bytes, self.held_bytes)
-        self.tally.restored_count += len(bundle.living())
-        self.tally.restored_bytes += bundle.nbytes
 
     def _may_fetch(self) -> bool:
         limits = self.bounds.current

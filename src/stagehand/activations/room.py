@@ -106,13 +106,15 @@ class Room(Returning):
         return self._carrier.may_send
 
     def _send(self, bundle: Bundle, scope: Scope) -> None:
-        pieces, sources = [], []
-        for piece in bundle.living():
-            source = piece.flat()
-            if source is not None:
+        pieces, refs, sources, nbytes = [], [], [], 0
+        for ref in bundle.members:
+            piece = ref()
+            source = None if piece is None else piece.source()
+            if piece is not None and source is not None:
                 pieces.append(piece)
+                refs.append(ref)
                 sources.append(source)
-        nbytes = sum(piece.nbytes for piece in pieces)
+                nbytes += piece.nbytes
         self._held -= bundle.counted - nbytes
         if not pieces:
             return
@@ -122,11 +124,10 @@ class Room(Returning):
             if bundle.left is None:
                 self._put_back(pieces)
         self.tally.spilled_bytes += nbytes
-        ref = weakref.ref(bundle)
-        scope.bundles.append(ref)
+        sent = weakref.ref(bundle)
+        scope.bundles.append(sent)
         scope.is_stirred = True
-        refs = [weakref.ref(piece) for piece in pieces]
-        self._leaving.append(Leaving(ref, refs, sources, scope.streams, nbytes, done))
+        self._leaving.append(Leaving(sent, refs, sources, scope.streams, nbytes, done))
         self._leaving_bytes += nbytes
 
     def _put_back(self, pieces: list[Piece]) -> None:

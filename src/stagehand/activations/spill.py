@@ -23,7 +23,7 @@ when they do. If they keep it on, backward uses their memory, not a copy.
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -91,7 +91,7 @@ class Spill(Room):
         current, new = self._device.current_stream, object.__new__
 
         def pack(saved: torch.Tensor) -> Any:
-            if type(saved) is not _Tensor or saved.get_device() != place or scope.off:
+            if type(saved) is not _Tensor or saved.get_device() != place:
                 return otherwise(saved)
             try:
                 storage = saved.untyped_storage()
@@ -118,6 +118,8 @@ class Spill(Room):
                 piece.piece = piece.bundle = piece.extras = None
                 allowance.pieces.append(_ref(piece))
                 return piece
+            if scope.off:
+                return otherwise(saved)
             with lock:
                 return self._save(saved, storage, scope)
 
@@ -139,7 +141,8 @@ class Spill(Room):
             extra = Extra(saved.detach(), known, sequence)
             extra.number = next(self._numbers)
             return extra
-        self._read(nbytes)
+        if self._marks is not None:
+            self._read(nbytes)
         if self._held + nbytes > self.budget_bytes:
             self._make_room(nbytes)
         piece = Piece(saved.detach(), nbytes, scope, sequence)
@@ -213,7 +216,7 @@ class Spill(Room):
     def restore(self, handle: Piece | Extra) -> torch.Tensor:
         """Return the tensor that a handle stands for, on the device."""
         alias = handle.alias
-        piece = handle.piece or cast("Piece", handle)
+        piece: Piece = handle.piece or handle  # type: ignore[assignment]
         if alias is not None and alias._version != handle.version:
             handle.check()
         if alias is not None and not piece.scope.is_stirred:
@@ -230,7 +233,8 @@ class Spill(Room):
         if bundle is None:
             raise StagehandInternalError(f"{handle} is nowhere")
         handle.check()
-        self._drop_used(wanted=False)
+        if self._used:
+            self._drop_used(wanted=False)
         if bundle.back is None:
             storage = piece.kept_elsewhere()
             if storage is not None:
@@ -257,7 +261,8 @@ class Spill(Room):
             scope.turn(task)
         if self._carrier.gone:
             self._held -= self._carrier.reap()
-        self._prune_newest()
+        if self._kept:
+            self._prune_newest()
         if scope.noted is not None:
             self.lessons.needed(scope, handle.sequence)
         coming = scope.coming
@@ -310,8 +315,10 @@ class Spill(Room):
         if self._unpruned * 8 < len(self._kept):
             return False
         self._tidy()
-        self._look()
-        self._prune()
+        if self._given:
+            self._look()
+        if self._kept:
+            self._prune()
         return self._held + nbytes <= self.budget_bytes
 
     # Steps

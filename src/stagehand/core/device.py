@@ -164,8 +164,10 @@ class AcceleratorDevice:
 
     def empty(self, nbytes: int) -> torch.Tensor:
         """See `Device.empty`."""
-        with torch.inference_mode(False):
-            return torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False):  # takes as long as the rest
+                return self.empty(nbytes)
+        return torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)
 
     def taken_bytes(self, nbytes: int) -> int:
         """See `Device.taken_bytes`. What torch's allocator rounds up is lost to others.
@@ -357,14 +359,16 @@ def host_memory(nbytes: int) -> torch.Tensor:
     by a third where all of a piece does. So it begins at one, for which addresses are
     spent, and no memory.
     """
-    with torch.inference_mode(False):
-        if nbytes < _HUGE_PAGE:
-            return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-        memory = mmap.mmap(-1, nbytes + _HUGE_PAGE, flags=_ANONYMOUS)
-        start = -torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % _HUGE_PAGE
-        # Not the end, of which a whole page would be taken.
-        _advise_huge_pages(memory, start + nbytes // _HUGE_PAGE * _HUGE_PAGE)
-        return torch.frombuffer(memory, dtype=torch.uint8, count=nbytes, offset=start)
+    if torch.is_inference_mode_enabled():
+        with torch.inference_mode(False):  # takes longer than the rest
+            return host_memory(nbytes)
+    if nbytes < _HUGE_PAGE:
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+    memory = mmap.mmap(-1, nbytes + _HUGE_PAGE, flags=_ANONYMOUS)
+    start = -torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % _HUGE_PAGE
+    # Not the end, of which a whole page would be taken.
+    _advise_huge_pages(memory, start + nbytes // _HUGE_PAGE * _HUGE_PAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8, count=nbytes, offset=start)
 
 
 def _advise_huge_pages(memory: mmap.mmap, nbytes: int) -> None:
@@ -375,8 +379,7 @@ def _advise_huge_pages(memory: mmap.mmap, nbytes: int) -> None:
 class _HostEvent:
     """A moment of the host's clock; all work before it is done by then."""
 
-    def __init__(self) -> None:
-        self._at = 0.0
+    _at = 0.0
 
     def record(self, stream: Any = None) -> None:
         self._at = time.perf_counter()

@@ -4,9 +4,11 @@ Hooks for saved tensors switch autograd's own version check off, so whoever inst
 them has to make it, with the same error.
 """
 
+from functools import cache
+
 import torch
 
-from stagehand.torch_private import without_modes
+from stagehand.torch_private import dispatch_modes, without_modes
 
 __all__ = ["Kept", "ghost_of", "modified", "versioned"]
 
@@ -33,16 +35,24 @@ def versioned(tensor: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
         tensor: Whose version.
         data: Whose memory.
     """
-    with without_modes():
-        found = tensor.detach()
-        found.data = data
+    if dispatch_modes():
+        with without_modes():
+            return versioned(tensor, data)
+    found = tensor.detach()
+    found.data = data
     return found
 
 
 def ghost_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor that has the version of another, always, and no memory."""
-    with without_modes():
-        return versioned(tensor, tensor.new_empty(0))
+    return versioned(tensor, _nothing(tensor.device))
+
+
+@cache
+def _nothing(device: torch.device) -> torch.Tensor:
+    """Return a tensor without memory; one serves all, for nobody writes to it."""
+    with torch.inference_mode(False), without_modes():
+        return torch.empty(0, device=device)
 
 
 class Kept:
