@@ -222,10 +222,13 @@ class Gradients:
         missing = sum(size for home, size in sizes.items() if home.lease is None)
         return missing + 2 * max(sizes.values(), default=0)
 
-    def watch(self, blocks: Iterable[Block]) -> None:
+    def watch(self, blocks: Sequence[Block]) -> None:
         """Expect gradients of all parameters that now require one, and of no others."""
         if self._lost:
             self._tell_lost()
+        trained = [t for block in blocks for t in block.tensors if t.requires_grad]
+        if not (trained or self._homes):
+            return  # none of them, as before
         for block in blocks:
             trains = False
             for tensor in block.tensors:

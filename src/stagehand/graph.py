@@ -77,11 +77,11 @@ class _Place:
         self.shape = shape
         self.stride = stride
 
-    def view_of(self, block: Block, target: torch.Tensor) -> torch.Tensor:
+    def view_of(self, block: Block) -> torch.Tensor:
         """Return the view in the slot that holds the block now."""
         base = block.views[self.number]
-        if base.dtype is not self.dtype:
-            base = target.view(self.dtype)
+        if base.dtype is not self.dtype and block.target is not None:
+            base = block.target.view(self.dtype)
         return base.as_strided(self.shape, self.stride, self.offset)
 
 
@@ -91,15 +91,17 @@ class WeightHandle:
     Attributes:
         block: Whose bytes they are.
         place: Where in the image.
+        tensor: The parameter.
         version: The parameter's version when it was saved.
     """
 
-    __slots__ = ("block", "place", "version")
+    __slots__ = ("block", "place", "tensor", "version")
 
-    def __init__(self, block: Block, place: _Place, version: int) -> None:
+    def __init__(self, block: Block, place: _Place) -> None:
         self.block = block
         self.place = place
-        self.version = version
+        self.tensor = block.tensors[place.number]
+        self.version: int = self.tensor._version
 
     def view(self) -> torch.Tensor:
         """Return the view in the slot that holds the block now.
@@ -109,15 +111,14 @@ class WeightHandle:
                 autograd itself raises.
         """
         block, place = self.block, self.place
-        slot, target = block.slot, block.target
-        if slot is None or target is None:
+        slot = block.slot
+        if slot is None:
             raise StagehandInternalError(f"block {block.name!r} is not on the device")
-        tensor = block.tensors[place.number]
-        if tensor._version != self.version:
-            raise _changed(block, tensor, self.version)
+        if self.tensor._version != self.version:
+            raise _changed(block, self.tensor, self.version)
         view: torch.Tensor | None = slot.views.get(place)
         if view is None:
-            view = place.view_of(block, target)
+            view = place.view_of(block)
             if len(slot.views) < _VIEWS_KEPT:
                 slot.views[place] = view
                 slot.alone += 1
@@ -268,22 +269,25 @@ class SavedTensors:
         block: Block | None = None if slot is None else slot.occupant
         if block is None:
             return None if saved.grad_fn is None else self._cast(saved)
+        dtype = saved.dtype
         # A handle knows bytes, not their meaning.
-        if saved.is_nested or saved.is_neg() or saved.is_conj():
+        if saved.is_neg() or (dtype.is_complex and saved.is_conj()):
             return None
-        key: _Key = (
-            block.index,
-            saved.storage_offset(),  # type: ignore[assignment]
-            saved.dtype,
-            saved.shape,
-            saved.stride(),
-        )
+        try:
+            key: _Key = (
+                block.index,
+                saved.storage_offset(),  # type: ignore[assignment]
+                dtype,
+                saved.shape,
+                saved.stride(),
+            )
+        except RuntimeError:  # nested: it has no one shape
+            return None
         known = self._handles.get(key)
         if known is None:
             return self._note(block, key)
-        version = block.tensors[known.place.number]._version
-        if known.version != version:
-            known = self._handles[key] = WeightHandle(block, known.place, version)
+        if known.version != known.tensor._version:
+            known = self._handles[key] = WeightHandle(block, known.place)
         return known
 
     def _note(self, block: Block, key: "_Key") -> WeightHandle:
@@ -296,7 +300,9 @@ class SavedTensors:
         place = self._places.get(common)
         if place is None:
             place = self._places[common] = _Place(number, offset, dtype, shape, stride)
-        handle = WeightHandle(block, place, block.tensors[number]._version)
+        handle = WeightHandle(block, place)
+        # What all keys have in common is one object, which stays in the caches.
+        key = block.index, offset, dtype, place.shape, place.stride
         self._handles[key] = handle
         return handle
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from stagehand.core.clock import Phase
+from stagehand.core.turn import HERE
 from stagehand.errors import (
     ClosedError,
     ConfigError,
@@ -196,7 +197,8 @@ class Passing(PassListener):
                 " knows where they are was shut down, or its model is gone; run the"
                 " forward again"
             )
-        self._edges.enter_backward()
+        if self._edges.thread is not HERE.thread:
+            self._edges.enter_backward()
         scheduler, gradients = self._parts.scheduler, self._gradients
         left = scheduler.fetched
         if (left is block or block.stays) and scheduler.is_at_hand(block):

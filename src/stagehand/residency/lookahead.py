@@ -142,15 +142,18 @@ class LookAhead:
 
     def use(self, block: Block) -> bool:
         """Note a use; return whether it was the expected one."""
-        order, ahead = self._order, self._ahead
-        if not order.use(block.index):
+        order, ahead, line = self._order, self._ahead, self._line
+        position = order.cursor + 1
+        if position < self._length and line[position] is block and order.followed:
+            order.cursor = position
+        elif not order.use(block.index):
             self.forget()
             return False
         if ahead and ahead[0] is block:
             ahead.popleft()
             block.awaited -= 1
-        elif self._front < order.cursor:
-            self._front = order.cursor
+        elif self._front < position:
+            self._front = position
         return True
 
     def forget(self) -> None:

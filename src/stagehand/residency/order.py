@@ -40,8 +40,11 @@ class Order:
         self._places: dict[int, list[int]] = {}  # the positions of each block in it
         self._next: Route = self._route
         self._before: Route | None = None
-        self._log: list[int] = []
+        self._log: list[int] = []  # the uses of this pass, once one was not expected
         self._misses = 0
+        self.followed = True
+        """Whether all uses of this pass were expected. Who sees that the next one is,
+        too, may move the cursor instead of calling `use`."""
         self.cursor = -1
         """Position of the latest use; -1 at the beginning of a pass."""
         self.version = 0
@@ -71,10 +74,15 @@ class Order:
 
     def use(self, block: int) -> bool:
         """Note a use; return whether it was the expected one."""
-        self._log.append(block)
         position = self.cursor + 1
         route = self._route
-        if position < len(route) and route[position] == block:
+        expected = position < len(route) and route[position] == block
+        if not self.followed:
+            self._log.append(block)
+        elif not expected:
+            self._log = [*route[:position], block]
+            self.followed = False
+        if expected:
             self.cursor = position
             self._misses = 0
             return True
@@ -130,10 +138,10 @@ class Order:
         If so, a position `p` of the last pass is `p - length` now, `length` being the
         one before the call; but after a pass without uses they are what they were.
         """
-        if not self._log:
+        done = self._route[: self.cursor + 1] if self.followed else tuple(self._log)
+        if not done:
             return True
-        done: Route = tuple(self._log)
-        self._log.clear()
+        self.followed = True
         self.passes += 1
         if done != self._route:
             self.learned += 1

@@ -107,7 +107,8 @@ class Edges:
         self._listener = listener
         self._device = device
         self._stack: list[_Frame] = []
-        self._thread: Any = None
+        self.thread: Any = None
+        """In which a pass is under way."""
         self._unclosed: dict[Any, list[AbstractContextManager[Any]]] = {}  # by thread
         self._backward: Callable[[], _Backward | None] | None = None
         self.recomputing = 0
@@ -119,7 +120,7 @@ class Edges:
 
     def inside(self) -> bool:
         """Return whether this thread runs inside the model."""
-        return self._thread is HERE.thread
+        return self.thread is HERE.thread
 
     @property
     def is_busy(self) -> bool:
@@ -174,7 +175,7 @@ class Edges:
             self._stack.append(entry)
             if len(self._stack) > 1:
                 return None
-            self._thread = HERE.thread
+            self.thread = HERE.thread
             entry.context = apart(self._listener.begin_pass, module)
             if entry.context is not None:
                 entry.context.__enter__()
@@ -200,7 +201,7 @@ class Edges:
         entry = self._stack.pop()
         try:
             if not self._stack:
-                self._thread = None
+                self.thread = None
                 try:
                     if entry.context is not None:
                         entry.context.__exit__(None, None, None)
@@ -211,7 +212,7 @@ class Edges:
 
     def enter_backward(self) -> None:
         """Begin autograd's pass, unless it or another pass of this thread goes on."""
-        if self._thread is HERE.thread:
+        if self.thread is HERE.thread:
             return
         known = None if self._backward is None else self._backward()
         if known is not None and known.task == graph_task():
@@ -220,7 +221,7 @@ class Edges:
             return  # a forward waits for this: it is part of its pass
         self._sort_out()
         self._stack.append(_Frame(None, None))
-        self._thread = HERE.thread
+        self.thread = HERE.thread
         self._queue_end()
         apart(self._listener.begin_backward)
 
@@ -241,7 +242,7 @@ class Edges:
 
     def _forget_backward(self) -> None:
         self._stack.clear()
-        self._thread = None
+        self.thread = None
         self._backward = None
         self.recomputing = 0
 
@@ -273,15 +274,15 @@ class Edges:
     def _bury(self) -> None:
         """Close what another thread left open; its contexts are its own to leave."""
         contexts = [e.context for e in reversed(self._stack) if e.context is not None]
-        if self._thread is not None and self._thread.is_alive():
-            self._unclosed[self._thread] = contexts
+        if self.thread is not None and self.thread.is_alive():
+            self._unclosed[self.thread] = contexts
         self._stack.clear()
         self._abort()
 
     def _abort(self) -> None:
         self._listener.abort_pass()
         if not self._stack:
-            self._thread = None
+            self.thread = None
             self._listener.end_pass()
 
 

@@ -240,7 +240,7 @@ class _SiteBegin(_SiteHook):
         edges, moved = self._edges, None
         if edges is None:
             return None
-        if edges._thread is not HERE.thread:
+        if edges.thread is not HERE.thread:
             moved = edges.enter(module, args, kwargs, _module_frame())
         elif edges._backward is not None:
             moved = edges.moved_again(args, kwargs)
