@@ -20,13 +20,13 @@ _TARGET_US = 2.0
 
 def measure(rounds: int = 200) -> Iterator[Result]:
     """Yield the time of one pack and one unpack over hooks that do nothing."""
-    model = Stack(2)
+    model = Stack(2).requires_grad_(False)  # what trains is at home between passes
     runtime = make_runtime(model)
     try:
         with torch.inference_mode():
             model(torch.zeros(1, 16))  # now all blocks are there
-        # Frozen: then it is all that a layer saves.
-        weight = streamed_blocks(runtime)[0].tensors[0].requires_grad_(False)
+        # Frozen, so that it is all that a layer saves.
+        weight = streamed_blocks(runtime)[0].tensors[0]
         functions = {
             "identity": _step(weight, lambda: saved_tensors_hooks(_same, _same)),
             "handle": _step(weight, runtime._saved.hooks),

@@ -4,7 +4,13 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from benchmarks.models import LOOKAHEAD, Stack, make_runtime, streamed_blocks
+from benchmarks.models import (
+    LOOKAHEAD,
+    Stack,
+    make_runtime,
+    make_stacks,
+    streamed_blocks,
+)
 from benchmarks.results import Result
 from benchmarks.timing import Times, take_turns
 from stagehand.runtime import Runtime
@@ -60,7 +66,7 @@ def _result(what: str, times: Times, target: float | None) -> Result:
 def _overheads(
     depth: int, layers: int, blocks_timed: int
 ) -> Iterator[tuple[str, Times]]:
-    bare, model = Stack(depth, layers), Stack(depth, layers)
+    bare, model = make_stacks(depth, layers)
     runtime = make_runtime(model)
     return over_bare(runtime, bare, model, _pass, blocks_timed=blocks_timed)
 

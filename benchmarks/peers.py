@@ -14,7 +14,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.models import LOOKAHEAD, Stack, make_runtime, streamed_blocks
+from benchmarks.models import (
+    LOOKAHEAD,
+    Stack,
+    make_runtime,
+    make_stacks,
+    streamed_blocks,
+)
 from benchmarks.results import Result
 from benchmarks.timing import Times, take_turns
 
@@ -139,7 +145,7 @@ def _overhead(
 ) -> Times | str:
     if importlib.util.find_spec(package) is None:
         return "it is not installed"
-    bare, model = Stack(depth, _LAYERS), Stack(depth, _LAYERS)
+    bare, model = make_stacks(depth, _LAYERS)
     try:
         end = prepare(model)
         passes = {"bare": _pass(bare), "other": _pass(model)}

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.models import Stack, make_runtime
+from benchmarks.models import Stack, make_runtime, make_stacks
 from benchmarks.overhead import SHARES, over_bare
 from benchmarks.results import Result
 from benchmarks.timing import Times
@@ -54,7 +54,7 @@ def _result(what: str, times: Times, target: float | None) -> Result:
 def _overheads(
     depth: int, blocks_timed: int, *, trains: bool
 ) -> Iterator[tuple[str, Times]]:
-    bare, model = (Stack(depth).requires_grad_(trains) for _ in range(2))
+    bare, model = (stack.requires_grad_(trains) for stack in make_stacks(depth))
     runtime = make_runtime(model)
     # Memory on the host cannot be marked as read by a stream: that is left out.
     runtime._parts.engine.carry_home = _carry_nothing  # type: ignore[method-assign]
