@@ -302,6 +302,21 @@ def test_block_that_is_edited_after_it_was_loaded_ahead_is_loaded_again(rig_of):
     rig.end_pass()
 
 
+def test_only_what_was_loaded_ahead_is_loaded_again_when_all_were_replaced(rig_of):
+    """Averaged weights are swapped in between passes, by assigning to `.data`."""
+    rig, route = rig_of(9), range(1, 9)
+    copies = []
+    for turn in range(5):
+        if turn == 4:
+            for block in rig.blocks[1:]:
+                block.tensors[0].data = block.tensors[0].data + 1
+        before = rig.counters.h2d_copies
+        for number, (seen,) in zip(route, rig.run(*route), strict=True):
+            assert torch.equal(seen, rig.blocks[number].tensors[0])
+        copies.append(rig.counters.h2d_copies - before)
+    assert copies[3] < copies[4] <= copies[3] + rig.scheduler.lookahead + 1
+
+
 def test_block_that_its_last_use_changed_is_saved_and_seen_by_the_next(rig_of):
     """Loading ahead had already counted on the copy that the change made stale."""
     rig = rig_of(4, lookahead=2)
