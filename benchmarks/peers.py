@@ -72,6 +72,11 @@ def _ramtorch(model: Stack) -> Callable[[], object]:
     return end
 
 
+def _mmgp(_: Stack) -> Callable[[], object]:
+    """Not even imported: it changes what others in this process use."""
+    raise RuntimeError("it computes nowhere else")
+
+
 def _fsdp(model: Stack) -> Callable[[], object]:
     """Each block a group of its own, in a process group of one."""
     from torch import distributed
@@ -106,6 +111,7 @@ PEERS: dict[str, tuple[str, Prepare]] = {
     "accelerate cpu_offload": ("accelerate", _accelerate),
     "FSDP2 CPU offload": ("torch", _fsdp),
     "RamTorch": ("ramtorch", _ramtorch),
+    "mmgp": ("mmgp", _mmgp),
 }
 """How each is prepared, and the package that it needs, by the name it is printed as."""
 
