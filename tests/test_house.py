@@ -119,17 +119,9 @@ EXPECTED_PUBLIC = (
 
 # Bookkeeping: tested without a device, so it and what it imports do without torch.
 PURE = {
-    *(
-        "errors",
-        "units",
-        "settings",
-        "core/states",
-        "core/clock",
-        "core/telemetry",
-        "core/limits",
-    ),
-    *("core/ledger", "residency/order", "residency/timeline", "residency/plan"),
-    "residency/spread",
+    *("errors", "units", "settings", "core/states", "core/clock", "core/telemetry"),
+    *("core/limits", "core/ledger", "residency/order", "residency/timeline"),
+    *("residency/plan", "residency/spread"),
     *("activations/prefix", "activations/relief"),
     "conductor/rules",
     "residency/keeping",

@@ -177,6 +177,7 @@ def test_without_an_accelerator_it_says_that_all_stays():
         loss = model(x).sum()
     loss.backward()
     assert spill_of(runtime).tally.saved_count == 0
+    assert "no accelerator" in runtime.report()
     runtime.shutdown()
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stagehand.activations.advice import BlockCost, advise
+from stagehand.activations.advice import Advice, BlockCost, advise
 from stagehand.activations.prefix import Rates, Save, best_prefix, foresee, plan_prefix
 from stagehand.activations.relief import Relief
 from stagehand.activations.timing import spans
@@ -155,6 +155,20 @@ def test_advice_says_when_nothing_fits():
     advice = advise(equal_blocks(), 10, Rates(10.0, 10.0))
     assert not advice.fits
     assert "does not fit" in str(advice)
+
+
+def test_advice_names_blocks_that_follow_each_other_by_their_ends():
+    advice = Advice(
+        checkpoint=("a", "c", "d", "e"),
+        spill=("a", "b"),
+        keep=("c", "d", "e"),
+        budget_bytes=10,
+        fits=True,
+        recompute_seconds=0.0,
+        stall_seconds=0.0,
+    )
+    what = "checkpoint a, c to e (4 blocks); a and b leave; c to e (3 blocks) stay;"
+    assert what in str(advice)
 
 
 @given(

@@ -65,19 +65,31 @@ class Advice:
 
     def __str__(self) -> str:
         ends = "" if self.fits else ", and it does not fit even so"
+        order = self.spill + self.keep
         return (
             f"for {format_bytes(self.budget_bytes)} of saved tensors: checkpoint"
-            f" {_names(self.checkpoint)}; {_names(self.spill)} leave;"
-            f" {_names(self.keep)} stay; {self.recompute_seconds * 1e3:.3f} ms of"
-            f" computing again and {self.stall_seconds * 1e3:.3f} ms of waiting in each"
-            f" step{ends}"
+            f" {_names(self.checkpoint, order)}; {_names(self.spill, order)} leave;"
+            f" {_names(self.keep, order)} stay;"
+            f" {self.recompute_seconds * 1e3:.3f} ms of computing again and"
+            f" {self.stall_seconds * 1e3:.3f} ms of waiting in each step{ends}"
         )
 
 
-def _names(names: Sequence[str]) -> str:
-    if len(names) <= 2:
-        return " and ".join(names) or "none"
-    return f"{names[0]} to {names[-1]} ({len(names)} blocks)"
+def _names(names: Sequence[str], order: Sequence[str]) -> str:
+    """Name blocks, those that follow each other by the first and the last."""
+    runs: list[list[str]] = []
+    for name, before in zip(order, (None, *order), strict=False):
+        if name in names and before in names:
+            runs[-1].append(name)
+        elif name in names:
+            runs.append([name])
+    if not runs:
+        return "none"
+    texts = [
+        " and ".join(run) if len(run) <= 2 else f"{run[0]} to {run[-1]}" for run in runs
+    ]
+    count = f" ({len(names)} blocks)" if len(names) > 2 else ""
+    return ", ".join(texts) + count
 
 
 def advise(blocks: Sequence[BlockCost], budget_bytes: int, rates: Rates) -> Advice:

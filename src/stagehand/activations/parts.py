@@ -85,8 +85,11 @@ def state_of(spill: Spill) -> str:
     )
 
 
-def report_of(spill: Spill) -> str:
+def report_of(parts: Parts) -> str:
     """Return what is done with forwards like the last one, and what it costs."""
+    if parts.saving.off:
+        return "saved tensors: all of them stay, as there is no accelerator"
+    spill = parts.spill
     lesson = spill.lessons.latest
     if lesson is None or lesson.prefix is None:
         return "saved tensors: no forward has ended yet"

@@ -202,7 +202,7 @@ class ActivationRuntime:
         """Return what is done with forwards like the last one, and what it costs."""
         if self._parts is None:
             return "saved tensors: disabled"
-        return report_of(self._parts.spill)
+        return report_of(self._parts)
 
     # Checkpoints
 

@@ -77,7 +77,7 @@ class Activations:
 
     def report(self) -> str:
         """Return what is done with forwards like the last one, and what it costs."""
-        return report_of(self._parts.spill)
+        return report_of(self._parts)
 
     def close(self) -> None:
         """Give back the page-locked memory of graphs that are gone. Idempotent."""
