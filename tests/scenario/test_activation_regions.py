@@ -88,6 +88,18 @@ def test_attention_and_dropout_are_exact(runtime):
     check(runtime, list(blocks), list(blocks.parameters()))
 
 
+def test_weights_that_several_regions_share_are_exact_under_autocast(runtime):
+    """Of these autocast makes a copy in the first region, for all of them."""
+    layer = nn.Linear(WIDTH, WIDTH).to("hpu")
+
+    def region(x):
+        with torch.autocast("hpu", torch.bfloat16):
+            return layer(layer(x).sigmoid()).float()
+
+    with torch.autocast("hpu", torch.bfloat16):
+        check(runtime, [region] * 4, [layer.weight, layer.bias])
+
+
 def test_operators_with_several_results_are_not_computed_again(runtime, sim):
     norm = nn.LayerNorm(WIDTH).to("hpu")
 

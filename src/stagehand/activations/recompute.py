@@ -29,8 +29,9 @@ if TYPE_CHECKING:
 
 __all__ = ["contexts_for"]
 
-# Forward and recompute call it differently often.
-_UNCOUNTED = frozenset({torch.ops.aten.detach.default})
+# Forward and recompute call them differently often: autocast keeps casts of weights, so
+# whether a region makes one depends on what ran before it.
+_UNCOUNTED = frozenset({torch.ops.aten.detach.default, torch.ops.aten._to_copy.default})
 # What they give is written afterwards.
 _UNFILLED = frozenset(
     {
