@@ -114,6 +114,8 @@ class Carrier:
                 if self._checks:
                     bundle.sums[piece.start] = _sum(source.cpu())
                 pairs.append((source, slab.like(source, piece.start)))
+            if len(bundle.members) == 1:
+                bundle.home = pairs[0][1]
             left = bundle.left = self.engine.send_group(pairs, makers=makers)
         finally:
             if bundle.left is None:
@@ -150,8 +152,12 @@ class Carrier:
         if self._checks:
             self._compare(bundle, left)
         maker = self._device.current_stream()
-        back = self._device.empty(bundle.nbytes)
-        source = slab.buffer[: bundle.nbytes]
+        source = bundle.home
+        if source is None:
+            source = slab.buffer[: bundle.nbytes]
+            back = self._device.empty(bundle.nbytes)
+        else:
+            back = self._device.empty_like(source)
         try:
             arrived = self.engine.bring_group(source, back, after=left, maker=maker)
             bundle.back, bundle.arrived = back, arrived

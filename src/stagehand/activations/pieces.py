@@ -148,6 +148,18 @@ class Handle:
         found = found.conj() if conj else found
         return negated(found) if neg else found
 
+    def view_back(self, back: torch.Tensor, start: int) -> torch.Tensor:
+        """Return the tensor in memory that its piece has come back to."""
+        form = self.form
+        if (
+            back.shape == form.shape
+            and back.dtype == form.dtype
+            and back.stride() == form.stride
+            and not (form.conj or form.neg or dispatch_modes())
+        ):
+            return back.detach()  # several times as fast
+        return self.view(back.untyped_storage(), start)
+
     def view_elsewhere(self, storage: torch.UntypedStorage) -> torch.Tensor:
         """Return the tensor in the memory that others keep.
 
@@ -317,6 +329,7 @@ class Bundle:
         nbytes: Of all of them, each at an aligned start.
         counted: Of all of them.
         slab: Host memory, from the first copy on.
+        home: The only piece's, there; None if it is not alone.
         left: The event behind the copy to the host.
         back: Device memory that the bytes came back to.
         arrived: The event behind that copy.
@@ -326,14 +339,15 @@ class Bundle:
     """
 
     __slots__ = (
-        *("__weakref__", "arrived", "back", "counted", "due", "gone", "left", "maker"),
-        *("members", "nbytes", "seen", "slab", "sums"),
+        *("__weakref__", "arrived", "back", "counted", "due", "gone", "home", "left"),
+        *("maker", "members", "nbytes", "seen", "slab", "sums"),
     )
 
     def __init__(self, gone: deque[Gone]) -> None:
         self.members: list[weakref.ref[Piece]] = []
         self.nbytes = self.counted = 0
         self.slab: Slab | None = None
+        self.home: torch.Tensor | None = None
         self.left: Done | None = None
         self.back: torch.Tensor | None = None
         self.arrived: Event | None = None

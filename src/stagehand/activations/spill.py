@@ -246,8 +246,7 @@ class Spill(Room):
             self._fetch(bundle)
         if bundle.seen is None:
             self._used.append(weakref.ref(bundle))
-        back = self._carrier.receive(bundle).untyped_storage()
-        found = handle.view(back, piece.start)
+        found = handle.view_back(self._carrier.receive(bundle), piece.start)
         bundle.due -= 1
         return found
 

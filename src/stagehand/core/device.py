@@ -76,6 +76,9 @@ class Device(Protocol):
     def empty(self, nbytes: int) -> torch.Tensor:
         """Return uninitialized bytes of device memory that is the current stream's."""
 
+    def empty_like(self, host: torch.Tensor) -> torch.Tensor:
+        """Return what `empty` does, of the form of a contiguous tensor on the host."""
+
     def taken_bytes(self, nbytes: int) -> int:
         """Return what so many bytes of `empty` take of the device's memory."""
 
@@ -168,6 +171,13 @@ class AcceleratorDevice:
             with torch.inference_mode(False):  # takes as long as the rest
                 return self.empty(nbytes)
         return torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)
+
+    def empty_like(self, host: torch.Tensor) -> torch.Tensor:
+        """See `Device.empty_like`."""
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False):
+                return self.empty_like(host)
+        return torch.empty_like(host, device=self.torch_device)
 
     def taken_bytes(self, nbytes: int) -> int:
         """See `Device.taken_bytes`. What torch's allocator rounds up is lost to others.
@@ -420,6 +430,13 @@ class HostDevice:
     def empty(self, nbytes: int) -> torch.Tensor:
         """See `Device.empty`."""
         return host_memory(nbytes)
+
+    def empty_like(self, host: torch.Tensor) -> torch.Tensor:
+        """See `Device.empty_like`."""
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False):
+                return self.empty_like(host)
+        return torch.empty_like(host)
 
     def taken_bytes(self, nbytes: int) -> int:
         """See `Device.taken_bytes`."""

@@ -152,6 +152,7 @@ class TransferEngine:
         self._counters = counters
         self.h2d = Lane(device, h2d_capacity, priority, streams[0])
         self.d2h = Lane(device, d2h_capacity, priority, streams[1])
+        self._has_streams = not device.is_host
         self._ready = device.new_event()
         self._passed = device.new_event()
         self._passed_on: Stream | None = None  # recorded it last
@@ -496,9 +497,10 @@ class TransferEngine:
         if self._traffic is not None and (traffic := self._yielding()) is not None:
             return self._put_aside(traffic, pairs, -1, makers)
         stream = self.d2h.stream
-        for maker in makers:
-            self._ready.record(maker)
-            stream.wait_event(self._ready)
+        if self._has_streams:
+            for maker in makers:
+                self._ready.record(maker)
+                stream.wait_event(self._ready)
         for source, target in pairs:
             self._copy(-1, "D2H", stream, target, source)
         done = self._mark_of(self.d2h)
@@ -571,9 +573,10 @@ class TransferEngine:
         """
         stream = self.h2d.stream
         after = event_of(after)
-        stream.wait_event(after)
-        self._ready.record(maker)
-        stream.wait_event(self._ready)
+        if self._has_streams:
+            stream.wait_event(after)
+            self._ready.record(maker)
+            stream.wait_event(self._ready)
         self._copy(-1, "H2D", stream, target, source)
         self._counters.h2d_bytes += source.numel()
         self._counters.h2d_copies += 1
