@@ -111,6 +111,12 @@ def no_thread_left() -> Iterator[None]:
         pytest.fail(f"threads left running: {sorted(t.name for t in left)}")
 
 
+@pytest.fixture(autouse=True)
+def same_random_numbers() -> None:
+    """Whatever tests ran before in this process."""
+    torch.manual_seed(0)
+
+
 def _held(sim: ModuleType) -> dict[str, int]:
     from stagehand.core.arena import live_leases
 
