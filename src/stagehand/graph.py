@@ -38,6 +38,7 @@ from stagehand.torch_private import (
     pop_saved_hooks,
     push_saved_hooks,
     skipped,
+    sparing,
     top_saved_hooks,
 )
 
@@ -214,7 +215,14 @@ class SavedTensors:
         inside = _Inside(self, *top)
         pack = looked_through(partial(inside.pack), top)
         push_saved_hooks(pack, inside.unpack)
+        sparing(self._is_in_slot)
         return True
+
+    def _is_in_slot(self, tensor: torch.Tensor) -> bool:
+        """Whether a view of a tensor would keep the memory of a slot."""
+        if type(tensor) not in _PLAIN or tensor.layout is not torch.strided:
+            return False
+        return tensor.untyped_storage().data_ptr() in self._slots
 
     @looked_through
     @skipped

@@ -9,6 +9,9 @@
   Without them, importing the library is refused.
 - `_checkpoint_internal` and `_user_hooks` of a pack hook: selective checkpointing looks
   for the user's hooks below the library's. Versions before 2.15 look for none.
+- `torch._C._get_dispatch_stack_at` and the `policy_fn` of the modes of selective
+  checkpointing: a view of a weight that it keeps would keep the weight's slot, and not
+  be known as a weight. Without them, policies that keep such views are refused by it.
 - `torch._C._autograd._get_sequence_nr`: in which order backward will need what a
   forward saves. Without it, importing the library is refused.
 - `torch.UntypedStorage._new_with_weak_ptr` and the `StorageWeakRef` that it came with:
@@ -57,6 +60,7 @@ from typing import Any, TypeVar
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode
+from torch.utils.checkpoint import CheckpointPolicy
 
 from stagehand.errors import StagehandError
 
@@ -81,6 +85,7 @@ __all__ = [
     "sequence_number",
     "sharing_versions",
     "skipped",
+    "sparing",
     "storage_use_count",
     "top_saved_hooks",
     "untraced",
@@ -197,6 +202,36 @@ def looked_through(pack: _Function, below: SavedHooks | None = None) -> _Functio
         below = getattr(below[0], "_user_hooks", None)
     marked._user_hooks = below
     return pack
+
+
+class _Sparing:
+    """A policy of selective checkpointing that never keeps certain views."""
+
+    def __init__(self, policy: Callable[..., Any]) -> None:
+        self.spared: set[Callable[[Any], bool]] = set()
+        self._policy = policy
+
+    def __call__(self, context: Any, operator: Any, *args: Any, **kwargs: Any) -> Any:
+        is_view = getattr(operator, "is_view", False)
+        if is_view and any(is_spared(args[0]) for is_spared in self.spared):
+            return CheckpointPolicy.PREFER_RECOMPUTE
+        return self._policy(context, operator, *args, **kwargs)
+
+
+def sparing(is_spared: Callable[[Any], bool]) -> None:
+    """Let selective checkpoints that this thread is in make some views again.
+
+    Args:
+        is_spared: Whether a tensor's views are not to be kept, whatever their policy.
+    """
+    for place in range(dispatch_modes()):
+        mode: Any = torch._C._get_dispatch_stack_at(place)
+        policy = getattr(mode, "policy_fn", None)
+        if policy is None:
+            continue
+        if type(policy) is not _Sparing:
+            policy = mode.policy_fn = _Sparing(policy)
+        policy.spared.add(is_spared)
 
 
 def at_end_of_backward(call: Callable[[], None]) -> None:

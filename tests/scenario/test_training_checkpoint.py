@@ -267,6 +267,17 @@ def test_regions_that_keep_some_results_are_exact(sim, setting, kind, options):
     assert_trains_equally(build, train, setting)
 
 
+def keep_all(context, operator, *args, **kwargs):
+    return CheckpointPolicy.MUST_SAVE
+
+
+@over(FEW)
+@pytest.mark.parametrize("kind", ["each", "pairs"])
+def test_regions_that_keep_all_results_keep_no_weights(sim, setting, kind):
+    contexts = functools.partial(create_selective_checkpoint_contexts, keep_all)
+    assert_trains_equally(built_as(kind, context_fn=contexts), train, setting)
+
+
 @over(FEW)
 @pytest.mark.parametrize("options", RESPECTED)
 def test_users_hooks_get_what_regions_keep_if_that_is_asked_for(sim, setting, options):
