@@ -307,9 +307,9 @@ def test_it_leaves_when_another_forward_needs_room(sim, pieces):
         first, second, third = inputs(), inputs(), inputs()
         with saved:
             one = plain(model, first)
+        assert spill._given
         with saved:
             two = plain(model, second)
-        assert spill._given
         pieces.clear()
         with saved:
             plain(model, third)

@@ -99,7 +99,9 @@ class Books:
         self._leaving_bytes = 0
         self._ahead: deque[weakref.ref[Bundle]] = deque()  # fetched before their use
         self._used: list[weakref.ref[Bundle]] = []  # came back, and was unpacked
-        self._stuck: deque[weakref.ref[Piece]] = deque()  # kept by others
+        self._stuck: deque[_Kept] = deque()  # kept by others
+        self._stuck_bytes = 0
+        self._turned = -1  # the latest backward pass that came to a forward
         self._numbers = count()
         self._unpruned = 0
         self._is_skipped = False

@@ -9,7 +9,7 @@ again.
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -118,8 +118,10 @@ class Lessons:
             if len(self._known) >= _KINDS:
                 self._known.clear()
             lesson = self._known[form] = Lesson()
+        elif lesson.saves and not (lesson.observed or lesson.useless):
+            self._plan(lesson, lesson.budget_bytes)
         scope.off = lesson.useless
-        scope.prefix = lesson.prefix
+        scope.prefix, scope.saves = lesson.prefix, lesson.saves
         scope.twins = lesson.tensors > lesson.count
         if lesson.observed < _OBSERVED and not lesson.useless:
             noted: _Noted = []
@@ -181,11 +183,15 @@ class Lessons:
             self._see(observation, budget_bytes)
             observation.is_turned = True
 
-    def doubt(self, scope: Scope) -> None:
-        """Observe forwards anew of which users hold other tensors than they did."""
+    def correct(self, piece: Piece, *, free: bool) -> None:
+        """Note that users hold other tensors than they did, and observe anew."""
+        scope, number = piece.scope, piece.position
         lesson = self._known.get(scope.form)
-        if lesson is not None and scope.noted is None:
-            lesson.observed = 0
+        if lesson is None or scope.noted is not None:
+            return
+        lesson.observed = 0
+        if number < len(lesson.saves):
+            lesson.saves[number] = replace(lesson.saves[number], free=free)
 
     def _look_at_memory(self, observation: _Observation, away: int) -> None:
         allocated = self._device.allocated_bytes()

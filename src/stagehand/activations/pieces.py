@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from stagehand.activations.pool import Slab
-    from stagehand.activations.prefix import Prefix
+    from stagehand.activations.prefix import Prefix, Save
     from stagehand.core.device import Event, Stream
     from stagehand.core.traffic import Done
 
@@ -108,9 +108,15 @@ class Handle:
         Raises:
             RuntimeError: As autograd itself raises; hooks switch its own check off.
         """
+        found = self.version_now
+        if found != self.version:
+            raise modified(str(self), found, self.version)
+
+    @property
+    def version_now(self) -> int:
+        """The version that the tensor has now, as far as anybody could change it."""
         alias = self.form.ghost if self.alias is None else self.alias
-        if alias is not None and alias._version != self.version:
-            raise modified(str(self), alias._version, self.version)
+        return self.version if alias is None else alias._version
 
     def let_go(self, *, shared: bool = False) -> None:
         """Keep the tensor's form, not its memory.
@@ -134,9 +140,10 @@ class Handle:
     def join(self, piece: Piece) -> None:
         """Be a further handle of a piece."""
         self.piece = piece
-        if piece.extras is None:
-            piece.extras = []
-        piece.extras.append(weakref.ref(self))
+        extras = piece.extras
+        if extras is None:
+            extras = piece.extras = set()
+        extras.add(weakref.ref(self, extras.discard))
         if piece.alias is None:  # others keep it still
             self.let_go(shared=True)
 
@@ -175,14 +182,16 @@ class Piece(Handle):
     Attributes:
         cdata: The storage's identity; zero as long as nobody has looked at the piece.
         nbytes: Its size when it was saved.
+        position: Which of its forward's pieces it is; set when it is looked at.
         bundle: With which it leaves; None as long as it has not to.
         start: Where it lies in the bundle.
-        extras: Handles of further tensors in the storage.
+        extras: Handles of further tensors in the storage, as long as they live.
         elsewhere: The storage, weakly, if others kept it when it was let go.
     """
 
     __slots__ = (
-        *("bundle", "cdata", "elsewhere", "extras", "nbytes", "scope", "start"),
+        *("bundle", "cdata", "elsewhere", "extras", "nbytes", "position", "scope"),
+        "start",
     )
 
     start: int
@@ -195,18 +204,19 @@ class Piece(Handle):
         self.version = alias._version
         self.nbytes = nbytes
         self.scope = scope
+        self.position = scope.count
         self.sequence = sequence
         self.cdata = 0
         self.piece = None
         self.bundle: Bundle | None = None
-        self.extras: list[weakref.ref[Handle]] | None = None
+        self.extras: set[weakref.ref[Handle]] | None = None
 
     def handles(self) -> Sequence[Handle]:
         """Return its own and those others that the graph still has."""
-        if self.extras is None:
+        if not self.extras:
             return (self,)
-        extras = [extra for ref in self.extras if (extra := ref()) is not None]
-        return [self, *extras]
+        refs = list(self.extras)  # any thread may let go of one meanwhile
+        return [self, *(extra for ref in refs if (extra := ref()) is not None)]
 
     def source(self) -> torch.Tensor | None:
         """Return all of the storage; None if it is gone, or is another by now."""
@@ -243,21 +253,16 @@ class Piece(Handle):
         Args:
             others: How many tensors of the library's own are in the storage, too.
         """
-        count = others
-        for handle in self.handles():
-            alias = handle.alias
-            if alias is None or alias._version != handle.version:
-                return False
-            count += 1
-        return use_count_of(self.cdata) == count + WRAPPERS
+        if self.alias is None:
+            return False
+        count = others + 1 + len(self.extras or ())
+        return use_count_of(self.cdata) == count + WRAPPERS and not self.is_changed()
 
     def is_changed(self) -> bool:
         """Whether the storage was changed since its tensors were saved."""
-        for handle in self.handles():
-            alias = handle.form.ghost if handle.alias is None else handle.alias
-            if alias is not None and alias._version != handle.version:
-                return True
-        return False
+        if not self.extras:  # mostly
+            return self.version_now != self.version
+        return any(handle.version_now != handle.version for handle in self.handles())
 
     def free(self, *, shared: bool) -> None:
         """Let the storage go; if others keep it, look at what they do with it."""
@@ -421,6 +426,7 @@ class Scope:
         ended: Whether it has saved all.
         form: Of the first tensor: forwards that begin alike are planned alike.
         prefix: What is to leave; None as long as no forward like it was seen.
+        saves: What the one before it has saved, by position.
         off: Whether all stays, because spilling is of no use.
         leads: Whether the next piece may be of the prefix.
         noted: While it is observed, all pieces.
@@ -434,8 +440,8 @@ class Scope:
 
     __slots__ = (
         *("__weakref__", "allowance", "bundles", "coming", "count", "ended", "form"),
-        *("is_stirred", "leads", "noted", "off", "open", "prefix", "shared"),
-        *("streams", "task", "tensors", "twins"),
+        *("is_stirred", "leads", "noted", "off", "open", "prefix", "saves"),
+        *("shared", "streams", "task", "tensors", "twins"),
     )
 
     def __init__(self, stream: Stream) -> None:
@@ -447,6 +453,7 @@ class Scope:
         self.ended = False
         self.form: Any = None
         self.prefix: Prefix | None = None
+        self.saves: Sequence[Save] = ()
         self.off = False
         self.leads = False
         self.noted: list[tuple[weakref.ref[Piece], int, int]] | None = None

@@ -143,8 +143,9 @@ class _Region:
 
 
 def _is_changed(packed: Any) -> bool:
-    tensor = packed.tensor if type(packed) is Kept else getattr(packed, "alias", None)
-    return tensor is not None and tensor._version != packed.version
+    if type(packed) is Kept:
+        return packed.tensor._version != packed.version
+    return isinstance(packed, Piece | Extra) and packed.version_now != packed.version
 
 
 def _is_random(function: Any, args: Any) -> bool:

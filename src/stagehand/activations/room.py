@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Room"]
 
-_STUCK_LOOKS = 8  # at pieces that others keep, whenever room is made
+_STUCK_LOOKS = 8  # at pieces that others keep, at a time
 _READINGS = 8  # of the device's memory between the watermarks
 
 
@@ -66,6 +66,7 @@ class Room(Returning):
             if piece is None or piece.alias is None:
                 continue
             piece.number = next(self._numbers)
+            piece.position = scope.count - 1
             cdata = piece.alias.untyped_storage()._cdata
             known = self._known(cdata)
             if known is None:
@@ -138,6 +139,11 @@ class Room(Returning):
 
     # Room
 
+    def _watch(self, most: int = _STUCK_LOOKS) -> None:
+        """Make room for what others have let go of, if there is none."""
+        if self._look_at_stuck(most) and self._held > self.budget_bytes:
+            self._make_room(0)
+
     def _make_room(self, nbytes: int) -> None:
         """Let the oldest leave until so many bytes more fit."""
         self._look()
@@ -179,7 +185,7 @@ class Room(Returning):
             self._kept.popleft()
             if piece is None:
                 self._held -= nbytes
-            elif not piece.is_plain() or not piece.can_go():
+            elif not self._may_leave(piece):
                 self._held -= nbytes
                 self._set_aside(piece)
             else:
@@ -187,6 +193,20 @@ class Room(Returning):
                 bundle.add(piece)
         if first is not None:
             self._send(bundle, first.scope)
+
+    def _may_leave(self, piece: Piece) -> bool:
+        """Whether a piece is to leave if there is no room.
+
+        What others keep is, if they had let go of it when backward came to forwards
+        like its own: then it is free when they do so.
+        """
+        if not piece.is_plain():
+            return False
+        if piece.can_go():
+            return True
+        scope, number = piece.scope, piece.position
+        was_free = number < len(scope.saves) and scope.saves[number].free
+        return was_free and scope.task == -1 and not piece.is_changed()
 
     def _release(self) -> None:
         """Free what is known to have left, in order."""
@@ -224,22 +244,25 @@ class Room(Returning):
     def _set_aside(self, piece: Piece) -> None:
         """Do not count a piece: somebody else keeps its memory, or has changed it."""
         self.tally.stuck_count += 1
-        self._stuck.append(weakref.ref(piece))
+        self._stuck.append((weakref.ref(piece), piece.nbytes))
+        self._stuck_bytes += piece.nbytes
         piece.scope.is_stirred = True
 
     def _look_at_stuck(self, most: int = _STUCK_LOOKS) -> bool:
         """Look whether others have let go of some of what they kept."""
         found = []
         for _ in range(min(len(self._stuck), most)):
-            ref = self._stuck.popleft()
-            piece = ref()
-            if piece is None:
+            item = self._stuck.popleft()
+            piece = item[0]()
+            if piece is not None and not (piece.can_go() and piece.is_plain()):
+                self._stuck.append(item)
                 continue
-            if not piece.is_plain() or not piece.can_go():
-                self._stuck.append(ref)
-            else:
-                self._held += piece.nbytes
-                found.append((ref, piece.nbytes))
+            self._stuck_bytes -= item[1]
+            if piece is not None:
+                self._held += item[1]
+                found.append(item)
+                if piece.scope.task == -1:  # and they have not in forwards before
+                    self.lessons.correct(piece, free=True)
         self._kept.extendleft(reversed(found))
         return bool(found)
 

@@ -18,6 +18,14 @@ So what counts is who keeps it when backward comes, as observed forwards have sh
 What others have let go of by then is planned like all else. It leaves in its turn, and
 the graph lets go of it even if they, or the forward itself, have not yet: it is free
 when they do. If they keep it on, backward uses their memory, not a copy.
+
+They may change their habits. What they newly keep leaves in its turn like all else, in
+vain if they keep it on; the next forward knows. What they kept until backward before,
+and now let go of sooner, is looked at whenever the library runs anyway: all of it when
+a forward begins or ends and when backward begins, the next eight when a tensor is saved
+that it might leave no room for, or unpacked. What is free leaves at once. So the graph
+holds more than the budget only between the last reference of others and the library's
+next call, or its next few where others keep more than eight.
 """
 
 from __future__ import annotations
@@ -69,6 +77,7 @@ class Spill(Room):
             self._tidy()
             if self._kept:
                 self._prune()
+            self._watch(len(self._stuck))
             if len(self._live) > 2 * len(self._kept) + _STALE:
                 for key in [k for k, ref in self._live.items() if ref() is None]:
                     del self._live[key]
@@ -137,6 +146,8 @@ class Spill(Room):
         scope.tensors += 1
         cdata, nbytes, sequence = storage._cdata, storage.nbytes(), sequence_number()
         known = self._known(cdata)
+        if self._stuck and self._held + self._stuck_bytes + nbytes > self.budget_bytes:
+            self._watch()
         if known is not None:
             extra = Extra(saved.detach(), known, sequence)
             extra.number = next(self._numbers)
@@ -172,7 +183,7 @@ class Spill(Room):
 
     def _give(self, scope: Scope) -> None:
         """Let a forward that is known keep what there is room for."""
-        room = self.budget_bytes - self._held
+        room = self.budget_bytes - self._held - self._stuck_bytes
         if room > 0:
             allowance = scope.allowance = Allowance(scope, room)
             self._given.append(allowance)
@@ -186,12 +197,11 @@ class Spill(Room):
 
     def _lead(self, piece: Piece, scope: Scope) -> None:
         """Let a piece leave if the prefix has it."""
-        number = scope.count - 1
         prefix = scope.prefix
-        if prefix is None or number >= prefix.count:
+        if prefix is None or piece.position >= prefix.count:
             scope.leads = False
             self._flush(scope)
-        elif number in prefix.skipped:
+        elif piece.position in prefix.skipped:
             self._kept.pop()
             self._held -= piece.nbytes
             self._set_aside(piece)
@@ -238,7 +248,7 @@ class Spill(Room):
         if bundle.back is None:
             storage = piece.kept_elsewhere()
             if storage is not None:
-                self.lessons.doubt(piece.scope)
+                self.lessons.correct(piece, free=False)
                 return handle.view_elsewhere(storage)
             self.tally.demanded_count += 1
             if self._held + bundle.nbytes > self.budget_bytes:
@@ -256,12 +266,14 @@ class Spill(Room):
         if task == -1:  # somebody looks at the graph
             return
         if task != scope.task:
-            self._turn(piece)
+            self._turn(piece, task)
             scope.turn(task)
         if self._carrier.gone:
             self._held -= self._carrier.reap()
         if self._kept:
             self._prune_newest()
+        if self._stuck:
+            self._watch()
         if scope.noted is not None:
             self.lessons.needed(scope, handle.sequence)
         coming = scope.coming
@@ -278,7 +290,7 @@ class Spill(Room):
                     return
                 self._ahead.append(coming.pop())
 
-    def _turn(self, first: Piece) -> None:
+    def _turn(self, first: Piece, task: int) -> None:
         """A backward pass comes to a forward: see what others have let go of by now.
 
         What they kept was not counted, nor could it leave. It may have to now, and does
@@ -286,6 +298,7 @@ class Spill(Room):
 
         Args:
             first: It needs this one now.
+            task: The backward pass.
         """
         scope = first.scope
         self._look()
@@ -295,9 +308,11 @@ class Spill(Room):
                 self.tally.freed_bytes += nbytes
             else:
                 self.tally.stuck_count += 1
+                self.lessons.correct(piece, free=False)
         scope.shared.clear()
-        if self._look_at_stuck(len(self._stuck)):
-            self.lessons.doubt(scope)
+        if task != self._turned:  # it may come to many forwards
+            self._turned = task
+            self._look_at_stuck(len(self._stuck))
         self.lessons.turn(scope, self.budget_bytes)
         if self._held > self.budget_bytes:
             item = weakref.ref(first), first.nbytes
@@ -339,6 +354,8 @@ class Spill(Room):
             try:
                 self._flush(scope)
                 self._release()
+                if self._stuck:
+                    self._watch(len(self._stuck))
                 learned = not failed
             finally:
                 self.lessons.learn(scope, self.budget_bytes, failed=not learned)
