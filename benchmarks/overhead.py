@@ -36,10 +36,10 @@ def measure(
     In inference mode, one thread, no telemetry: how a settled loop runs.
 
     Args:
-        depths: Blocks of the three models; the last two are compared.
+        depths: Blocks of the three models; the last is compared with the others.
         blocks_timed: How many uses of blocks to time for each figure.
     """
-    _, thousand, many = depths
+    few, thousand, many = depths
     found: dict[str, dict[int, Times]] = {name: {} for name in SHARES}
     for depth in depths:
         for name, times in _overheads(depth, 1, blocks_timed):
@@ -49,13 +49,14 @@ def measure(
     for name, times in _overheads(thousand, 2, blocks_timed):
         what = f"{thousand:,} blocks of 4 parameters, {name} resident"
         yield _result(what, times, None)
-    for name, by_depth in found.items():
-        yield Result.of(
-            f"overhead at {many:,} over {thousand:,} blocks, {name} resident",
-            by_depth[many].part_of(by_depth[thousand]),
-            "x",
-            target=_TARGET_GROWTH,
-        )
+    for fewer in (few, thousand):
+        for name, by_depth in found.items():
+            yield Result.of(
+                f"overhead at {many:,} over {fewer:,} blocks, {name} resident",
+                by_depth[many].part_of(by_depth[fewer]),
+                "x",
+                target=_TARGET_GROWTH,
+            )
 
 
 def _result(what: str, times: Times, target: float | None) -> Result:
