@@ -27,6 +27,7 @@
   have seen them. Without it, before those that were registered later.
 - `torch._C._{len,pop,push_on}_torch_dispatch_stack`: copies of weights are no part of
   what a dispatch mode watches. Without them, selective checkpointing may refuse.
+- `torch.ops.aten._to_copy`: the operator of all casts, autocast's included.
 - `torch._C._SetExcludeDispatchKeyGuard`: what a dispatch mode keeps of a tensor tells
   whether the tensor was changed since. It came with selective checkpointing.
 - `torch.utils._python_dispatch.TorchDispatchMode`: see every operator of a thread. It
@@ -156,6 +157,8 @@ def _wrapper_count() -> int:
     return use_count_of(tensor.untyped_storage()._cdata) - 1
 
 
+CAST = torch.ops.aten._to_copy.default
+"""What a dispatch mode sees of a cast."""
 WRAPPERS = _wrapper_count()
 """How often Python's own object for a storage counts, once it was asked for."""
 

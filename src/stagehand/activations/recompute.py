@@ -17,7 +17,7 @@ import torch
 from stagehand.activations.pieces import Extra, Piece
 from stagehand.core.saved import Kept
 from stagehand.errors import StagehandError
-from stagehand.torch_private import DispatchMode, dispatching, sharing_versions
+from stagehand.torch_private import CAST, DispatchMode, dispatching, sharing_versions
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -31,7 +31,7 @@ __all__ = ["contexts_for"]
 
 # Forward and recompute call them differently often: autocast keeps casts of weights, so
 # whether a region makes one depends on what ran before it.
-_UNCOUNTED = frozenset({torch.ops.aten.detach.default, torch.ops.aten._to_copy.default})
+_UNCOUNTED = frozenset({torch.ops.aten.detach.default, CAST})
 # What they give is written afterwards.
 _UNFILLED = frozenset(
     {
