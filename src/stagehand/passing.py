@@ -270,22 +270,22 @@ class Passing(PassListener):
         parts.engine.stopwatch = parts.scheduler.stopwatch
 
     def _pass_context(self, module: nn.Module) -> ExitStack:
-        stack = ExitStack()
-        stack.enter_context(self._casts)
-        if self._settings.inference_mode:
-            stack.enter_context(torch.no_grad())
-        elif torch.is_grad_enabled():
-            stack.enter_context(self._saved.hooks())
-        if self._watches and id(module) not in self._known:
-            self._watched = id(module)
-            watch = StrayUses(
-                self._owners,
-                self._rows,
-                bring=self._bring_stray,
-                let_go=self._parts.scheduler.after,
-            )
-            stack.enter_context(watch)
-        return stack
+        with ExitStack() as stack:  # an interrupt leaves none of them entered
+            stack.enter_context(self._casts)
+            if self._settings.inference_mode:
+                stack.enter_context(torch.no_grad())
+            elif torch.is_grad_enabled():
+                stack.enter_context(self._saved.hooks())
+            if self._watches and id(module) not in self._known:
+                self._watched = id(module)
+                watch = StrayUses(
+                    self._owners,
+                    self._rows,
+                    bring=self._bring_stray,
+                    let_go=self._parts.scheduler.after,
+                )
+                stack.enter_context(watch)
+            return stack.pop_all()
 
     def end_pass(self) -> None:
         """See `PassListener.end_pass`."""

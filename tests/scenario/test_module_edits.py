@@ -24,6 +24,7 @@ from scenario.small import (
     stack,
     values,
 )
+from stagehand.torch_private import top_saved_hooks
 
 
 @pytest.fixture(params=["hpu", "cpu"])
@@ -430,6 +431,25 @@ def test_an_interrupt_between_any_two_lines_of_a_move_loses_nothing(place):
                 x = x @ (torch.eye(WIDTH) + 0.125 * (each.count + 1))
             torch.testing.assert_close(model(batch()).cpu(), x)
     assert interrupts >= 60
+    runtime_of(model).shutdown()
+
+
+def test_an_interrupt_where_a_pass_begins_leaves_no_hooks_on_the_thread(
+    place, monkeypatch
+):
+    """All that the thread saved later went through hooks that nobody took off."""
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
+    stagehand.layer(model, vram_budget=2 * LAYER_BYTES, device=place)
+
+    def interrupt(*_, **__):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("stagehand.passing.StrayUses", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            model(batch())
+    assert top_saved_hooks() is None
+    assert torch.is_autocast_cache_enabled()
     runtime_of(model).shutdown()
 
 
