@@ -434,6 +434,24 @@ def test_an_interrupt_between_any_two_lines_of_a_move_loses_nothing(place):
     runtime_of(model).shutdown()
 
 
+def test_an_interrupt_before_a_pass_has_begun_gives_its_turn_back(place, monkeypatch):
+    """It was taken for a pass that goes on: no gradient came home from then on."""
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
+    stagehand.layer(model, vram_budget=2 * LAYER_BYTES, device=place)
+
+    def interrupt():
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(runtime_of(model)._edges, "_close_dead", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            model(batch())
+    assert runtime_of(model)._edges.lock.owner is None
+    model(batch()).square().mean().backward()
+    assert all(p.grad is not None for p in model.parameters())
+    runtime_of(model).shutdown()
+
+
 def test_an_interrupt_where_a_pass_begins_leaves_no_hooks_on_the_thread(
     place, monkeypatch
 ):

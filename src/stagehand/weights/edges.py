@@ -167,11 +167,11 @@ class Edges:
             return self.moved_again(args, kwargs)
         if not self.inside():
             self._listener.check()
+        entry = _Frame(module, frame)
         self.lock.acquire()
         try:
             self._close_dead()
             self.lock.sorted()
-            entry = _Frame(module, frame)
             self._stack.append(entry)
             if len(self._stack) > 1:
                 return None
@@ -182,6 +182,9 @@ class Edges:
             moved: tuple[Any, Any] = move_inputs((args, kwargs), self._device)
             return moved
         except BaseException:
+            if entry not in self._stack:  # there is nothing to leave
+                self.lock.release()
+                raise
             if len(self._stack) == 1 and self._stack[0].module is module:
                 apart(self._listener.abort_pass)
             self.leave(module)  # the module's own end hook finds nothing to end
