@@ -446,6 +446,20 @@ def test_slices_of_one_storage_leave_together(saved):
     check(saved, chunked)
 
 
+def test_parts_that_are_filled_after_another_has_left_come_back_as_they_were(saved):
+    """As cells of recurrent layers do; the parts have a version each."""
+
+    def filled(model, x):
+        for _ in range(8):
+            first, second = torch.unsafe_chunk(x.repeat(1, 2), 2, dim=1)
+            first = first.sigmoid_()
+            torch.accelerator.synchronize()  # what is saved so far has left
+            x = first * second.sigmoid_()
+        return model(x).square().sum()
+
+    check(saved, filled)
+
+
 # 17 to 20: forms
 
 
@@ -570,6 +584,14 @@ def test_nested_tensors_are_kept(saved):
     assert type(pack_here(saved, jagged)) is Kept
     strided = torch.nested.nested_tensor([torch.ones(40, 40)] * 2)
     assert not Piece(strided, 12_800, Scope(None), 0).is_plain()  # so it never leaves
+    assert type(pack_here(saved, strided)) is Piece  # also as the first of a forward
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")
+def test_quantized_tensors_are_kept():
+    """Bytes and a form do not tell their scale."""
+    found = torch.quantize_per_tensor(torch.ones(64, 64), 0.1, 0, torch.quint8)
+    assert not Piece(found, 4096, Scope(None), 0).is_plain()
 
 
 def test_distributed_tensors_are_kept(tiny, tmp_path):

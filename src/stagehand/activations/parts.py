@@ -7,7 +7,7 @@ import weakref
 from typing import TYPE_CHECKING
 
 from stagehand.activations.carrier import Carrier
-from stagehand.activations.pool import SlabPool, slab_counts
+from stagehand.activations.pool import NO_LIMIT, SlabPool, slab_counts
 from stagehand.activations.saving import Saving
 from stagehand.activations.spill import Spill
 from stagehand.core.arena import Arena
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 __all__ = ["Parts", "report_of", "state_of"]
 
 _SMALLEST_BYTES = 4096  # a copy of less costs more than it frees
-_NO_LIMIT = 1 << 62
 _NAME = "saved tensors"
 
 
@@ -38,7 +37,7 @@ class Parts:
     def __init__(self, device: Device, config: ActivationStagehandConfig) -> None:
         self.device = device
         shared = self.shared = shared_device(device)
-        pinned = _NO_LIMIT
+        pinned = NO_LIMIT
         if config.ram_budget is not None:
             pinned = parse_bytes(config.ram_budget, name="ram_budget")
         account = SubAccount(shared.name_for(_NAME), pinned, shared.ledger.pinned)
@@ -52,7 +51,7 @@ class Parts:
         )
         marks = config.watermarks()
         if config.budget is None or marks is not None:
-            budget = _NO_LIMIT if marks is None else marks.high_bytes
+            budget = NO_LIMIT if marks is None else marks.high_bytes
         else:
             budget = parse_bytes(config.budget, name="budget", of=device.free_bytes())
         self.spill = Spill(

@@ -243,7 +243,9 @@ class Piece(Handle):
         """
         for handle in self.handles():
             alias = handle.alias
-            if alias is None or alias.layout is not torch.strided or alias.is_nested:
+            if alias is None or alias.layout is not torch.strided:
+                return False
+            if alias.is_nested or alias.is_quantized:
                 return False
         return True
 

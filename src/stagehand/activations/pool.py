@@ -23,8 +23,10 @@ if TYPE_CHECKING:
 
     from stagehand.core.arena import Arena, Lease
 
-__all__ = ["Slab", "SlabPool", "slab_counts"]
+__all__ = ["NO_LIMIT", "Slab", "SlabPool", "slab_counts"]
 
+NO_LIMIT = 1 << 62
+"""Bytes that nobody has."""
 _STEP = 1 << 16  # sizes without a class: few different ones, little lost
 
 
@@ -220,12 +222,14 @@ class SlabPool:
             return
         self._warned = True
         account = self._arena.account
+        taken = format_bytes(account.held_bytes)
+        if account.limit_bytes < NO_LIMIT:
+            taken += f" of {format_bytes(account.limit_bytes)}"
         warnings.warn(
             f"a saved tensor of {format_bytes(nbytes)} went to pageable memory:"
-            f" {format_bytes(account.held_bytes)} of the"
-            f" {format_bytes(account.limit_bytes)} of page-locked memory for saved"
-            " tensors are taken, and the pool had no free slab; such copies let the"
-            " host wait. Raise ram_budget, or slabs_per_class",
+            f" {taken} of page-locked memory for saved tensors are taken, and the pool"
+            " had no free slab; such copies let the host wait. Raise ram_budget, or"
+            " slabs_per_class",
             StagehandWarning,
             stacklevel=4,
         )

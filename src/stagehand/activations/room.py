@@ -24,13 +24,18 @@ class Room(Returning):
 
     # What was kept without asking
 
-    def _known(self, cdata: int) -> Piece | None:
-        """Return the piece that has the bytes of a storage, here or on the host."""
+    def _known(self, cdata: int, saved: torch.Tensor) -> Piece | None:
+        """Return the piece that has a tensor's bytes, here or on the host."""
         ref = self._live.get(cdata)
         piece = None if ref is None else ref()
-        if piece is None or piece.alias is not None:
-            return piece
-        return None if piece.is_away or piece.is_changed() else piece
+        if piece is None:
+            return None
+        if piece.alias is None and (piece.is_away or piece.is_changed()):
+            return None
+        bundle = piece.bundle
+        if bundle is not None and bundle.left is not None and not _is_rooted(saved):
+            return None  # its bytes may be younger than the copy
+        return piece
 
     def _book(self, piece: Piece, ref: weakref.ref[Piece], cdata: int) -> None:
         """Count a piece as the newest that is kept."""
@@ -68,7 +73,7 @@ class Room(Returning):
             piece.number = next(self._numbers)
             piece.position = scope.count - 1
             cdata = piece.alias.untyped_storage()._cdata
-            known = self._known(cdata)
+            known = self._known(cdata, piece.alias)
             if known is None:
                 self._book(piece, ref, cdata)
             else:
@@ -320,7 +325,18 @@ class Room(Returning):
     def let_write(self, tensor: torch.Tensor) -> None:
         """Let the current stream wait for a copy of what it is about to change."""
         with self._lock:
-            piece = self._known(tensor.untyped_storage()._cdata)
+            ref = self._live.get(tensor.untyped_storage()._cdata)
+            piece = None if ref is None else ref()
             bundle = None if piece is None else piece.bundle
             if bundle is not None and bundle.left is not None:
                 self._carrier.wait(bundle.left, self._device.current_stream())
+
+
+def _is_rooted(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's version is that of all of its storage.
+
+    Not for parts that were cut unseen, as `torch.unsafe_chunk` does: others may be
+    written after one was saved, and its version does not tell.
+    """
+    base = tensor if tensor._base is None else tensor._base
+    return base.numel() * base.element_size() == base.untyped_storage().nbytes()

@@ -145,9 +145,9 @@ class Spill(Room):
             self._look()  # what was kept before comes first
         scope.tensors += 1
         cdata, nbytes, sequence = storage._cdata, storage.nbytes(), sequence_number()
-        known = self._known(cdata)
         if self._stuck and self._held + self._stuck_bytes + nbytes > self.budget_bytes:
             self._watch()
+        known = self._known(cdata, saved)
         if known is not None:
             extra = Extra(saved.detach(), known, sequence)
             extra.number = next(self._numbers)
@@ -166,7 +166,8 @@ class Spill(Room):
         """Note a piece that is the first, or observed, or may be of the prefix."""
         scope = piece.scope
         if not scope.count:
-            self.lessons.recognize(scope, (saved.shape, saved.dtype))
+            size = saved.numel() if saved.is_nested else saved.shape
+            self.lessons.recognize(scope, (size, saved.dtype))
             scope.leads = scope.prefix is not None and scope.prefix.count > 0
             if scope.off:
                 return
