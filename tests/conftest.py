@@ -9,6 +9,7 @@ tests that need one and leaves the simulated device out.
 import gc
 import os
 import threading
+import time
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -105,8 +106,9 @@ def no_thread_left() -> Iterator[None]:
     yield
     if _threads() - before:
         gc.collect()  # what was dropped without being closed has its chance to close
-    for thread in _threads() - before:
-        thread.join(_PATIENCE)  # one that was told to end may not have come to it
+    until = time.monotonic() + _PATIENCE
+    for thread in _threads() - before:  # who was told to end may not be there yet
+        thread.join(max(0.0, until - time.monotonic()))
     if left := _threads() - before:
         pytest.fail(f"threads left running: {sorted(t.name for t in left)}")
 

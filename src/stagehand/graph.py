@@ -237,6 +237,8 @@ class SavedTensors:
     def _unpack(self, packed: Any) -> torch.Tensor:
         if not self.goes_back:
             self.note_backward()
+        if type(packed) is WeightHandle:  # mostly
+            return self.bring(packed)
         if type(packed) is _OfSite:
             self.come_to(packed.block)
             packed = packed.packed
