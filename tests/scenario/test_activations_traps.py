@@ -446,6 +446,16 @@ def test_slices_of_one_storage_leave_together(saved):
     check(saved, chunked)
 
 
+def test_a_square_tensor_and_its_transpose_come_back_as_they_were(tiny):
+    def squared(model, x):
+        y = x.t() @ model(x) / ROWS
+        for _ in range(8):
+            y = (y.sin() @ y.t() / WIDTH).triu().cos()
+        return y.sum()
+
+    check(tiny, squared)
+
+
 def test_parts_that_are_filled_after_another_has_left_come_back_as_they_were(saved):
     """As cells of recurrent layers do; the parts have a version each."""
 
