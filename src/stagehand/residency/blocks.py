@@ -166,6 +166,7 @@ class Block(Residency):
         self.point_to_host()
         if self.slot is not None:  # what its copy was told of is not known any more
             self.mark_changed()
+            self.seal = None  # a sample of where its bytes were
 
     def _cross_by(self, wire: Wire | None) -> None:
         self.wire = wire
