@@ -96,13 +96,10 @@ def _of_fewer(rounds: int) -> Result:
 def _over_copies(rounds: int) -> Result:
     """Return what a MiB that leaves costs, over copying it there and back.
 
-    In one thread, as a bare copy of memory is: of a copy that several share, the clock
-    of the calling one sees a part, and it sees all that the library does. The copies
-    have memory of their own, there and back; what the library brings back lies in new
-    memory of torch's allocator, which can be warm in the caches, or not there yet.
+    The copies have memory of their own, there and back; what the library brings back
+    lies in new memory of torch's allocator, which can be warm in the caches, or not
+    there yet.
     """
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     spill = _spill(_STAYING * _LARGE_ROWS * 64 * 4)
     saving, copies = Saving(spill), _Copies(_LARGE_LAYERS, _LARGE_ROWS)
     times = take_turns(
@@ -113,7 +110,6 @@ def _over_copies(rounds: int) -> Result:
         },
         rounds=rounds,
     )
-    torch.set_num_threads(threads)
     spill.close()
     over = {name: times[name].over(times["no hooks"]) for name in ("leaves", "copies")}
     return Result.of(

@@ -1,6 +1,6 @@
 """What streaming costs the host for each block, over the same modules left alone."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 
@@ -15,7 +15,7 @@ from benchmarks.results import Result
 from benchmarks.timing import Times, take_turns
 from stagehand.runtime import Runtime
 
-__all__ = ["SHARES", "measure", "over_bare"]
+__all__ = ["SHARES", "growth", "measure", "over_bare"]
 
 _SETTLING = 6  # passes until the order is learned, timed once and planned for good
 _MICRO = 1e6
@@ -50,13 +50,22 @@ def measure(
         what = f"{thousand:,} blocks of 4 parameters, {name} resident"
         yield _result(what, times, None)
     for fewer in (few, thousand):
-        for name, by_depth in found.items():
-            yield Result.of(
-                f"overhead at {many:,} over {fewer:,} blocks, {name} resident",
-                by_depth[many].part_of(by_depth[fewer]),
-                "x",
-                target=_TARGET_GROWTH,
-            )
+        yield from growth(
+            f"overhead at {many:,} over {fewer:,} blocks", found, fewer, many
+        )
+
+
+def growth(
+    what: str, found: Mapping[str, Mapping[int, Times]], few: int, many: int
+) -> Iterator[Result]:
+    """Yield what a block of many costs over one of few, for each share that is kept."""
+    for name, by_depth in found.items():
+        yield Result.of(
+            f"{what}, {name} resident",
+            by_depth[many].part_of(by_depth[few]),
+            "x",
+            target=_TARGET_GROWTH,
+        )
 
 
 def _result(what: str, times: Times, target: float | None) -> Result:

@@ -6,14 +6,13 @@ from typing import Any
 import torch
 
 from benchmarks.models import Stack, make_runtime, make_stacks
-from benchmarks.overhead import SHARES, over_bare
+from benchmarks.overhead import SHARES, growth, over_bare
 from benchmarks.results import Result
 from benchmarks.timing import Times
 
 __all__ = ["measure"]
 
 _TARGET_US = 25.0
-_TARGET_GROWTH = 1.2
 
 
 def measure(
@@ -35,13 +34,9 @@ def measure(
             found[name][depth] = times
             target = _TARGET_US if depth == few else None
             yield _result(f"{depth:,} frozen blocks, {name} resident", times, target)
-    for name, by_depth in found.items():
-        yield Result.of(
-            f"training at {many:,} over {few:,} frozen blocks, {name} resident",
-            by_depth[many].part_of(by_depth[few]),
-            "x",
-            target=_TARGET_GROWTH,
-        )
+    yield from growth(
+        f"training at {many:,} over {few:,} frozen blocks", found, few, many
+    )
     for name, times in _overheads(few, blocks_timed, trains=True):
         yield _result(f"{few:,} trained blocks, {name} resident", times, None)
 

@@ -61,6 +61,19 @@ def assert_spilled(saved):
     assert tally.restored_count > 0
 
 
+def check_without_a_model(saved, loss_of):
+    """Compare the inputs' gradients of two steps with those without a budget."""
+    x, other = inputs(), inputs()
+    loss_of(other).backward()
+    for _ in range(2):
+        x.grad = None
+        with saved:
+            loss = loss_of(x)
+        loss.backward()
+        assert torch.equal(x.grad, other.grad)
+    assert_spilled(saved)
+
+
 def check(saved, loss_of, *, spills=True, steps=3):
     """Compare gradients of some steps with those without a budget."""
     model = stack().to("hpu")
@@ -504,15 +517,7 @@ def test_negative_views_come_back_negative(tiny):
             z = z.sigmoid()
         return z.sum()
 
-    x, other = inputs(), inputs()
-    negated(other).backward()
-    for _ in range(2):
-        x.grad = None
-        with tiny:
-            loss = negated(x)
-        loss.backward()
-        assert torch.equal(x.grad, other.grad)
-    assert_spilled(tiny)
+    check_without_a_model(tiny, negated)
 
 
 @pytest.mark.parametrize(
@@ -548,15 +553,7 @@ def test_masks_and_indices_come_back(tiny):
         y = x.sigmoid().gather(0, index.clone())
         return torch.where(mask.clone(), y * 2, y.exp()).sum()
 
-    other = inputs()
-    loss_of(other).backward()
-    for _ in range(2):
-        x.grad = None
-        with tiny:
-            loss = loss_of(x)
-        loss.backward()
-        assert torch.equal(x.grad, other.grad)
-    assert_spilled(tiny)
+    check_without_a_model(tiny, loss_of)
 
 
 class _Wrapped(torch.Tensor):

@@ -7,11 +7,11 @@ import weakref
 from typing import TYPE_CHECKING
 
 from stagehand.activations.carrier import Carrier
-from stagehand.activations.pool import NO_LIMIT, SlabPool, slab_counts
+from stagehand.activations.pool import SlabPool, slab_counts
 from stagehand.activations.saving import Saving
 from stagehand.activations.spill import Spill
 from stagehand.core.arena import Arena
-from stagehand.core.ledger import SubAccount
+from stagehand.core.ledger import NO_LIMIT, SubAccount
 from stagehand.core.telemetry import Counters
 from stagehand.core.transfer import TransferEngine
 from stagehand.errors import StagehandWarning

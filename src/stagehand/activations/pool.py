@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from stagehand.core.device import host_memory
 from stagehand.core.layout import placed
+from stagehand.core.ledger import NO_LIMIT
 from stagehand.errors import ConfigError, StagehandWarning
 from stagehand.units import format_bytes
 
@@ -23,10 +24,8 @@ if TYPE_CHECKING:
 
     from stagehand.core.arena import Arena, Lease
 
-__all__ = ["NO_LIMIT", "Slab", "SlabPool", "slab_counts"]
+__all__ = ["Slab", "SlabPool", "slab_counts"]
 
-NO_LIMIT = 1 << 62
-"""Bytes that nobody has."""
 _STEP = 1 << 16  # sizes without a class: few different ones, little lost
 
 

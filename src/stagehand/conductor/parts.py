@@ -17,7 +17,7 @@ from stagehand.conductor.record import ConductorRecord, Recorder
 from stagehand.conductor.rules import Readings
 from stagehand.conductor.slots import LinkSlots
 from stagehand.core.clock import Phase, PhaseClock
-from stagehand.core.ledger import Ledger, Mode, SubAccount
+from stagehand.core.ledger import NO_LIMIT, Ledger, Mode, SubAccount
 from stagehand.core.limits import Limits, tightest
 from stagehand.core.traffic import Traffic
 from stagehand.errors import ClosedError, ConfigError
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Parts"]
 
-_NO_CAP = 1 << 62
 _NAME = "a conductor's reservations"
 _LINK_GUESS = 25e9  # bytes a second, where the link is not measured
 _PIECE_SECONDS = 40e-6  # several times what it takes to start a copy
@@ -62,7 +61,7 @@ class Parts:
         if hard is None:
             hard = device.free_bytes() + (device.allocated_bytes() or 0)
         pinned = config.bytes_of("pinned_cap_mb")
-        cap = _NO_CAP if pinned is None else pinned
+        cap = NO_LIMIT if pinned is None else pinned
         self.ledger = Ledger(
             hard, cap, device_soft_bytes=config.bytes_of("vram_soft_cap_mb")
         )

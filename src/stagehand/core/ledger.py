@@ -25,7 +25,11 @@ from stagehand.core.limits import Priority
 from stagehand.errors import ClosedError, ConfigError, StagehandInternalError
 from stagehand.units import MIB
 
-__all__ = ["Account", "Grant", "Ledger", "Mode", "SubAccount", "Watermarks"]
+__all__ = ["NO_LIMIT", "Account", "Grant", "Ledger", "Mode", "SubAccount", "Watermarks"]
+
+
+NO_LIMIT = 1 << 62
+"""Bytes that nobody has."""
 
 
 class Mode(Enum):

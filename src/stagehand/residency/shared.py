@@ -20,7 +20,7 @@ import weakref
 from collections import deque
 from typing import TYPE_CHECKING
 
-from stagehand.core.ledger import Ledger
+from stagehand.core.ledger import NO_LIMIT, Ledger
 from stagehand.core.turn import HERE, awaited_by
 from stagehand.residency.seats import Seats
 from stagehand.torch_private import is_autograds, waits_for_backward
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 
 __all__ = ["SharedDevice", "shared_bytes", "shared_device"]
 
-_NO_CAP = 1 << 62
 _LOOK_SECONDS = 0.05
 
 
@@ -58,7 +57,7 @@ class SharedDevice:
 
     def __init__(self, device: Device, *, priority: int = -1) -> None:
         self.device = device
-        self.ledger = Ledger(0, _NO_CAP)
+        self.ledger = Ledger(0, NO_LIMIT)
         self._pinned_caps: dict[object, int] = {}
         self._streams = device.new_stream(priority), device.new_stream(priority)
         # Reentrant: a tenant that gives up memory may find that its pass was left.
@@ -90,7 +89,7 @@ class SharedDevice:
         if nbytes is not None:
             self._pinned_caps[who] = nbytes
         caps = tuple(self._pinned_caps.values())
-        self.ledger.pinned.set_limit(min(caps, default=_NO_CAP))
+        self.ledger.pinned.set_limit(min(caps, default=NO_LIMIT))
 
     # Who is here
 
