@@ -5,6 +5,7 @@ A test that ends with `assert_spilled` saw tensors leave and come back.
 
 import gc
 import threading
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
@@ -92,6 +93,13 @@ def pack_here(saved, tensor):
         return spill.packer(spill.begin(), Kept)(tensor)
     finally:
         spill._place = place
+
+
+def piece_of(tensor, nbytes):
+    """Return what would stand for a tensor."""
+    piece = Piece()
+    piece.begin(tensor, nbytes, Scope(None), 0)
+    return piece
 
 
 # 1 to 4: weights
@@ -495,6 +503,30 @@ def test_permuted_tensors_keep_their_strides(saved):
     check(saved, permuted)
 
 
+def test_strides_of_dimensions_of_one_are_those_that_were_saved(tiny):
+    """Slabs keep tensors of forms that were there before."""
+    saved_by, x = [], inputs()
+
+    def squared(y, stride):
+        one = (y * 0.5).as_strided((ROWS, 1, WIDTH), (WIDTH, stride, 1))
+        saved_by.append((weakref.ref(one), one.square()))
+        return saved_by[-1][1].reshape(ROWS, WIDTH)
+
+    for _ in range(3):
+        saved_by.clear()
+        with tiny:
+            y = x
+            for stride in range(1, 9):
+                y = squared(y, stride)
+        torch.accelerator.synchronize()
+        found = [square.grad_fn._saved_self.stride() for _, square in saved_by]
+        assert found == [(WIDTH, stride, 1) for stride in range(1, 9)]
+        y.sum().backward()
+    assert_spilled(tiny)
+    assert all(one() is None for one, _ in saved_by)
+    saved_by.clear()
+
+
 def test_conjugate_and_negative_views_come_back_as_they_were(saved):
     def complex_valued(model, x):
         z = torch.view_as_complex(model(x).reshape(ROWS, WIDTH // 2, 2).contiguous())
@@ -590,7 +622,7 @@ def test_nested_tensors_are_kept(saved):
     assert torch.equal(rows[0].grad, torch.full((3, 4), 2.0))
     assert type(pack_here(saved, jagged)) is Kept
     strided = torch.nested.nested_tensor([torch.ones(40, 40)] * 2)
-    assert not Piece(strided, 12_800, Scope(None), 0).is_plain()  # so it never leaves
+    assert not piece_of(strided, 12_800).is_plain()  # so it never leaves
     assert type(pack_here(saved, strided)) is Piece  # also as the first of a forward
 
 
@@ -598,7 +630,7 @@ def test_nested_tensors_are_kept(saved):
 def test_quantized_tensors_are_kept():
     """Bytes and a form do not tell their scale."""
     found = torch.quantize_per_tensor(torch.ones(64, 64), 0.1, 0, torch.quint8)
-    assert not Piece(found, 4096, Scope(None), 0).is_plain()
+    assert not piece_of(found, 4096).is_plain()
 
 
 def test_distributed_tensors_are_kept(tiny, tmp_path):

@@ -106,6 +106,10 @@ class Books:
         self._unpruned = 0
         self._is_skipped = False
 
+    def _note_peak(self) -> None:
+        """Note what is held, which is less than is counted, as the most so far."""
+        self.peak_bytes = max(self.peak_bytes, self.held_bytes)
+
     @property
     def held_bytes(self) -> int:
         """Of saved storages that only the graph keeps on the device."""

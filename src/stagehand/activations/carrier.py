@@ -61,8 +61,8 @@ class Remains(deque[Gone]):
         if not self.abandoned:
             super().append(dead)
             return
-        for done in dead.busy:
-            done.synchronize()
+        if dead.last is not None:
+            dead.last.synchronize()
         if dead.slab is not None:
             dead.slab.forget()
 
@@ -137,8 +137,8 @@ class Carrier:
         for number, dead in enumerate(self._dying):
             slab = dead.slab
             if slab is not None and slab.lease is not None and slab.size in sizes:
-                for done in dead.busy:
-                    self.engine.d2h.stream.wait_event(event_of(done))
+                if dead.last is not None:
+                    self.engine.d2h.stream.wait_event(event_of(dead.last))
                 self._dying[number] = dead._replace(slab=None)
                 self.pool.hits += 1
                 return slab
@@ -213,7 +213,6 @@ class Carrier:
         del back
         bundle.back = bundle.arrived = bundle.seen = None
 
-    @property
     def may_send(self) -> bool:
         """Whether a copy to the host that nobody waits for may start now."""
         return self.engine.deny_home(_SPECULATIVE) is None
@@ -235,8 +234,9 @@ class Carrier:
             freed += dead.held
             if dead.slab is not None or dead.back is not None:
                 self._dying.append(dead)
-        while self._dying and all(event.query() for event in self._dying[0].busy):
-            slab = self._dying.popleft().slab
+        dying = self._dying
+        while dying and ((last := dying[0].last) is None or last.query()):
+            slab = dying.popleft().slab
             if slab is not None:
                 self.pool.give(slab)
         return freed

@@ -229,6 +229,8 @@ class Lessons:
 
     def settle(self, budget_bytes: int) -> None:
         """Draw conclusions from forwards whose backward is over."""
+        if not self._open:
+            return
         for scope, observation in tuple(self._open.items()):
             over = all(ref() is None for ref, _, _ in observation.noted)
             if not over or not observation.sequences:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from stagehand.core.layout import ALIGNMENT, placed
-from stagehand.core.saved import ghost_of, modified, versioned
+from stagehand.core.saved import emptied, ghost_of, modified, versioned
 from stagehand.torch_private import (
     WRAPPERS,
     WeakStorage,
@@ -57,8 +57,27 @@ class _Form(NamedTuple):
     offset: int
     conj: bool
     neg: bool
-    ghost: torch.Tensor | None
-    """Of one that others keep: it has their version, and no memory."""
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> _Form:
+        """Return a tensor's."""
+        return cls(
+            tensor.dtype,
+            tensor.shape,
+            tensor.stride(),
+            int(tensor.storage_offset()),
+            tensor.is_conj(),
+            tensor.is_neg(),
+        )
+
+    def fits(self, back: torch.Tensor) -> bool:
+        """Whether memory that came back is a tensor of this form already."""
+        return (
+            back.shape == self.shape
+            and back.dtype == self.dtype
+            and back.stride() == self.stride
+            and not (self.conj or self.neg)
+        )
 
 
 class Gone(NamedTuple):
@@ -69,8 +88,8 @@ class Gone(NamedTuple):
     slab: Slab | None
     back: torch.Tensor | None
     """Memory that a copy may still fill."""
-    busy: tuple[Done, ...]
-    """Copies that may still read or write the two."""
+    last: Done | None
+    """The last copy that reads or writes the two."""
 
 
 class Handle:
@@ -79,14 +98,17 @@ class Handle:
     Attributes:
         alias: The tensor, detached, while its bytes are on the device.
         version: The tensor's version when it was saved.
-        form: Set when the alias is let go.
+        form: Set when the alias is let go; None if it is that of its bundle's home.
+        ghost: Set with it. Of a tensor that others keep: it has its version, always,
+            and no memory.
         piece: Of its storage; None if it is that piece itself.
         sequence: Of the operator that saved it: backward goes down.
         number: Of that save: backward goes up through what one operator has saved.
     """
 
     __slots__ = (
-        *("__weakref__", "alias", "form", "number", "piece", "sequence", "version"),
+        *("__weakref__", "alias", "form", "ghost", "number", "piece", "sequence"),
+        "version",
     )
 
     alias: torch.Tensor | None
@@ -94,13 +116,12 @@ class Handle:
     piece: Piece | None
     sequence: int
     number: int
-    form: _Form
+    form: _Form | None
+    ghost: torch.Tensor | None
 
     def __str__(self) -> str:
-        alias = self.alias
-        dtype = self.form.dtype if alias is None else alias.dtype
-        shape = self.form.shape if alias is None else alias.shape
-        return f"a saved {dtype} tensor of shape {list(shape)}"
+        like = self.whole_form() if self.alias is None else self.alias
+        return f"a saved {like.dtype} tensor of shape {list(like.shape)}"
 
     def check(self) -> None:
         """Do nothing unless the tensor was changed since it was saved.
@@ -115,7 +136,7 @@ class Handle:
     @property
     def version_now(self) -> int:
         """The version that the tensor has now, as far as anybody could change it."""
-        alias = self.form.ghost if self.alias is None else self.alias
+        alias = self.ghost if self.alias is None else self.alias
         return self.version if alias is None else alias._version
 
     def let_go(self, *, shared: bool = False) -> None:
@@ -126,16 +147,16 @@ class Handle:
         """
         alias = self.alias
         if alias is not None:
-            self.form = _Form(
-                alias.dtype,
-                alias.shape,
-                alias.stride(),
-                int(alias.storage_offset()),
-                alias.is_conj(),
-                alias.is_neg(),
-                ghost_of(alias) if shared else None,
-            )
+            self.form = _Form.of(alias)
+            self.ghost = ghost_of(alias) if shared else None
             self.alias = None
+
+    def whole_form(self) -> _Form:
+        """Return the form of a tensor that was let go."""
+        if self.form is not None:
+            return self.form
+        bundle = (self.piece or self).bundle  # type: ignore[attr-defined]
+        return _Form.of(bundle.home)._replace(offset=0)
 
     def join(self, piece: Piece) -> None:
         """Be a further handle of a piece."""
@@ -149,7 +170,7 @@ class Handle:
 
     def view(self, memory: torch.UntypedStorage, start: int) -> torch.Tensor:
         """Return the tensor, its piece's bytes being at `start` of some memory."""
-        dtype, shape, stride, offset, conj, neg, _ = self.form
+        dtype, shape, stride, offset, conj, neg = self.whole_form()
         offset += start // dtype.itemsize
         found = placed(memory, dtype, offset, shape, stride)
         found = found.conj() if conj else found
@@ -157,13 +178,7 @@ class Handle:
 
     def view_back(self, back: torch.Tensor, start: int) -> torch.Tensor:
         """Return the tensor in memory that its piece has come back to."""
-        form = self.form
-        if (
-            back.shape == form.shape
-            and back.dtype == form.dtype
-            and back.stride() == form.stride
-            and not (form.conj or form.neg or dispatch_modes())
-        ):
+        if (self.form is None or self.form.fits(back)) and not dispatch_modes():
             return back.detach()  # several times as fast
         return self.view(back.untyped_storage(), start)
 
@@ -172,7 +187,7 @@ class Handle:
 
         A second graph that saves it learns from its version that they changed it.
         """
-        found, ghost = self.view(storage, 0), self.form.ghost
+        found, ghost = self.view(storage, 0), self.ghost
         return found if ghost is None else versioned(ghost, found)
 
 
@@ -184,6 +199,8 @@ class Piece(Handle):
         nbytes: Its size when it was saved.
         position: Which of its forward's pieces it is; set when it is looked at.
         bundle: With which it leaves; None as long as it has not to.
+        twin: The alias a second time, while a copy reads all of it; None if the copy
+            reads its bytes. Set when it is about to leave.
         start: Where it lies in the bundle.
         extras: Handles of further tensors in the storage, as long as they live.
         elsewhere: The storage, weakly, if others kept it when it was let go.
@@ -191,15 +208,25 @@ class Piece(Handle):
 
     __slots__ = (
         *("bundle", "cdata", "elsewhere", "extras", "nbytes", "position", "scope"),
-        "start",
+        *("start", "twin"),
     )
 
     start: int
+    twin: torch.Tensor | None
     elsewhere: WeakStorage | None
 
-    def __init__(
+    cdata: int
+    nbytes: int
+    position: int
+    scope: Scope
+    bundle: Bundle | None
+    extras: set[weakref.ref[Handle]] | None
+
+    # No `__init__`: calling it would take a third of what a forward pays for a piece.
+    def begin(
         self, alias: torch.Tensor, nbytes: int, scope: Scope, sequence: int
     ) -> None:
+        """Stand for a tensor that is looked at when it is saved."""
         self.alias = alias
         self.version = alias._version
         self.nbytes = nbytes
@@ -207,9 +234,7 @@ class Piece(Handle):
         self.position = scope.count
         self.sequence = sequence
         self.cdata = 0
-        self.piece = None
-        self.bundle: Bundle | None = None
-        self.extras: set[weakref.ref[Handle]] | None = None
+        self.piece = self.bundle = self.extras = None
 
     def handles(self) -> Sequence[Handle]:
         """Return its own and those others that the graph still has."""
@@ -221,6 +246,7 @@ class Piece(Handle):
     def source(self) -> torch.Tensor | None:
         """Return all of the storage; None if it is gone, or is another by now."""
         alias = self.alias
+        self.twin = None
         if alias is None or not self.is_plain():
             return None
         storage, nbytes = alias.untyped_storage(), self.nbytes
@@ -233,7 +259,8 @@ class Piece(Handle):
             and not alias.is_neg()
             and not dispatch_modes()
         ):
-            return alias.detach()  # a tensor of its bytes takes five times as long
+            twin = self.twin = alias.detach()
+            return twin  # a tensor of its bytes takes five times as long
         return placed(storage, torch.uint8, 0, (nbytes,), (1,))
 
     def is_plain(self) -> bool:
@@ -268,12 +295,24 @@ class Piece(Handle):
 
     def free(self, *, shared: bool) -> None:
         """Let the storage go; if others keep it, look at what they do with it."""
-        alias = self.alias
-        self.elsewhere = None
-        if shared and alias is not None:
+        alias, twin = self.alias, self.twin
+        self.elsewhere = self.twin = None
+        if alias is None:
+            return
+        if shared:
             self.elsewhere = WeakStorage(alias.untyped_storage())
-        for handle in self.handles():
-            handle.let_go(shared=shared)
+        if twin is not None and self._is_like_its_home(alias):
+            self.form = self.alias = None
+            self.ghost = emptied(twin) if shared else None
+        else:
+            self.let_go(shared=shared)
+        if self.extras:
+            for handle in self.handles()[1:]:
+                handle.let_go(shared=shared)
+
+    def _is_like_its_home(self, alias: torch.Tensor) -> bool:
+        home = None if self.bundle is None else self.bundle.home
+        return home is not None and home.stride() == alias.stride()
 
     def kept_elsewhere(self) -> torch.UntypedStorage | None:
         """Return the storage that was let go, as long as others keep it as it was."""
@@ -367,13 +406,11 @@ class Bundle:
     def __del__(self) -> None:
         slab, back = self.slab, self.back
         if slab is not None or back is not None:
-            busy: tuple[Done, ...] = () if self.left is None else (self.left,)
-            if self.arrived is not None:
-                busy += (self.arrived,)
+            last = self.arrived or self.left  # the former waits for the latter
             # Memory that compute has waited for is in its order already.
             waiting = back if self.seen is None else None
             held = 0 if back is None else self.nbytes
-            self.gone.append(Gone(held, slab, waiting, busy))
+            self.gone.append(Gone(held, slab, waiting, last))
 
     def is_alone(self) -> bool:
         """Whether nobody uses the memory that came back any more."""

@@ -20,17 +20,18 @@ class Returning(Books):
 
     def _fetch(self, bundle: Bundle) -> None:
         self._carrier.fetch(bundle)
-        bundle.due = 0
-        tally = self.tally
+        due, tally = 0, self.tally
         for ref in bundle.members:
             piece = ref()
             if piece is not None:
                 tally.restored_count += 1
                 for handle in piece.handles():
-                    bundle.due += handle.alias is None
+                    due += handle.alias is None
+        bundle.due = due
         tally.restored_bytes += bundle.nbytes
         self._held += bundle.nbytes
-        self.peak_bytes = max(self.peak_bytes, self.held_bytes)
+        if self._held > self.peak_bytes:
+            self._note_peak()
 
     def _may_fetch(self) -> bool:
         limits = self.bounds.current

@@ -109,7 +109,7 @@ class Room(Returning):
         most = smaller(self._inflight_d2h, self.bounds.current.inflight_d2h)
         if most is not None and len(self._leaving) >= most:
             return False
-        return self._carrier.may_send
+        return self._carrier.may_send()
 
     def _send(self, bundle: Bundle, scope: Scope) -> None:
         pieces, refs, sources, nbytes = [], [], [], 0
@@ -232,10 +232,10 @@ class Room(Returning):
             if piece.is_changed():
                 self._set_aside(piece)
             else:
-                self._free(piece)
+                self._free(piece, ref)
         sources.clear()
 
-    def _free(self, piece: Piece) -> None:
+    def _free(self, piece: Piece, ref: weakref.ref[Piece]) -> None:
         """Let a piece go. If others keep it, it is free when they let it go, too."""
         self.tally.spilled_count += 1
         if piece.can_go(others=1):
@@ -244,7 +244,7 @@ class Room(Returning):
             self.tally.freed_bytes += piece.nbytes
         else:
             piece.free(shared=True)
-            piece.scope.shared.append((weakref.ref(piece), piece.nbytes))
+            piece.scope.shared.append((ref, piece.nbytes))
 
     def _set_aside(self, piece: Piece) -> None:
         """Do not count a piece: somebody else keeps its memory, or has changed it."""

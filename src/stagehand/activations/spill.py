@@ -77,7 +77,8 @@ class Spill(Room):
             self._tidy()
             if self._kept:
                 self._prune()
-            self._watch(len(self._stuck))
+            if self._stuck:
+                self._watch(len(self._stuck))
             if len(self._live) > 2 * len(self._kept) + _STALE:
                 for key in [k for k, ref in self._live.items() if ref() is None]:
                     del self._live[key]
@@ -97,7 +98,7 @@ class Spill(Room):
         """
         place, smallest, lock = self._place, self._smallest, self._lock
         home = scope.streams[0] if self._has_streams else None
-        current, new = self._device.current_stream, object.__new__
+        current = self._device.current_stream
 
         def pack(saved: torch.Tensor) -> Any:
             if type(saved) is not _Tensor or saved.get_device() != place:
@@ -117,7 +118,7 @@ class Spill(Room):
             room = allowance.room - nbytes
             if room >= 0 and (home is None or current() == home):
                 allowance.room = room
-                piece = new(Piece)  # what its `__init__` does takes half as long here
+                piece = Piece()
                 piece.alias = alias = saved.detach()
                 piece.version = alias._version
                 piece.nbytes = nbytes
@@ -130,7 +131,7 @@ class Spill(Room):
             if scope.off:
                 return otherwise(saved)
             with lock:
-                return self._save(saved, storage, scope)
+                return self._save(saved, storage, nbytes, scope)
 
         if not self._is_skipped:  # once for all: they share their code
             self._is_skipped = True
@@ -138,13 +139,17 @@ class Spill(Room):
         return pack
 
     def _save(
-        self, saved: torch.Tensor, storage: torch.UntypedStorage, scope: Scope
+        self,
+        saved: torch.Tensor,
+        storage: torch.UntypedStorage,
+        nbytes: int,
+        scope: Scope,
     ) -> Piece | Extra:
         """Save a tensor and look at it at once."""
         if self._given:
             self._look()  # what was kept before comes first
         scope.tensors += 1
-        cdata, nbytes, sequence = storage._cdata, storage.nbytes(), sequence_number()
+        cdata, sequence = storage._cdata, sequence_number()
         if self._stuck and self._held + self._stuck_bytes + nbytes > self.budget_bytes:
             self._watch()
         known = self._known(cdata, saved)
@@ -156,7 +161,8 @@ class Spill(Room):
             self._read(nbytes)
         if self._held + nbytes > self.budget_bytes:
             self._make_room(nbytes)
-        piece = Piece(saved.detach(), nbytes, scope, sequence)
+        piece = Piece()
+        piece.begin(saved.detach(), nbytes, scope, sequence)
         piece.number = next(self._numbers)
         self._book(piece, _ref(piece), cdata)
         self._note(piece, saved)
@@ -212,12 +218,19 @@ class Spill(Room):
 
     def _gather(self, piece: Piece, scope: Scope) -> None:
         """Put a piece into the open bundle; large ones travel alone."""
-        if piece.nbytes >= self._bundle_bytes:
+        is_large = piece.nbytes >= self._bundle_bytes
+        if is_large and scope.open is not None:
             self._flush(scope)
+        self._kept.pop()
+        if is_large:
+            bundle = Bundle(self._carrier.gone)
+            bundle.add(piece)
+            self._waiting.append((scope, bundle))
+            self._send_waiting()
+            return
         if scope.open is None:
             scope.open = Bundle(self._carrier.gone)
             self._open.append(scope)
-        self._kept.pop()
         scope.open.add(piece)
         if scope.open.nbytes >= self._bundle_bytes:
             self._flush(scope)
@@ -349,12 +362,15 @@ class Spill(Room):
                 scope.tensors += unseen
                 scope.count += unseen
             scope.ended = True
-            self.peak_bytes = max(self.peak_bytes, self.held_bytes)
+            if self._held > self.peak_bytes:
+                self._note_peak()
             self.tally.saved_count += scope.count
             learned = False
             try:
-                self._flush(scope)
-                self._release()
+                if scope.open is not None:
+                    self._flush(scope)
+                if self._leaving or self._waiting:
+                    self._release()
                 if self._stuck:
                     self._watch(len(self._stuck))
                 learned = not failed

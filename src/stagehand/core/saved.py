@@ -10,7 +10,7 @@ import torch
 
 from stagehand.torch_private import dispatch_modes, without_modes
 
-__all__ = ["Kept", "ghost_of", "modified", "versioned"]
+__all__ = ["Kept", "emptied", "ghost_of", "modified", "versioned"]
 
 
 def modified(what: str, found: int, expected: int) -> RuntimeError:
@@ -41,6 +41,15 @@ def versioned(tensor: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
     found = tensor.detach()
     found.data = data
     return found
+
+
+def emptied(tensor: torch.Tensor) -> torch.Tensor:
+    """Let a tensor go of its memory, not of its version; return it."""
+    if dispatch_modes():
+        with without_modes():
+            return emptied(tensor)
+    tensor.data = _nothing(tensor.device)
+    return tensor
 
 
 def ghost_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -583,7 +583,9 @@ class TransferEngine:
         return self._mark_of(self.h2d)
 
     def _mark_of(self, lane: Lane) -> Event:
-        """Return a new event that stands for all that a lane was given."""
+        """Return an event that stands for all that a lane was given."""
+        if not self._has_streams:  # it is done
+            return self._ready
         done = self._device.new_event()
         done.record(lane.stream)
         return done
