@@ -10,7 +10,13 @@ from torch import nn
 
 from benchmarks.gpu.blocks.flux import Flux2Double, Flux2Single, FluxDouble, FluxSingle
 from benchmarks.gpu.blocks.ltx import LtxBlock
-from benchmarks.gpu.blocks.text import ExpertBlock, GemmaBlock, LlamaBlock
+from benchmarks.gpu.blocks.text import (
+    ExpertBlock,
+    GemmaBlock,
+    Head,
+    LlamaBlock,
+    Words,
+)
 from benchmarks.gpu.blocks.unet import Down, Middle, Up
 
 if TYPE_CHECKING:
@@ -46,6 +52,8 @@ class Shape:
     """How many of each kind, and how one is made, with its sizes divided."""
     inputs: Callable[[int], Sizes]
     """The size of each input, from that by which sizes are divided."""
+    words: int = 0
+    """How many words its inputs are of; 0 for numbers."""
 
     @property
     def count(self) -> int:
@@ -95,6 +103,21 @@ def _qwen(rows: int) -> Shape:
             (28, lambda by: LlamaBlock(3584 // by, 18944 // by, 28, 4, bias=True)),
         ),
         inputs=_tokens((rows, 3584)),
+    )
+
+
+def _qwen_whole(rows: int, *, parts: int = 1) -> Shape:
+    """From words to scores of words; some of it in parts."""
+    words, width = 152064, 3584
+    (body,) = _qwen(rows).blocks
+    return Shape(
+        blocks=(
+            (1, lambda by: Words(words // by, width // by)),
+            body,
+            (1, lambda by: Head(words // by, width // by, parts=parts)),
+        ),
+        inputs=lambda by: ((max(1, int(rows / by**1.5)),),),
+        words=words,
     )
 
 
@@ -174,6 +197,9 @@ SHAPES = {
     ),
     "qwen2.5-7b": _qwen(1),
     "qwen2.5-7b-prefill": _qwen(2048),
+    "qwen2.5-7b-whole": _qwen_whole(1),
+    "qwen2.5-7b-whole-prefill": _qwen_whole(2048),
+    "qwen2.5-7b-parted": _qwen_whole(1, parts=8),
     "qwen3-30b-a3b": _qwen_experts(1),
     "qwen3-30b-a3b-prefill": _qwen_experts(2048),
     "gemma-3-12b": _gemma(512),
@@ -247,6 +273,12 @@ def inputs(
 ) -> State:
     """Return one step's inputs on the device, the same at every call."""
     generator = torch.Generator().manual_seed(1)
+    if shape.words:
+        words = shape.words // divide
+        return tuple(
+            torch.randint(words, size, generator=generator).to(device)
+            for size in shape.inputs(divide)
+        )
     return tuple(
         torch.randn(size, generator=generator).to(device, dtype)
         for size in shape.inputs(divide)

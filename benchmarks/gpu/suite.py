@@ -22,6 +22,8 @@ _INFERENCE = {
     "flux.2": ("24GiB", "8GiB", "6GiB"),
     "qwen2.5-7b": ("6GiB", "4GiB", "2GiB"),
     "qwen2.5-7b-prefill": ("6GiB", "4GiB"),
+    "qwen2.5-7b-whole": ("6GiB", "4GiB"),
+    "qwen2.5-7b-whole-prefill": ("4GiB",),
     "llama-3-8b": ("8GiB", "6GiB"),
     "qwen3-30b-a3b": ("24GiB", "8GiB", "6GiB"),
     "qwen3-30b-a3b-prefill": ("24GiB", "8GiB"),
@@ -36,10 +38,17 @@ _LORA = {
 }
 # 9 GiB are needed beside weights, 6 of them for checkpoints.
 _LORA_SPILLING = {"flux.1-large": "8GiB"}
+# A head of 1 GiB comes at once, or in parts; other ways need more than the card has.
+_LEAST_CARD = {"qwen2.5-7b-whole": "2GiB", "qwen2.5-7b-parted": "1GiB"}
 _FULL = {"llama-3-8b": ("24GiB", "8GiB")}
 _PAIRS = {"gemma-3-12b+ltx-2": ("24GiB",), "llama-3-8b+qwen2.5-7b": ("8GiB",)}
 _SAVED = {"llama-3-8b": ("50%", "20%"), "flux.1": ("20%",)}
-_DISK = {"qwen2.5-7b": ("100%", "30%"), "llama-3-8b": ("30%",)}
+_DISK = {
+    "qwen2.5-7b": ("100%", "30%"),
+    "qwen2.5-7b-whole": ("30%",),
+    "llama-3-8b": ("30%",),
+    "ltx-2": ("30%",),
+}
 _BUDGETS = {
     # A twenty-fifth of LTX-2 is two blocks: nothing of it is kept.
     ("inference", "qwen2.5-7b"): LEAST,
@@ -56,6 +65,7 @@ SHORT = (
     "lora/ltx-2/4%/stagehand",
     "inference/ltx-2/24GiB/[sa]*",
     "inference/qwen2.5-7b/4GiB/[sa]*",
+    "inference/qwen2.5-7b-parted/*",
     "lora/flux.1-large/16GiB/stagehand*",
     "pair/gemma*/stagehand*",
     "int8/flux.2/*",
@@ -79,6 +89,8 @@ def all_cells() -> Iterator[Cell]:
                 yield from _every_way(Cell(kind=kind, shape=shape, cap=cap))
     for shape, cap in _LORA_SPILLING.items():
         yield Cell(kind="lora", shape=shape, cap=cap, way="stagehand-spilling")
+    for shape, cap in _LEAST_CARD.items():
+        yield Cell(kind="inference", shape=shape, cap=cap)
     for (kind, shape), budget in _BUDGETS.items():
         yield Cell(kind=kind, shape=shape, budget=budget)
     for shape, blocks in _INT8.items():

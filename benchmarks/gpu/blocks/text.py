@@ -1,4 +1,4 @@
-"""Language models: dense ones, and one with experts."""
+"""Language models: dense ones, one with experts, and what is at a model's ends."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from benchmarks.gpu.blocks.attention import Attention
 if TYPE_CHECKING:
     from benchmarks.gpu.blocks import State
 
-__all__ = ["ExpertBlock", "GemmaBlock", "LlamaBlock"]
+__all__ = ["ExpertBlock", "GemmaBlock", "Head", "LlamaBlock", "Words"]
 
 
 def _attention(
@@ -146,3 +146,33 @@ class _Experts(nn.Module):
     def _one(self, number: int, x: torch.Tensor) -> torch.Tensor:
         gate, up = functional.linear(x, self.up[number]).chunk(2, -1)
         return functional.linear(functional.silu(gate) * up, self.down[number])
+
+
+class Words(nn.Module):
+    """Looks words up: one tensor, of which a step needs a few rows."""
+
+    def __init__(self, count: int, width: int) -> None:
+        super().__init__()
+        self.table = nn.Embedding(count, width)
+
+    def forward(self, words: torch.Tensor) -> State:
+        """Return a stream of tokens."""
+        return (self.table(words),)
+
+
+class Head(nn.Module):
+    """Scores all words as the next one, at once or in parts.
+
+    In parts no more than one of them has to be on the device.
+    """
+
+    def __init__(self, count: int, width: int, *, parts: int = 1) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(width)
+        sizes = [len(part) for part in torch.arange(count).chunk(parts)]
+        self.parts = nn.ModuleList(nn.Linear(width, n, bias=False) for n in sizes)
+
+    def forward(self, x: torch.Tensor) -> State:
+        """Look at the last token alone, as generation does."""
+        last = self.norm(x[-1:])
+        return (torch.cat([part(last) for part in self.parts], -1),)

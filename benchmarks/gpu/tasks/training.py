@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from benchmarks.gpu.blocks import State
     from benchmarks.gpu.rates import Rates
 
-__all__ = ["FineTuning", "Lora", "Saved", "adapt"]
+__all__ = ["FineTuning", "Lora", "Saved", "adapt", "loss_of"]
 
 _RATE = 1e-4
 _FLYING = 3  # blocks: one in backward, one that leaves, one to spare
@@ -83,7 +83,7 @@ class _Training(Task):
         if self.checkpoints:
             models = [_Checkpointed(model) for model in models]
         super().__init__(models, states)
-        self._loss: torch.Tensor | None = None
+        self.loss: torch.Tensor | None = None
 
     @property
     def trained(self) -> list[nn.Parameter]:
@@ -100,10 +100,10 @@ class _Training(Task):
 
     def outcome(self) -> list[torch.Tensor]:
         """See `Task`. The loss, and all gradients; weights stay as they are."""
-        self._forward()
-        assert self._loss is not None
-        found = [self._loss.detach().cpu()]
-        self._backward()
+        self.forward()
+        assert self.loss is not None
+        found = [self.loss.detach().cpu()]
+        self.backward()
         found += [_whole(p.grad) for p in self.trained if p.grad is not None]
         if self.overlaps:
             self.optimizer.step()
@@ -112,26 +112,33 @@ class _Training(Task):
 
     def phases(self) -> Sequence[Callable[[], object]]:
         """See `Task`."""
-        return self._forward, self._backward, self._update
+        return self.forward, self.backward, self._update
 
-    def _forward(self) -> None:
+    def forward(self) -> None:
+        """Compute the loss. A way may put its own in this place, and in the next's."""
         with self.saving:
             outputs = [
                 out
                 for model, state in zip(self.models, self.states, strict=True)
                 for out in model(*state)[:2]
             ]
-            squares = [out.float().square().mean() for out in outputs]
-            self._loss = torch.stack(squares).sum()
+            self.loss = loss_of(outputs)
 
-    def _backward(self) -> None:
-        assert self._loss is not None
-        self._loss.backward()  # type: ignore[no-untyped-call]
-        self._loss = None
+    def backward(self) -> None:
+        """Let all that is trained have a gradient."""
+        assert self.loss is not None
+        self.loss.backward()  # type: ignore[no-untyped-call]
+        self.loss = None
 
     def _update(self) -> None:
         self.optimizer.step()
         self.optimizer.zero_grad()
+
+
+def loss_of(outputs: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return what is made smaller: the outputs, all alike."""
+    squares = [out.float().square().mean() for out in outputs]
+    return torch.stack(squares).sum()
 
 
 def _whole(gradient: torch.Tensor) -> torch.Tensor:

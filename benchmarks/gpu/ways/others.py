@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from benchmarks.gpu.tasks.base import nbytes_of
+from benchmarks.gpu.tasks.training import FineTuning, loss_of
 from benchmarks.gpu.ways.base import Pins, Way
 from benchmarks.gpu.ways.plain import pin_in_place
 from stagehand.units import MIB
@@ -20,6 +21,7 @@ __all__ = ["OTHERS"]
 
 _CPU = torch.device("cpu")
 _WINDOW = 2  # blocks: one computes, one comes
+_TRAINED = 5  # times the bytes of weights: gradients twice, and two states
 _WITH_STREAMS = ("cuda", "xpu")  # elsewhere diffusers refuses them
 
 
@@ -86,6 +88,38 @@ def _as_one(streamed: nn.Module, *state: torch.Tensor) -> object:
     return streamed(state)
 
 
+def _ramtorch_trained(at: Setting) -> None:
+    """It runs forward and backward itself, each block computed again as by checkpoints.
+
+    What it keeps on the device has its gradients, twice, and AdamW's states there.
+    """
+    from ramtorch import OffloadModel
+
+    task = at.task
+    assert isinstance(task, FineTuning)
+    (model,), (state,) = task.models, task.states
+    blocks = list(model.blocks)  # type: ignore[arg-type]
+    largest = max(nbytes_of(block.parameters()) for block in blocks)
+    streamed = OffloadModel(
+        blocks,
+        device=at.place,
+        window=_WINDOW,
+        pin=max(0, (at.room.budget_bytes // largest - _WINDOW - 1) // _TRAINED),
+    )
+    at.ends.callback(streamed.close)
+
+    def both() -> None:
+        def loss(outputs: Any, _: Any) -> torch.Tensor:
+            whole = outputs if isinstance(outputs, tuple) else (outputs,)
+            return loss_of(whole[:2])
+
+        task.loss = streamed.step(state, loss_fn=loss).loss
+        model.requires_grad_(True)  # it leaves what stays on the device frozen
+
+    task.forward = both  # type: ignore[method-assign]
+    task.backward = streamed.flush_grads  # type: ignore[method-assign]
+
+
 def _ramtorch_linear(at: Setting) -> None:
     """Its linear layers, which it would rather not have used any more; but its blocks
     are trained whole. Backward makes gradients of frozen weights, and sends them home.
@@ -140,6 +174,12 @@ OTHERS = {
     ),
     "ramtorch": Way(
         kinds=_FORWARD, prepare=_ramtorch, package="ramtorch", pins=Pins.IN_PLACE
+    ),
+    "ramtorch-trained": Way(
+        kinds=frozenset({"full"}),
+        prepare=_ramtorch_trained,
+        package="ramtorch",
+        pins=Pins.IN_PLACE,
     ),
     "ramtorch-linear": Way(
         kinds=frozenset({"lora"}),
