@@ -51,7 +51,7 @@ SUITES: dict[str, tuple[Suite, Suite]] = {
     ),
     "schedules": (
         schedules.measure,
-        lambda: schedules.measure(blocks=12, pieces=4),
+        lambda: schedules.measure(blocks=12, pieces=4, models=1),
     ),
     "virtual": (virtual.measure, lambda: virtual.measure(cells=1)),
     "memory": (memory.measure, lambda: memory.measure(rounds=1)),

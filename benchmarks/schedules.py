@@ -5,26 +5,48 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING
 
+import torch
+
+from benchmarks.gpu.shapes import SHAPES, skeleton
 from benchmarks.results import Result
 from benchmarks.simulated import reach_tests
+from stagehand.residency.finding import find_blocks, find_layers
 from stagehand.residency.plan import Workload, plan
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from stagehand.residency.finding import Finding
 
 __all__ = ["measure", "predictions"]
 
 _TARGET = 1.02
 _PIECE = 1 << 20
 _RATE = 50e9
+# Seconds of compute over those of loading all, at few tokens, on PCIe 5; and what a
+# pass may take over its bound with a third of the weights on the device.
+_CUT_MODELS = {
+    "ltx-2": (0.075, 1.015),
+    "flux.1": (0.35, None),
+    "flux.2": (0.5, None),
+    "llama-3-8b": (0.24, None),
+    "qwen2.5-7b": (0.024, None),
+}
+_FEW = 3
+_TARGET_FEW = 1.01
 
 
-def measure(*, blocks: int = 48, pieces: int = 8) -> Iterator[Result]:
+def measure(
+    *, blocks: int = 48, pieces: int = 8, models: int | None = None
+) -> Iterator[Result]:
     """Yield the worst ratio over a grid of budgets and of compute over load.
+
+    Then that of real models, as they are cut.
 
     Args:
         blocks: Blocks of each workload.
         pieces: How many pieces a block is cut into.
+        models: How many of the real models; None for all.
     """
     for name, backward in (("ring", None), ("forward and backward", 2.0)):
         worst = max(
@@ -33,7 +55,61 @@ def measure(*, blocks: int = 48, pieces: int = 8) -> Iterator[Result]:
             for share in (1 / 6, 1 / 3, 1 / 2, 3 / 4)
         )
         what = f"worst plan over its bound, {name}, blocks in {pieces} pieces"
-        yield Result(name=what, value=worst, median=worst, unit="x", target=_TARGET)
+        yield _ratio(what, worst, _TARGET)
+
+    for shape in list(_CUT_MODELS)[:models]:
+        yield from _as_cut(shape)
+
+
+def _as_cut(shape: str) -> Iterator[Result]:
+    """Yield passes of a model whose blocks are whole, and cut where layer mode does.
+
+    A layer is there as a whole when it computes, so layers are the pieces. With a few
+    of them on the device the link is never idle; two blocks are not needed for that.
+    """
+    with torch.device("meta"):
+        model = skeleton(SHAPES[shape]).to(torch.bfloat16)
+    ratio, target = _CUT_MODELS[shape]
+    whole = sum(p.nbytes for p in model.parameters())
+    third = find_layers(model, budget_bytes=whole // 3)
+    few = _FEW * max(group.nbytes for group in third.streamed)
+    seconds, _ = _pass(find_layers(model, budget_bytes=few), few, ratio)
+    yield _ratio(
+        f"pass over all bytes at the link's rate, {shape}, {_FEW} layers on the device",
+        seconds / (whole / _RATE),
+        _TARGET_FEW,
+    )
+    for what, cut, allowed in (
+        ("whole blocks", find_blocks(model, r"^blocks\.\d+$"), None),
+        ("layers", third, target),
+    ):
+        seconds, bound = _pass(cut, whole // 3, ratio)
+        what = f"pass over its bound, {shape}, a third on the device, {what}"
+        yield _ratio(what, seconds / bound, allowed)
+
+
+def _pass(cut: Finding, budget: int, ratio: float) -> tuple[float, float]:
+    """Return the seconds of a planned pass, and the least that are possible."""
+    reach_tests()
+    from schedules import execute
+
+    sizes = [group.nbytes for group in cut.streamed if group.sites]
+    stay = [cut.rest, *(group for group in cut.streamed if not group.sites)]
+    budget -= sum(group.nbytes for group in stay)
+    workload = Workload(
+        order=tuple(range(len(sizes))),
+        nbytes=tuple(sizes),
+        seconds=tuple(ratio * nbytes / _RATE for nbytes in sizes),
+        link_bytes_per_second=_RATE,
+    )
+    made = plan(workload, budget_bytes=budget, max_lookahead=32)
+    assert workload.seconds is not None
+    bound = max(sum(workload.seconds), (sum(sizes) - budget) / _RATE)
+    return execute(workload, made), bound
+
+
+def _ratio(name: str, value: float, target: float | None) -> Result:
+    return Result(name=name, value=value, median=value, unit="x", target=target)
 
 
 def _over_bound(

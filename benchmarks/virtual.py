@@ -1,9 +1,10 @@
 """Streamed passes in virtual time, over what the link and the device allow.
 
 The real runtime runs on the simulated device. Blocks have the ratio of compute to load
-of the model and the device that a cell names; they are cut into pieces where layer mode
-would cut them. Virtual time has no noise: one number is the whole truth. A process of
-its own runs the cells, because PyTorch knows one accelerator a process.
+of the model and the device that a cell names; pieces are eight equal ones of a block
+(`schedules` has those of the models themselves). Virtual time has no noise: one number
+is the whole truth. A process of its own runs the cells, because PyTorch knows one
+accelerator a process.
 """
 
 from __future__ import annotations
