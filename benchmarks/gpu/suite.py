@@ -42,7 +42,7 @@ _LORA_SPILLING = {"flux.1-large": "8GiB"}
 _LEAST_CARD = {"qwen2.5-7b-whole": "2GiB", "qwen2.5-7b-parted": "1GiB"}
 _FULL = {"llama-3-8b": ("24GiB", "8GiB")}
 _PAIRS = {"gemma-3-12b+ltx-2": ("24GiB",), "llama-3-8b+qwen2.5-7b": ("8GiB",)}
-_SAVED = {"llama-3-8b": ("50%", "20%"), "flux.1": ("20%",)}
+_SAVED = {"llama-3-8b": ("50%", "20%"), "flux.1": ("20%",), "ltx-2": ("20%",)}
 _DISK = {
     "qwen2.5-7b": ("100%", "30%"),
     "qwen2.5-7b-whole": ("30%",),

@@ -450,6 +450,25 @@ def test_limit_on_copies_home_holds_and_keeps_the_budget(saved, watched, monkeyp
     assert max(watched) <= BUDGET
 
 
+@pytest.mark.parametrize("most", [None, 1])
+def test_limit_on_copies_back_holds(saved, monkeypatch, most):
+    """Of those that are ahead of their use; without one several are under way."""
+    model = stack().to("hpu")
+    expected = gradients(model, plain)
+    for _ in range(2):
+        gradients(model, plain, saved)
+    spill_of(saved).bounds.post("test", Limits(inflight_h2d=most))
+    coming, look = [], Spill._look_ahead
+
+    def looking(self, *args):
+        look(self, *args)
+        coming.append(sum(1 for _ in self._coming()))
+
+    monkeypatch.setattr(Spill, "_look_ahead", looking)
+    assert_same(gradients(model, plain, saved), expected)
+    assert max(coming) == 1 if most else max(coming) > 1
+
+
 def test_what_came_back_early_gives_way_to_another_forward(saved, watched):
     """Half of a backward, then a forward that needs the room."""
     model = stack().to("hpu")
