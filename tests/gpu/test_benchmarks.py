@@ -1,6 +1,8 @@
 """The host's benchmarks run to their end, and the page is made of what they write."""
 
 import json
+import subprocess
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -36,6 +38,63 @@ def test_host_benchmark_fails_on_a_miss_only_if_it_is_asked_to(
     assert command.main(["--check"]) == status
     assert ("miss" if status else "ok") in capsys.readouterr().out
     assert torch.get_num_threads() == 1
+
+
+REVISIONS = {
+    "slower": (2.0, 2.4, 2.0, 1),
+    "slower, but has no target": (2.0, 2.4, None, 0),
+    "hardly slower": (2.0, 2.2, 2.0, 0),
+    "new": (None, 2.4, 2.0, 0),
+}
+
+
+@pytest.mark.parametrize("name", REVISIONS)
+def test_two_revisions_are_measured_in_turns_and_a_worse_one_fails(
+    monkeypatch, tmp_path, name
+):
+    from benchmarks import compare
+
+    before, now, target, status = REVISIONS[name]
+    order = []
+
+    def measured(tree, _):
+        order.append(tree == tmp_path)
+        value = before if tree == tmp_path else now
+        if value is not None:
+            yield {"name": "one", "value": value, "target": target}
+
+    monkeypatch.setattr(compare, "_checked_out", lambda _: nullcontext(tmp_path))
+    monkeypatch.setattr(compare, "_measured", measured)
+    assert compare.main(["other", "--rounds", "2"]) == status
+    assert order == [True, False, False, True]
+
+
+def test_a_revision_is_checked_out_measured_and_gone_again(
+    monkeypatch, tmp_path, capsys
+):
+    from benchmarks import compare
+
+    def git(*arguments):
+        command = ["git", *map(str, arguments)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        return done.stdout if done.returncode == 0 else None
+
+    if git("clone", "--shared", ROOT, tmp_path / "clone") is None:
+        pytest.skip("these are not the files of a git checkout")
+    monkeypatch.setattr(compare, "ROOT", tmp_path / "clone")
+    options = ["--quick", "--rounds", "1", "--only", "conductor"]
+    assert compare.main(["HEAD", *options, "--tolerance", "1000"]) == 0
+    assert "a step's five phases" in capsys.readouterr().out
+    trees = git("-C", tmp_path / "clone", "worktree", "list")
+    assert len(trees.splitlines()) == 1
+
+
+def test_committed_page_is_that_of_the_committed_results(tmp_path):
+    from benchmarks.page import main
+
+    assert main(["--docs", str(tmp_path)]) == 0
+    name = "performance.md"
+    assert (tmp_path / name).read_text() == (ROOT / "docs" / name).read_text()
 
 
 def _cell(way, over_bound=1.0, *, seconds=1.0, device_bytes=10**9, **options):
