@@ -6,6 +6,8 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -16,6 +18,7 @@ from torch import nn
 
 import stagehand
 from scenario.small import runtime_of, smallest_budget
+from stagehand.activations import spill
 from stagehand.core.arena import live_leases
 from training import TIGHT, Net, Run, built, start
 
@@ -173,20 +176,17 @@ def _train(run: Run, optimizer: torch.optim.Optimizer, steps: int) -> None:
         optimizer.zero_grad()
 
 
-def test_thousand_steps_more_take_no_more_memory(sim):
-    run = start(_shallow, TIGHT)
-    optimizer = torch.optim.AdamW(run.model.parameters(), lr=1e-3)
-
+def _assert_no_growth(sim, steps: Callable[[int], None]) -> None:
     def held():
         torch.accelerator.synchronize()
         gc.collect()
         counts = sim.allocated_bytes(), sim.pinned_bytes(), live_leases()
         return counts, (len(gc.get_objects()), sys.getallocatedblocks(), _allocated())
 
-    _train(run, optimizer, 120)  # the latest hundred steps are kept on record
+    steps(120)  # the latest hundred steps are kept on record
     rounds = [held()]
     for _ in range(5):
-        _train(run, optimizer, 200)
+        steps(200)
         rounds.append(held())
     assert len({counts for counts, _ in rounds}) == 1
     grown = [
@@ -198,5 +198,33 @@ def test_thousand_steps_more_take_no_more_memory(sim):
     assert objects <= 4, grown
     assert blocks <= 100, grown
     assert nbytes <= 20_000, grown
+
+
+def test_thousand_steps_more_take_no_more_memory(sim):
+    run = start(_shallow, TIGHT)
+    optimizer = torch.optim.AdamW(run.model.parameters(), lr=1e-3)
+    _assert_no_growth(sim, partial(_train, run, optimizer))
     assert run.runtime is not None
     run.runtime.shutdown()
+
+
+def test_thousand_steps_more_that_spill_take_no_more_memory(sim, monkeypatch):
+    monkeypatch.setattr(spill, "_STALE", 0)  # else a thousand dead entries may wait
+    x = torch.linspace(-1, 1, 4096, device="hpu", requires_grad=True)
+    runtime = stagehand.ActivationRuntime(
+        stagehand.ActivationStagehandConfig(budget=4 * x.nbytes)
+    )
+
+    def steps(count: int) -> None:
+        for _ in range(count):
+            y = x
+            runtime.step_begin()
+            with runtime.managed_forward():
+                for _ in range(8):
+                    y = y.sigmoid()
+            y.sum().backward()
+            assert runtime.step_end().spill_bytes >= 3 * x.nbytes
+            x.grad = None
+
+    _assert_no_growth(sim, steps)
+    runtime.shutdown()
