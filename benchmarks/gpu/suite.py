@@ -70,6 +70,7 @@ SHORT = (
     "pair/gemma*/stagehand*",
     "int8/flux.2/*",
     "full/llama-3-8b/24GiB/stagehand-overlap",
+    "activations/ltx-2/20%/*",
     "activations/llama-3-8b/20%/*",
     "disk/qwen2.5-7b/*",
 )

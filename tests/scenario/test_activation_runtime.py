@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 import stagehand
 from stagehand import ActivationRuntime, ActivationStagehandConfig
+from stagehand.activations.spill import Spill
 from stagehand.activations.within import Activations
 from stagehand.conductor.adapters import Conducted
 from stagehand.core.arena import live_leases
@@ -507,6 +508,40 @@ def test_conductor_limits_it_by_phase(make):
         del loss
     conductor.shutdown()
     assert runtime.engine.traffic is None
+
+
+@pytest.mark.parametrize("taken", [False, True])
+def test_what_leaves_early_waits_for_a_slot_of_the_link(make, monkeypatch, taken):
+    """Until there is no room: then it leaves at once."""
+    conductor = stagehand.ConductorRuntime(stagehand.ConductorConfig(d2h_slots=1))
+    runtime = make()
+    model = stack().to("hpu")
+    expected = gradients(model, plain)
+    conductor.attach(runtime)
+    for _ in range(2):
+        step(runtime, model)
+    token = conductor.transfer.acquire("d2h") if taken else None
+    forced, early = [], []
+    make_room, send = Spill._make_room, Spill._send
+
+    def making(self, nbytes):
+        forced.append(True)
+        make_room(self, nbytes)
+        forced.pop()
+
+    def sending(self, *args):
+        early.append(not forced)
+        send(self, *args)
+
+    monkeypatch.setattr(Spill, "_make_room", making)
+    monkeypatch.setattr(Spill, "_send", sending)
+    found, record = step(runtime, model)
+    assert_same(found, expected)
+    assert record.saved_peak_bytes <= BUDGET
+    assert any(early) is not taken
+    if token is not None:
+        token.release()
+    conductor.shutdown()
 
 
 @pytest.mark.parametrize("then", ["begin_step", "shutdown"])

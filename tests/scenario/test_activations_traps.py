@@ -527,6 +527,21 @@ def test_strides_of_dimensions_of_one_are_those_that_were_saved(tiny):
     saved_by.clear()
 
 
+def test_what_comes_back_has_the_strides_of_what_left(tiny):
+    """Autograd accepts others, and kernels are chosen by them."""
+    x = inputs()
+    with tiny:
+        y = x.reshape(2, 64, 8, 8).to(memory_format=torch.channels_last).tanh()
+        node, stride = y.grad_fn, y.stride()
+        for _ in range(5):
+            y = y.sigmoid()
+    found = node._saved_result
+    assert_spilled(tiny)
+    assert found.stride() == stride != found.contiguous().stride()
+    y.sum().backward()
+    del node, found, y
+
+
 def test_conjugate_and_negative_views_come_back_as_they_were(saved):
     def complex_valued(model, x):
         z = torch.view_as_complex(model(x).reshape(ROWS, WIDTH // 2, 2).contiguous())
@@ -563,6 +578,35 @@ def test_other_floating_point_types_come_back(saved, dtype):
         return y.float().sum()
 
     check(saved, cast)
+
+
+class _SavedAs(torch.autograd.Function):
+    """Saves its bytes as numbers of another type."""
+
+    @staticmethod
+    def forward(ctx, x, dtype):
+        y = x.sigmoid()
+        ctx.save_for_backward(y.view(torch.uint8).view(dtype))
+        return y
+
+    @staticmethod
+    def backward(ctx, grad):
+        [kept] = ctx.saved_tensors
+        return grad * kept.view(torch.uint8).view(torch.float32), None
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.uint64, torch.float8_e4m3fn, torch.int8, torch.complex64],
+    ids=str,
+)
+def test_types_that_few_kernels_know_come_back(tiny, dtype):
+    def loss_of(x):
+        for _ in range(6):
+            x = _SavedAs.apply(x, dtype)
+        return x.sum()
+
+    check_without_a_model(tiny, loss_of)
 
 
 def test_scalars_and_empty_tensors_are_kept(tiny):
