@@ -8,6 +8,7 @@ memory, is as small and as fast.
 from __future__ import annotations
 
 import json
+from fnmatch import fnmatch
 from typing import TYPE_CHECKING, Any
 
 from stagehand.units import format_bytes
@@ -20,9 +21,17 @@ if TYPE_CHECKING:
 
 __all__ = ["device_section", "lost"]
 
-_OVER_BOUND = {"inference": 1.03, "disk": 1.05, "pair": 1.03, "int8": 1.05}
-_OVER_BOUND_IN_TRAINING = 1.05
-_OVER_RESIDENT = 1.02  # where compute is the bound
+# By patterns of names, of which the first counts; `notes.md` says which headline.
+_OVER_BOUND = {
+    "lora/*/stagehand-spilling": 1.02,
+    "lora/ltx-2/4%/*": 1.022,
+    "lora/flux.1-large/*": 1.03,
+    "inference/*": 1.03,
+    "pair/*": 1.03,
+    "*": 1.05,
+}
+# Where compute is the bound.
+_OVER_RESIDENT = {"activations/*": 1.01, "*": 1.02}
 _DRIFT = 0.03
 _NO_PEERS = ("none",)
 
@@ -109,10 +118,9 @@ def _misses(line: Line) -> Iterator[str]:
         return
     if not line["equal"] and not line["resident_difference"]:
         yield "not the resident outcome"
-    kind = line["cell"]["kind"]
-    limit = _OVER_BOUND.get(kind, _OVER_BOUND_IN_TRAINING)
-    if line["bound"] <= sum(line["resident_phases"]):
-        limit = _OVER_RESIDENT
+    computes = line["bound"] <= sum(line["resident_phases"])
+    limits, name = _OVER_RESIDENT if computes else _OVER_BOUND, _name(line)
+    limit = next(limits[pattern] for pattern in limits if fnmatch(name, pattern))
     if line["over_bound"] > limit:
         yield f"{line['over_bound']:.3f} of the bound, {limit:g} allowed"
     before, after = line["rates"]["h2d"], line["h2d_rate_after"]

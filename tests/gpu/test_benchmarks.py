@@ -140,6 +140,10 @@ LOST = {
         [_cell("stagehand", 1.03, resident_phases=[0.5, 0.5])],
         "1.030 of the bound, 1.02 allowed",
     ),
+    "spills": (
+        [_cell("stagehand-spilling", 1.021)],
+        "1.021 of the bound, 1.02 allowed",
+    ),
     "failed": ([{**_cell("stagehand"), "failed": "why"}], "failed (why)"),
     "bits": ([_cell("stagehand", equal=False)], "not the resident outcome"),
     "drift": ([_cell("stagehand", h2d_rate_after=45e9)], "not valid: the link's rate"),
