@@ -13,6 +13,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from typer.testing import CliRunner
 
+import stagehand
 from stagehand.cli import command, main, outcome
 from stagehand.cli.command import app
 from stagehand.cli.models import find_model
@@ -369,3 +370,8 @@ def test_comparison_sees_bits_not_values():
     assert not bitwise_equal((zero,), (-zero,))
     assert not bitwise_equal((zero,), (zero.int(),))
     assert not bitwise_equal((zero,), (zero, zero))
+
+
+def test_version_is_told():
+    told = CliRunner().invoke(app, ["--version"])
+    assert (told.exit_code, told.output) == (0, f"stagehand {stagehand.__version__}\n")

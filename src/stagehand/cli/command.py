@@ -18,6 +18,7 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
+import stagehand
 from stagehand.cli.models import FoundModel, ModelKind, find_model, open_tokenizer
 from stagehand.cli.outcome import Outcome, Streaming, run_resident, run_streamed
 from stagehand.cli.tasks import Embedding, Generation, Task, bitwise_equal
@@ -66,8 +67,22 @@ class _Dtype(str, Enum):
         return dtype
 
 
+def _tell_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"stagehand {stagehand.__version__}")
+        raise typer.Exit
+
+
 @app.callback()
-def _stagehand() -> None:
+def _stagehand(
+    *,
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_tell_version, is_eager=True, help="Tell the version."
+        ),
+    ] = False,
+) -> None:
     """Run models that do not fit the accelerator's memory, at full precision."""
 
 
