@@ -281,6 +281,7 @@ class Passing(PassListener):
                 watch = StrayUses(
                     self._owners,
                     self._rows,
+                    device=self._device.torch_device,
                     bring=self._bring_stray,
                     let_go=self._parts.scheduler.after,
                 )

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed
-from torch._dynamo.testing import CompileCounterWithBackend
+from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
 
 import stagehand
 from architectures import assert_bitwise_equal
-from scenario.small import LAYER_BYTES, WIDTH, batch
+from scenario.small import LAYER_BYTES, WIDTH, batch, runtime_of
 from stagehand.gradients import _hide
 from stagehand.units import MIB
 
@@ -270,3 +270,47 @@ def test_what_the_compiler_does_not_give_back_is_there_in_time(kind, sim):
 
     pair.train(steps, compiled=False)
     pair.check()
+
+
+class Sharing(nn.Module):
+    """Reads the weight of a layer in it that it does not call."""
+
+    def __init__(self):
+        super().__init__()
+        self.called, self.read = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in "12")
+
+    def forward(self, x):
+        return nn.functional.linear(self.called(x), self.read.weight)
+
+
+@pytest.mark.filterwarnings("ignore:.*Dynamo does not know how to trace:UserWarning")
+def test_compiled_blocks_that_read_a_weight_of_others_bring_it(sim):
+    model = nn.Sequential(*(Sharing() for _ in range(3)))
+    x = batch()
+    with torch.no_grad():
+        expected = deepcopy(model).to("hpu")(x.to("hpu")).cpu()
+        for block in model:
+            block.compile(backend="eager")
+        stagehand.layer(model, vram_budget=5 * LAYER_BYTES)
+        for _ in range(3):
+            assert torch.equal(model(x).cpu(), expected)
+    runtime_of(model).shutdown()
+
+
+@pytest.mark.parametrize("place", ["hpu", "cpu"])
+def test_equal_blocks_are_compiled_once_and_not_once_each(sim, place):
+    """While uses were watched, for each one: from eight on none was compiled again."""
+    model = nn.Sequential(*(Layer() for _ in range(12)))
+    backend = CompileCounter()
+    for block in model:
+        block.compile(backend=backend)
+    mib = 4 * LAYER_BYTES / MIB
+    config = stagehand.StagehandConfig(
+        vram_high_watermark_mb=mib, vram_low_watermark_mb=mib / 2
+    )
+    runtime = stagehand.StagehandRuntime(model, config, r"^\d+$", device=place)
+    with torch.no_grad():
+        for _ in range(3):
+            model(batch())
+    assert backend.frame_count == 2, "with and without watching"
+    runtime.shutdown()

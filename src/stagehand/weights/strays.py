@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.compiler import is_dynamo_compiling
 from torch.overrides import TorchFunctionMode
 
 from stagehand.torch_private import skipped
@@ -27,6 +28,8 @@ class StrayUses(TorchFunctionMode):
     Args:
         owners: The streamed block of each parameter, by the parameter's id.
         rows: Reads of tables where it looks rows up are no strays.
+        device: Where the model computes: compiled code is told of what it reads
+            elsewhere, where all is that was not brought.
         bring: Called with a block that a call reads while it is not in use.
         let_go: Called with the block after that call.
     """
@@ -36,12 +39,14 @@ class StrayUses(TorchFunctionMode):
         owners: Mapping[int, Block],
         rows: RowGather,
         *,
+        device: torch.device,
         bring: Callable[[Block], None],
         let_go: Callable[[Block], None],
     ) -> None:
         super().__init__()
         self._owners = owners
         self._rows = rows
+        self._device = device
         self._bring = bring
         self._let_go = let_go
 
@@ -68,6 +73,9 @@ class StrayUses(TorchFunctionMode):
 
     def _look_at(self, value: Any, brought: list[Block]) -> None:
         if isinstance(value, torch.Tensor):
+            # The compiler would compile anew for each tensor that is looked up.
+            if is_dynamo_compiling() and value.device == self._device:
+                return
             block = self._owners.get(id(value))
             if block is not None and not block.uses:
                 self._bring(block)
