@@ -8,6 +8,7 @@ on, and keep their casts as if they were resident.
 """
 
 import warnings
+from collections.abc import Mapping
 
 import torch
 
@@ -27,9 +28,9 @@ class Casts:
     def __init__(self, kind: str) -> None:
         self._kind = kind
         self._wanted = True
-        self._used: set[int] = set()  # blocks, in this pass
+        self._used: set[int] = set()  # weights, in this pass
         self._before: set[int] = set()  # in the forward that this backward recomputes
-        self._reused: set[int] = set()
+        self._reused: set[int] = set()  # blocks
 
     def __enter__(self) -> None:
         """A pass begins: switch the cache off."""
@@ -47,16 +48,20 @@ class Casts:
         self._before |= self._used
         self._used.clear()
 
-    def begin(self, block: Block) -> None:
-        """A module that reads a block begins, with gradients."""
+    def begin(self, block: Block, own: Mapping[int, torch.Tensor]) -> None:
+        """A module that reads a block begins, with gradients.
+
+        Args:
+            block: The block, of which other modules may read the rest.
+            own: What of it this module reads, by id.
+        """
         if not self._wanted or not torch.is_autocast_enabled(self._kind):
             return
         if block.index in self._reused:
             torch.set_autocast_cache_enabled(True)
-        elif block.index not in self._used:
-            if block.index not in self._before:
-                self._used.add(block.index)
-        elif any(t.requires_grad and t.dtype == torch.float32 for t in block.tensors):
+        elif self._used.isdisjoint(own):
+            self._used.update(own.keys() - self._before)
+        elif any(t.requires_grad and t.dtype == torch.float32 for t in own.values()):
             self._reused.add(block.index)
             warnings.warn(
                 f"block {block.name!r} is used again in a pass under autocast: its"

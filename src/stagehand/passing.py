@@ -210,11 +210,11 @@ class Passing(PassListener):
             gradients.pass_on()
         scheduler.fetch(block)
 
-    def _track(self, block: Block) -> bool:
+    def _track(self, block: Block, own: Mapping[int, torch.Tensor]) -> bool:
         """A site begins, with gradients."""
         watched = self._gradients is not None
         if block.trains or not watched:  # autocast keeps no casts of frozen weights
-            self._casts.begin(block)
+            self._casts.begin(block, own)
         if watched and block.unseen:
             self._saved.site = block
         return self._saved.rise()

@@ -115,6 +115,47 @@ def test_weights_used_twice_keep_their_casts_from_the_second_pass_on(sim):
     runtime_of(model).shutdown()
 
 
+class UpDown(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def forward(self, x):
+        return self.down(self.up(x))
+
+
+def test_layers_that_are_one_block_are_not_taken_for_one_that_is_used_again(sim):
+    """Its second layer began, and the block was known already."""
+    model = nn.Sequential(*(UpDown() for _ in range(20)))
+    expected = gradients(deepcopy(model).to("hpu"))
+    stagehand.layer(model, vram_budget=34 * LAYER_BYTES)
+    assert len(runtime_of(model).block_ids) <= 20
+    assert_equal_gradients(gradients(model), expected)
+    runtime_of(model).shutdown()
+
+
+class Tied(nn.Module):
+    """Two modules of one weight, in one block."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = stack(4)
+        self.layers[2][0].weight = self.layers[0][0].weight
+
+    def forward(self, x):
+        return self.layers(x)
+
+
+def test_a_weight_that_two_modules_read_is_used_again(sim):
+    model = Tied()
+    expected = gradients(deepcopy(model).to("hpu"))
+    stagehand.layer(model, vram_budget=3 * LAYER_BYTES)
+    with pytest.warns(stagehand.StagehandWarning, match="used again in a pass"):
+        half_step(model)
+    assert_equal_gradients(gradients(model), expected)
+    runtime_of(model).shutdown()
+
+
 @pytest.mark.parametrize("wanted", [True, False])
 def test_cache_is_after_a_pass_as_it_was_before(sim, wanted):
     model = Twice()

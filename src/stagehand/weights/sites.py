@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from stagehand.weights.edges import Edges
     from stagehand.weights.rows import RowGather
 
+    _Track = Callable[[Block, Mapping[int, torch.Tensor]], bool]
+
 __all__ = ["SiteHooks", "is_hooked"]
 
 
@@ -221,18 +223,21 @@ def _gone(kind: type[_SiteHook]) -> _SiteHook:
 
 
 class _SiteBegin(_SiteHook):
-    __slots__ = ("_before", "_track")
+    __slots__ = ("_before", "_own", "_track")
 
     def __init__(
         self,
+        module: nn.Module,
         block: Block,
         before: Callable[[Block], None],
         edges: Edges,
-        track: Callable[[Block], bool],
+        track: _Track,
     ) -> None:
         super().__init__(block, edges)
         self._before = before
         self._track = track
+        below = {id(t) for t in (*module.parameters(), *module.buffers())}
+        self._own = {id(t): t for t in block.tensors if id(t) in below}
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if is_dynamo_compiling():
@@ -249,7 +254,7 @@ class _SiteBegin(_SiteHook):
         else:
             self._before(self._block)
         if torch.is_grad_enabled():
-            edges.risen.append((module, self._track(self._block)))
+            edges.risen.append((module, self._track(self._block, self._own)))
         return moved
 
 
@@ -329,7 +334,8 @@ class SiteHooks:
         before: Called with a block when a site begins.
         rise: Called when an edge begins with gradients; returns whether it put hooks
             on top of those through which this thread saves tensors.
-        track: Called with a block when a site begins with gradients; returns the same.
+        track: Called with a block, and what of it the site reads, when one begins with
+            gradients; returns the same.
         untrack: Called with it when the site ends.
         settle: Brings every tensor home before the model is copied.
         resume: Called when it was.
@@ -342,7 +348,7 @@ class SiteHooks:
         *,
         before: Callable[[Block], None],
         rise: Callable[[], bool],
-        track: Callable[[Block], bool],
+        track: _Track,
         untrack: Callable[[Block], None],
         settle: Callable[[], None],
         resume: Callable[[], None],
@@ -376,7 +382,7 @@ class SiteHooks:
     def add_site(self, module: nn.Module, block: Block) -> None:
         """Tell the scheduler when a module uses a block."""
         begin = module.register_forward_pre_hook(
-            _SiteBegin(block, self._before, self._edges, self._track).__call__,
+            _SiteBegin(module, block, self._before, self._edges, self._track).__call__,
             prepend=True,
             with_kwargs=True,
         )
