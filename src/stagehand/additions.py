@@ -13,7 +13,7 @@ from itertools import chain
 from operator import is_
 from typing import TYPE_CHECKING, Any
 
-from stagehand.errors import StagehandOOMError
+from stagehand.errors import ConfigError, StagehandOOMError
 from stagehand.residency.blocks import tensor_bytes
 from stagehand.units import format_at_least, format_bytes
 
@@ -72,15 +72,17 @@ class Additions:
             Whether there was something; the plan is another one then.
 
         Raises:
+            ConfigError: If autograd would expect its gradient elsewhere.
             StagehandOOMError: If the budget is too small for it.
         """
         model = self._model()
         if model is None:
             return False
+        new = self._unknown(model)
+        self._refuse_computed(new)
         self._note(model)
         present = {id(t): t for t in (*model.parameters(), *model.buffers())}
         gone = [t for key, t in self._joined.items() if key not in present]
-        new = self._unknown(model)
         if not new and not gone:
             return False
         for tensor in gone:
@@ -120,6 +122,18 @@ class Additions:
         buffers = (b for b in model.buffers() if b.device != place)
         tensors = (*model.parameters(), *buffers)
         return [tensor for tensor in tensors if id(tensor) not in known]
+
+    def _refuse_computed(self, new: list[torch.Tensor]) -> None:
+        """Refuse what autograd expects a gradient for where it was computed."""
+        place = self._parts.device.torch_device
+        for tensor in new:
+            if tensor.grad_fn is not None and tensor.device != place:
+                raise ConfigError(
+                    f"a tensor of shape {list(tensor.shape)} that autograd computed on"
+                    f" {tensor.device} has joined {self._parts.weights.name} since it"
+                    f" streams: expected it on {place}; move it there first, where"
+                    " autograd sees it"
+                )
 
     def _leave(self, tensor: torch.Tensor) -> None:
         parts = self._parts

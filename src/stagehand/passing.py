@@ -17,6 +17,7 @@ from stagehand.errors import (
     StagehandOOMError,
     StagehandWarning,
 )
+from stagehand.torch_private import func_transform
 from stagehand.weights.edges import PassListener
 from stagehand.weights.strays import StrayUses
 
@@ -95,6 +96,14 @@ class Passing(PassListener):
     def check(self) -> None:
         """See `PassListener.check`."""
         self._device.refuse_capture("a pass of a streamed model")
+        transform = func_transform()
+        if transform is not None:
+            raise ConfigError(
+                f"torch.func ({transform.lower()}) does not go through a streamed"
+                f" model, {self._parts.weights.name}: it lets nobody save weights as"
+                " handles; use torch.autograd.grad() or stagehand.grad(), or the plain"
+                " model after the runtime's shutdown()"
+            )
 
     def begin_pass(self, module: nn.Module) -> AbstractContextManager[Any] | None:
         """See `PassListener.begin_pass`."""
@@ -344,7 +353,8 @@ class Passing(PassListener):
         if empty is not None:
             raise ConfigError(
                 f"block {empty.name!r} has no values: it is on the meta device; call"
-                " convert_registry_to_file_backed_sharded() before the first pass"
+                " convert_registry_to_file_backed_sharded() before the first pass, or"
+                " open the model with stagehand.load()"
             )
         if not self._device.is_host:
             self._take_in()

@@ -41,6 +41,8 @@
 - `torch._subclasses.fake_tensor.FakeTensorMode` and a storage's `_checkpoint_offset`:
   where in a file of `torch.save` a tensor lies, as torch's documentation says. Without
   them, such files are refused.
+- `torch._C._functorch.get_interpreter_stack`: which transforms of `torch.func` are
+  active? Without it, those that cannot go through a streamed model are not refused.
 - `torch.cuda._sanitizer`: its dispatch mode sees the library's copies, others do not.
   It is known by this name alone.
 - `torch._dynamo.callback_handler`: learn when the compiler looks at a frame. It is as
@@ -72,6 +74,7 @@ __all__ = [
     "at_end_of_backward",
     "dispatch_modes",
     "dispatching",
+    "func_transform",
     "graph_task",
     "has_more_hooks",
     "in_backward",
@@ -148,6 +151,9 @@ dispatch_modes: Callable[[], int] = getattr(
     torch._C, "_len_torch_dispatch_stack", lambda: 0
 )
 """Return how many dispatch modes are active in this thread."""
+_func_levels: Callable[[], Any] = getattr(
+    getattr(torch._C, "_functorch", None), "get_interpreter_stack", lambda: None
+)
 _run_backward = getattr(torch.autograd.graph, "_engine_run_backward", None)
 
 
@@ -214,6 +220,16 @@ def looked_through(pack: _Function, below: SavedHooks | None = None) -> _Functio
         below = getattr(below[0], "_user_hooks", None)
     marked._user_hooks = below
     return pack
+
+
+def func_transform() -> str | None:
+    """Return what `torch.func` does in this thread that makes other tensors of all.
+
+    With `vmap` what is made meanwhile and has no batch is an ordinary tensor.
+    """
+    levels = _func_levels()
+    names = (level.key().name for level in levels or ())
+    return next((name for name in names if name != "Vmap"), None)
 
 
 class _Sparing:

@@ -2,13 +2,16 @@
 
 import itertools
 import warnings
+from copy import deepcopy
 from functools import partial
 
 import pytest
 import torch
 from torch import nn
+from torch.func import functional_call
 
 import stagehand
+from scenario.small import LAYER_BYTES, batch, runtime_of, stack
 from stagehand.core.arena import live_leases
 from stagehand.core.turn import Turn
 from stagehand.errors import ConfigError
@@ -467,3 +470,56 @@ def test_gradients_that_accumulate_take_no_device_memory(sim):
         assert sim.allocated_bytes() == held
     run.model.zero_grad()
     end(run)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script`:DeprecationWarning")
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad])
+@pytest.mark.parametrize("transform", ["grad", "vjp", "jvp", "jacrev"])
+def test_a_transform_that_cannot_go_through_is_refused_and_leaves_nothing(
+    sim, transform, mode
+):
+    """It failed somewhere inside, and the model could not be used any more."""
+    model = stack(4)
+    x = batch()[0].to("hpu")
+    expected = deepcopy(model).to("hpu")(x).detach()
+    stagehand.layer(model, vram_budget=2 * LAYER_BYTES)
+    transformed = {
+        "grad": torch.func.grad(lambda x: model(x).sum()),
+        "vjp": lambda x: torch.func.vjp(model, x),
+        "jvp": lambda x: torch.func.jvp(model, (x,), (x,)),
+        "jacrev": torch.func.jacrev(model),
+    }[transform]
+    for _ in range(2):
+        with mode(), pytest.raises(ConfigError, match=r"torch\.func"):
+            transformed(x)
+        assert torch.equal(model(x).detach(), expected)
+    with mode():
+        assert torch.equal(torch.vmap(model)(x[None])[0], expected)
+    runtime_of(model).shutdown()
+
+
+@pytest.mark.parametrize("place", ["cpu", "hpu"])
+def test_weights_given_for_one_call_are_differentiated_or_refused(sim, place):
+    model = stack(4)
+    resident = deepcopy(model).to("hpu")
+    x = batch().to("hpu")
+    stagehand.layer(model, vram_budget=4 * LAYER_BYTES)
+    name = "2.0.weight"
+    leaves = [
+        resident.get_parameter(name).detach().to(where).requires_grad_()
+        for where in (place, "hpu")
+    ]
+    for one, leaf in zip((model, resident), leaves, strict=True):
+        functional_call(one, {name: leaf}, (x,)).sum().backward()
+    assert torch.equal(leaves[0].grad, leaves[1].grad)
+
+    computed = leaves[1].detach().to(place).requires_grad_() * 3
+    if place == "hpu":
+        functional_call(model, {name: computed}, (x,)).sum().backward()
+    else:  # its gradient would be made on the device
+        for _ in range(2):
+            with pytest.raises(ConfigError, match="autograd computed on cpu"):
+                functional_call(model, {name: computed}, (x,))
+    assert torch.equal(model(x).detach(), resident(x).detach())
+    del leaf, leaves, computed
+    runtime_of(model).shutdown()
