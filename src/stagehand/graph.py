@@ -7,9 +7,9 @@ shape, strides and offset of the view inside the block's image. Unpacking brings
 block to the device and makes the view where the block lies then.
 
 One pair of hooks serves a whole pass. Where somebody else's hooks are on top of it, as
-inside of a checkpointed region, a site puts a pair there that passes on to them what is
-no weight: forward and recompute leave out the same tensors, so checkpointing works, and
-what a recompute saves holds no slot either.
+inside of a checkpointed region, a site puts a pair in their place that passes on to
+them what is no weight: forward and recompute leave out the same tensors, so
+checkpointing works, and what a recompute saves holds no slot either.
 
 Some read weights in backward that no handle stands for: a part of a site that is
 recomputed by itself, as checkpointing inside of blocks does, or a function that keeps
@@ -200,10 +200,15 @@ class SavedTensors:
         """Return a context that saves weights as handles, and all else as outside."""
         return _Saving(self)
 
-    def rise(self) -> bool:
-        """Be on top of this thread's hooks; False if that was so already.
+    def rise(self, *, instead: bool = True) -> bool:
+        """Be on top of this thread's hooks; return whether the caller must end that.
 
-        If not, the caller must end it with `pop_saved_hooks`.
+        Then with `pop_saved_hooks`. It is not so where this was on top already, nor
+        instead of others: whoever put those there takes off what is there, also after
+        an interrupt, which nobody else would be told of.
+
+        Args:
+            instead: Take the place of the pair that is on top.
         """
         top = top_saved_hooks()
         if top is None:
@@ -214,9 +219,11 @@ class SavedTensors:
             return False
         inside = _Inside(self, *top)
         pack = looked_through(partial(inside.pack), top)
+        if instead:
+            pop_saved_hooks()
         push_saved_hooks(pack, inside.unpack)
         sparing(self._is_in_slot)
-        return True
+        return not instead
 
     def _is_in_slot(self, tensor: torch.Tensor) -> bool:
         """Whether a view of a tensor would keep the memory of a slot."""
@@ -341,7 +348,7 @@ class _Saving:
         self._rose = False
 
     def __enter__(self) -> None:
-        self._rose = self._saved.rise()
+        self._rose = self._saved.rise(instead=False)
 
     def __exit__(self, *_: object) -> None:
         if self._rose:

@@ -340,6 +340,10 @@ class Passing(PassListener):
         self._watched = None
         self._parts.scheduler.recover()
 
+    def in_use(self) -> bool:
+        """See `PassListener.in_use`."""
+        return bool(self._parts.scheduler.in_use)
+
     def _bring_stray(self, block: Block) -> None:
         """A module reads a weight that is not its own."""
         self._parts.scheduler.before(block)

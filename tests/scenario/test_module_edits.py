@@ -1,7 +1,11 @@
 """Weights that somebody changes while they are streamed: used at once, never lost."""
 
 import contextlib
+import dis
+import functools
+import itertools
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from pathlib import Path
 from types import ModuleType
@@ -10,12 +14,14 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import stagehand
 from architectures.trees import assert_bitwise_equal
 from scenario.small import (
     LAYER_BYTES,
     WIDTH,
+    assert_passes_equal,
     batch,
     blocks_of,
     run_resident,
@@ -388,13 +394,13 @@ class Counted(Counting):
 
 
 @contextlib.contextmanager
-def interrupted_at(line):
-    """Raise where the code that moves blocks has run so many lines."""
+def interrupted_at(line, modules):
+    """Raise where the code of some modules has run so many lines."""
     left = line
 
     def trace(frame, event, arg):
         nonlocal left
-        if frame.f_globals["__name__"] not in _MOVING:
+        if frame.f_globals["__name__"] not in modules:
             return None
         left -= event == "line"
         if not left and event == "line":
@@ -419,7 +425,7 @@ def test_an_interrupt_between_any_two_lines_of_a_move_loses_nothing(place):
     for line in range(1, 800, 7):
         with torch.no_grad():
             try:
-                with interrupted_at(line):
+                with interrupted_at(line, _MOVING):
                     model(batch())
             except KeyboardInterrupt:
                 interrupts += 1
@@ -652,3 +658,118 @@ def test_data_edit_of_a_weight_that_is_backed_by_a_file_counts_from_the_next_pas
         assert torch.equal(model(x).cpu(), reference)
     runtime.shutdown()
     assert torch.equal(model[block].weight, expected[block].weight.cpu())
+
+
+@contextlib.contextmanager
+def interrupted_at_call(number):
+    """Raise where Python looks for signals: where functions begin, and after calls."""
+    left, called = number, set()
+
+    def look(frame):
+        nonlocal left
+        left -= 1
+        if not left:
+            raise KeyboardInterrupt
+
+    def inside(frame, event, arg):
+        if event == "opcode":
+            returns = id(frame) in called  # from Python's own code nobody looks
+            called.discard(id(frame))
+            if _before(frame.f_code).get(frame.f_lasti) in _LOOKING and not returns:
+                look(frame)
+        return inside
+
+    def trace(frame, event, arg):
+        called.add(id(frame.f_back))
+        if frame.f_globals["__name__"] not in _TURNING:
+            return None
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        if frame.f_code.co_name != "__del__":
+            look(frame)
+        return inside
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
+
+
+@functools.cache
+def _before(code):
+    """The name of what stands before each instruction."""
+    steps = list(dis.get_instructions(code))
+    return {b.offset: a.opname for a, b in itertools.pairwise(steps)}
+
+
+_LOOKING = {"CALL", "CALL_KW", "CALL_METHOD", "CALL_FUNCTION_EX", "JUMP_BACKWARD"}
+_TURNING = {"stagehand.core.turn", "stagehand.weights.edges", "stagehand.weights.sites"}
+
+
+class Halves(nn.Sequential):
+    """Every other layer is recomputed."""
+
+    def forward(self, x):
+        for number, layer in enumerate(self):
+            if number % 2 and torch.is_grad_enabled():
+                x = checkpoint(layer, x, use_reentrant=False)
+            else:
+                x = layer(x)
+        return x
+
+
+def _trained(model, place):
+    model.zero_grad()
+    model(batch().to(place).requires_grad_()).square().mean().backward()
+    return [p.grad.cpu().clone() for p in model.parameters()]
+
+
+def test_an_interrupt_where_a_pass_begins_or_ends_stops_nobody_for_ever(place):
+    """A turn that nobody had was waited for, and other models' tensors were saved by
+    the hooks of a checkpoint that was over."""
+    model = Halves(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
+    plain = deepcopy(model).to(place)
+    expected = _trained(plain, place)
+    stagehand.layer(model, vram_budget=2 * LAYER_BYTES, device=place)
+    assert_bitwise_equal(_trained(model, place), expected, "before")
+    number = interrupts = 0
+    while interrupts >= number // 3:
+        number += 3
+        try:
+            with interrupted_at_call(number):
+                _trained(model, place)
+        except KeyboardInterrupt:
+            interrupts += 1
+        assert_bitwise_equal(_trained(plain, place), expected, f"plain {number}")
+        with ThreadPoolExecutor(1) as other:
+            found = other.submit(_trained, model, place).result(timeout=60)
+        assert_bitwise_equal(found, expected, f"another thread {number}")
+        assert_bitwise_equal(_trained(model, place), expected, f"this one {number}")
+        assert top_saved_hooks() is None
+        assert runtime_of(model)._edges.lock.owner is None
+    assert interrupts > 40
+    runtime_of(model).shutdown()
+
+
+def test_an_interrupt_while_a_block_is_pinned_gives_its_memory_to_no_other(sim):
+    """Its image was given back, and became another block's."""
+    for line in itertools.count(1, 2):
+        model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
+        expected = run_resident(model, "hpu", batch())
+        stagehand.layer(model, vram_budget=2 * LAYER_BYTES, device="hpu")
+        interrupted = False
+        with torch.no_grad():
+            try:
+                with interrupted_at(line, _PINNING):
+                    model(batch())
+            except KeyboardInterrupt:
+                interrupted = True
+            assert_passes_equal(model, expected, batch())
+        runtime_of(model).shutdown()
+        if not interrupted:
+            break
+    assert line > 100
+
+
+_PINNING = {"stagehand.residency.masters", "stagehand.residency.blocks"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,7 @@ from stagehand.torch_private import is_autograds, waits_for_backward
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["HERE", "Turn", "awaited_by"]
+__all__ = ["HERE", "Turn", "awaited_by", "runs_library"]
 
 
 class _Here(threading.local):
@@ -52,8 +53,10 @@ class Turn:
         self.name = name
         self._left = left
         self._take_over = take_over
-        self._lock = threading.Lock()
-        self._ownership = threading.Lock()
+        # Reentrant: the garbage collector may end a pass in the middle of a look.
+        self._ownership = threading.RLock()
+        self._freed = threading.Lock()  # held but for a moment after the turn was free
+        self._freed.acquire()
         self._owner: Any = None  # a thread
         self._count = 0
         self._sorting = False  # the owner is back, and may be closing what it left
@@ -69,10 +72,7 @@ class Turn:
             DeadlockError: If the owner waits for this thread, through others or not.
         """
         me = HERE.thread
-        if self._has_again(me):
-            return True
-        if self._lock.acquire(blocking=False):
-            self._owner, self._count = me, 1
+        if self._take(me):
             return True
         try:
             return self._wait(me, in_backward=in_backward)
@@ -80,29 +80,39 @@ class Turn:
             with _waits_lock:
                 _waits.pop(me, None)
 
-    def _has_again(self, me: Any) -> bool:
-        """Take a turn that this thread has once more; return whether it has it."""
+    def _take(self, me: Any) -> bool:
+        """Take the turn if it is free or this thread's; return whether it was.
+
+        Who has it is what `_owner` says: a lock could be had by nobody, for an
+        interrupt may come between the call that takes it and the next line.
+        """
         with self._ownership:
-            if self._owner is not me:
+            if self._owner is None:
+                self._owner, self._count = me, 1
+            elif self._owner is me:
+                self._count += 1
+                self._sorting = True
+            else:
                 return False
-            self._count += 1
-            self._sorting = True
             return True
 
     def _wait(self, me: Any, *, in_backward: bool) -> bool:
-        while not self._lock.acquire(blocking=False):
+        while not self._take(me):
             if in_backward and self._is_waited_for(me):
                 return False
             self._note_wait(me, in_backward=in_backward)
-            if self._lock.acquire(timeout=_LOOK_SECONDS):
-                break
-            with self._ownership:
-                if not self._is_forgotten():
-                    continue
-                self._owner, self._count = me, 1
-            self._take_over()
-            return True
-        self._owner, self._count = me, 1
+            if self._freed.acquire(timeout=_LOOK_SECONDS):
+                continue
+            if self._take_over_if_forgotten(me):
+                return True
+        return True
+
+    def _take_over_if_forgotten(self, me: Any) -> bool:
+        with self._ownership:
+            if not self._is_forgotten():
+                return False
+            self._owner, self._count, self._sorting = me, 1, False
+        self._take_over()
         return True
 
     def _note_wait(self, me: Any, *, in_backward: bool) -> None:
@@ -127,16 +137,7 @@ class Turn:
     def try_acquire(self) -> bool:
         """Take the turn if that needs no waiting; return whether it was taken."""
         me = HERE.thread
-        if self._has_again(me):
-            return True
-        with self._ownership:
-            free = self._lock.acquire(blocking=False)
-            if not free and not self._is_forgotten():
-                return False
-            self._owner, self._count = me, 1
-        if not free:
-            self._take_over()
-        return True
+        return self._take(me) or self._take_over_if_forgotten(me)
 
     @property
     def owner(self) -> Any:
@@ -156,9 +157,11 @@ class Turn:
 
     def _is_forgotten(self) -> bool:
         owner = self._owner  # which may end its turn meanwhile
-        if owner is None or self._sorting:
+        if owner is None:
             return False
-        return not owner.is_alive() or self._left()
+        if not owner.is_alive():
+            return True
+        return not runs_library(owner) if self._sorting else self._left()
 
     def sorted(self) -> None:
         """Say that all that the owner has entered is running."""
@@ -166,17 +169,29 @@ class Turn:
 
     def release(self) -> None:
         """End what the latest `acquire` began."""
-        self._sorting = False
-        self._count -= 1
-        if not self._count:
-            self._owner = None
-            self._lock.release()
+        with self._ownership:
+            self._sorting = False
+            self._count -= 1
+            if not self._count:
+                self._owner = None
+                if self._freed.locked():
+                    self._freed.release()
 
     def __enter__(self) -> None:
         self.acquire()
 
     def __exit__(self, *_: object) -> None:
         self.release()
+
+
+def runs_library(thread: Any) -> bool:
+    """Return whether a thread is inside of a function of this library."""
+    frame = sys._current_frames().get(thread.ident)
+    while frame is not None and not frame.f_globals.get("__name__", "").startswith(
+        "stagehand."
+    ):
+        frame = frame.f_back
+    return frame is not None
 
 
 def _stuck_behind(me: Any) -> dict[Any, tuple[str, Any]]:

@@ -179,9 +179,9 @@ class Block(Residency):
 
     def set_views(self, slot: Slot | None) -> None:
         """Take the views of a slot's memory, made once for each form; or none."""
-        self.views_in = slot
         if slot is None or slot.lease is None:
             self.target, self.views, self.view_addresses = None, (), []
+            self.views_in = slot
             return
         shared = slot.views.get(self.form)
         if shared is None:
@@ -190,6 +190,7 @@ class Block(Residency):
             addresses = [view.data_ptr() for view in views]
             shared = slot.views[self.form] = buffer[: self.nbytes], views, addresses
         self.target, self.views, self.view_addresses = shared
+        self.views_in = slot  # at last: an interrupt may come before
 
     def _fitted(self, places: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         return tuple(map(_fitting, self.tensors, places))
@@ -203,10 +204,11 @@ class Block(Residency):
         """Let the tensors point to the store's host tensors."""
         if self.store is None:
             return
-        for tensor, host in zip(self.tensors, self._hosts, strict=True):
-            tensor.data = host
+        # First: what an interrupt leaves elsewhere is taken for what was assigned.
         self.addresses = self.host_addresses
         self.bound = False
+        for tensor, host in zip(self.tensors, self._hosts, strict=True):
+            tensor.data = host
 
     def leave(self) -> bool:
         """Point to the host, unless it `is_touched`; return whether it does."""

@@ -115,9 +115,11 @@ class Masters:
         return True
 
     def _move(self, block: Block, lease: Lease) -> None:
-        hosts = block.store.hosts if block.store is not None else []
-        self._alone = storage_use_count(lease.buffer.untyped_storage())
-        store = ModuleStore.pack(block.layout, hosts, lease.buffer)
+        store = block.store
+        if store is None or store.pinned is not lease.buffer:  # or it was interrupted
+            hosts = [] if store is None else store.hosts
+            self._alone = storage_use_count(lease.buffer.untyped_storage())
+            store = ModuleStore.pack(block.layout, hosts, lease.buffer)
         self._images[block.index] = lease
         block.rehouse(store)
 
@@ -326,7 +328,10 @@ class Masters:
             coming = self._coming[-1]
             if coming.job is not None and self._pinners is not None:
                 self._pinners.drop(coming.job)
-            coming.lease.release()
+            if self._images.get(coming.block.index) is coming.lease:
+                self._move(coming.block, coming.lease)  # an interrupt came in between
+            else:
+                coming.lease.release()
             self._coming.pop()
 
     def give_back(self, block: Block) -> None:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from stagehand.core.turn import HERE, Turn
+from stagehand.core.turn import HERE, Turn, runs_library
 from stagehand.torch_private import (
     at_end_of_backward,
     graph_task,
@@ -54,6 +54,10 @@ class PassListener:
     def abort_pass(self) -> None:
         """A pass was left without a word; close what it left open."""
 
+    def in_use(self) -> bool:
+        """Whether blocks are in use, in a pass or by hand."""
+        raise NotImplementedError
+
     def begin_backward(self) -> None:
         """Autograd begins to go back through the model."""
 
@@ -78,15 +82,16 @@ class _Backward:
     Autograd calls it when it has succeeded, and drops it when it has failed.
     """
 
-    __slots__ = ("__weakref__", "_edges", "over", "task")
+    over = True
+    """Whether there is nothing to tell: it has not begun, or was told of."""
 
     def __init__(self, edges: Edges) -> None:
         self._edges = edges
         self.task = graph_task()
-        self.over = False
 
     def __call__(self) -> None:
-        self._edges.leave_backward(self, failed=False)
+        if not self.over:
+            self._edges.leave_backward(self, failed=False)
 
     def __del__(self) -> None:
         if not self.over:
@@ -201,15 +206,14 @@ class Edges:
         """End the latest entry, if it is this module's."""
         if not self.inside() or self._stack[-1].module is not module or in_backward():
             return
-        entry = self._stack.pop()
+        context = self._stack[-1].context
+        if context is not None:  # or an interrupt leaves it to the next entry
+            context.__exit__(None, None, None)
+        del self._stack[-1]  # no call: no interrupt comes between this and `try`
         try:
             if not self._stack:
                 self.thread = None
-                try:
-                    if entry.context is not None:
-                        entry.context.__exit__(None, None, None)
-                finally:
-                    apart(self._listener.end_pass)
+                apart(self._listener.end_pass)
         finally:
             self.lock.release()
 
@@ -223,30 +227,35 @@ class Edges:
         if not self.lock.acquire(in_backward=True):
             return  # a forward waits for this: it is part of its pass
         self._sort_out()
-        self._stack.append(_Frame(None, None))
-        self.thread = HERE.thread
         self._queue_end()
         apart(self._listener.begin_backward)
 
     def _queue_end(self) -> None:
         # Only autograd may hold it, not even the frame of a failure's traceback.
         backward = _Backward(self)
-        self._backward = weakref.ref(backward)
-        at_end_of_backward(backward)
+        try:
+            self._stack.append(_Frame(None, None))
+            self.thread = HERE.thread
+            self._backward = weakref.ref(backward)
+            at_end_of_backward(backward)
+            backward.over = False  # from now on it gives the turn back
+        except BaseException:
+            self._forget_backward()
+            self.lock.release()
+            raise
 
     def leave_backward(self, backward: _Backward, *, failed: bool) -> None:
         """End autograd's pass, in any thread."""
         backward.over = True
-        self._forget_backward()
         try:
+            self._forget_backward()
             self._listener.end_backward(failed=failed)
         finally:
             self.lock.release()
 
     def _forget_backward(self) -> None:
-        self._stack.clear()
-        self.thread = None
-        self._backward = None
+        del self._stack[:], self.risen[:]  # autograd has taken their hooks off
+        self.thread = self._backward = None
         self.recomputing = 0
 
     def _close_dead(self) -> None:
@@ -272,7 +281,13 @@ class Edges:
 
     def _is_left(self) -> bool:
         # In another thread than its owner's: the stack may change meanwhile.
-        return any(not _is_running(entry.frame) for entry in self._stack[:1])
+        for entry in self._stack[:1]:
+            return not _is_running(entry.frame)
+        # Between passes it is had for one call; an interrupt may have come to its end.
+        owner = self.lock.owner
+        if owner is None or runs_library(owner):
+            return False
+        return not self._listener.in_use()
 
     def _bury(self) -> None:
         """Close what another thread left open; its contexts are its own to leave."""
