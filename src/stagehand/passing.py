@@ -186,6 +186,7 @@ class Passing(PassListener):
         scheduler, gradients = self._parts.scheduler, self._gradients
         scheduler.release_fetched()
         if failed:
+            self._measure.stopwatch.forget()
             scheduler.recover()
         elif gradients is not None:
             gradients.pass_on()
@@ -338,6 +339,7 @@ class Passing(PassListener):
         """See `PassListener.abort_pass`."""
         self._strays = []
         self._watched = None
+        self._measure.stopwatch.forget()
         self._parts.scheduler.recover()
 
     def in_use(self) -> bool:

@@ -773,3 +773,22 @@ def test_an_interrupt_while_a_block_is_pinned_gives_its_memory_to_no_other(sim):
 
 
 _PINNING = {"stagehand.residency.masters", "stagehand.residency.blocks"}
+
+
+def test_an_interrupt_between_two_marks_of_the_stopwatch_stops_no_later_pass(sim):
+    """Marks that were never made, or made twice, were read: as an error, or as times
+    that were negative."""
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
+    expected = run_resident(model, "hpu", batch())
+    stagehand.layer(model, vram_budget=2 * LAYER_BYTES, device="hpu", telemetry=True)
+    interrupts = 0
+    for line in range(1, 200):
+        with torch.no_grad():
+            try:
+                with interrupted_at(line, {"stagehand.core.stopwatch"}):
+                    model(batch())
+            except KeyboardInterrupt:
+                interrupts += 1
+            assert_passes_equal(model, expected, batch())
+    assert interrupts > 60
+    runtime_of(model).shutdown()

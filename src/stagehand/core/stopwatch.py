@@ -103,6 +103,12 @@ class Stopwatch:
         """Note a copy between two marks of its lane."""
         self._copies.append((block, lane, nbytes, start, end))
 
+    def forget(self) -> None:
+        """Forget all, where an interrupt may have come between two marks."""
+        self._zero = None
+        for noted in (self._last, self._uses, self._copies, self._spare):
+            noted.clear()
+
     def is_over(self) -> bool:
         """Return whether all uses noted so far have happened on the device.
 
