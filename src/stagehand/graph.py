@@ -26,11 +26,14 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import is_grad_enabled
 
+from stagehand.core.device import Stream
 from stagehand.core.saved import Kept, modified
 from stagehand.core.transfer import Slot
 from stagehand.errors import StagehandInternalError
 from stagehand.residency.blocks import Block
+from stagehand.residency.scheduler import Scheduler
 from stagehand.torch_private import (
     graph_task,
     in_backward,
@@ -44,13 +47,16 @@ from stagehand.torch_private import (
 
 __all__ = ["SavedTensors", "WeightHandle"]
 
-# Of one slot, and of one runtime: a model may cut its weights anew in each pass.
+# A model may cut its weights anew in each pass. Of one slot; of one block, and of that
+# those which begin at one byte, as a weight and its transpose do; of one runtime.
 _VIEWS_KEPT = 1_000
-_HANDLES_KEPT = 100_000
+_HANDLES_KEPT = 10_000
+_ALIKE_KEPT = 8
+_PLACES_KEPT = 100_000
 
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 
-# A block's or tensor's number, and offset, type, shape and strides of a view.
+# A tensor's number, and offset, type, shape and strides of a view.
 _Key = tuple[int, int, torch.dtype, torch.Size, tuple[int, ...]]
 
 
@@ -60,9 +66,18 @@ class _Place:
     Attributes:
         number: Which parameter or buffer of the block the view was made from.
         offset: Where it starts, in elements from the start of the image.
+        start: The same in bytes.
     """
 
-    __slots__ = ("dtype", "number", "offset", "shape", "stride")
+    __slots__ = (
+        "dtype",
+        "is_complex",
+        "number",
+        "offset",
+        "shape",
+        "start",
+        "stride",
+    )
 
     def __init__(
         self,
@@ -74,7 +89,9 @@ class _Place:
     ) -> None:
         self.number = number
         self.offset = offset
+        self.start = offset * dtype.itemsize
         self.dtype = dtype
+        self.is_complex = dtype.is_complex
         self.shape = shape
         self.stride = stride
 
@@ -150,6 +167,22 @@ def _number_at(block: Block, offset: int) -> int:
     return found
 
 
+def _note(block: Block, place: _Place) -> WeightHandle:
+    """Return the handle of a view as it is now, and know it when it is saved again."""
+    known, others = block.handles, []
+    there: tuple[WeightHandle, ...] = known.get(place.start, ())
+    for handle in there:
+        if handle.place is not place:
+            others.append(handle)
+        elif handle.version == handle.tensor._version:
+            return handle
+    if len(known) >= _HANDLES_KEPT:
+        known.clear()
+    handle = WeightHandle(block, place)
+    known[place.start] = (handle, *others[: _ALIKE_KEPT - 1])
+    return handle
+
+
 class _OfSite:
     """What a site saved that is no weight.
 
@@ -169,31 +202,36 @@ class SavedTensors:
     """The pack and unpack hooks of one runtime.
 
     Args:
-        slots: The slots in use, by the address of their memory.
+        scheduler: Knows the slots in use, by the address of their memory, and the block
+            that is at hand in backward.
         owners: The streamed block of each parameter, by the parameter's id.
         fetch: Brings a block to the device for backward.
         turn_back: Called when anything is unpacked in a backward pass that is not known
             yet: what is recomputed then may read weights before any site begins.
+        current_stream: Of the device.
     """
 
     def __init__(
         self,
-        slots: Mapping[int, Slot],
+        scheduler: Scheduler,
         owners: Mapping[int, Block],
         fetch: Callable[[Block], None],
         turn_back: Callable[[], None],
+        current_stream: Callable[[], Stream],
     ) -> None:
-        self._slots = slots
+        self._scheduler = scheduler
+        self._slots = scheduler.slots_by_memory
         self._owners = owners
         self._fetch = fetch
         self._turn_back = turn_back
-        self.goes_back = False
-        """Whether a backward pass is known to go on."""
+        self._current_stream = current_stream
+        self.backward: int | None = None
+        """The number of the backward pass that is known to go on."""
         self.site: Block | None = None
         """The block of the site that runs now, if it may be read unseen."""
-        # The latest handle of each view of each block, and what such views have in
-        # common: most are saved again in each pass.
-        self._handles: dict[_Key, WeightHandle] = {}
+        # Where views of weights were seen: in which slot, if it still has that memory.
+        self._seen: dict[int, Slot] = {}
+        # What views of blocks of one form have in common.
         self._places: dict[_Key, _Place] = {}
 
     def hooks(self) -> "_Saving":
@@ -212,7 +250,7 @@ class SavedTensors:
         """
         top = top_saved_hooks()
         if top is None:
-            push_saved_hooks(self._pack, self._unpack)
+            push_saved_hooks(self.pack, self._unpack)
             return True
         owner = getattr(top[1], "__self__", None)
         if owner is self or (isinstance(owner, _Inside) and owner.saved is self):
@@ -233,19 +271,63 @@ class SavedTensors:
 
     @looked_through
     @skipped
-    def _pack(self, saved: torch.Tensor) -> "WeightHandle | _Cast | Kept | _OfSite":
-        handle = self.handle(saved)
-        if handle is not None:
-            return handle
-        kept = Kept(saved)
-        return kept if self.site is None else _OfSite(kept, self.site)
+    def pack(
+        self, saved: torch.Tensor, otherwise: Callable[[torch.Tensor], Any] = Kept
+    ) -> Any:
+        """Return a handle of a weight, and of anything else what `otherwise` makes.
+
+        It runs for all that is saved, and calls little. Where a view was seen before
+        only tells where to look: whose memory is there now, the slot knows.
+        """
+        if type(saved) in _PLAIN or type(saved.data) is torch.Tensor:
+            handle: WeightHandle | _Cast | None = None
+            try:
+                address = saved.data_ptr()
+                slot = self._seen.get(address)
+                if slot is not None and slot.occupant is not None:
+                    block = slot.occupant
+                    for known in block.handles.get(address - slot.address, ()):
+                        place = known.place
+                        if (
+                            saved.stride() == place.stride
+                            and saved.shape == place.shape
+                            and saved.dtype is place.dtype
+                            and not saved.is_neg()
+                            and not (place.is_complex and saved.is_conj())
+                        ):
+                            if known.version == known.tensor._version:
+                                return known
+                            return _note(block, place)
+                slot = self._slots.get(saved.untyped_storage().data_ptr())
+            except RuntimeError:  # sparse, or nested: without one address, or one shape
+                pass
+            else:
+                if slot is not None and slot.occupant is not None:
+                    handle = self._handle(saved, address, slot)
+                elif saved.grad_fn is not None:
+                    handle = self._cast(saved)
+            if handle is not None:
+                return handle
+        packed, site = otherwise(saved), self.site
+        return packed if site is None else _OfSite(packed, site)
 
     @skipped
     def _unpack(self, packed: Any) -> torch.Tensor:
-        if not self.goes_back:
-            self.note_backward()
-        if type(packed) is WeightHandle:  # mostly
+        if type(packed) is WeightHandle and graph_task() == self.backward:  # mostly
+            block = packed.block
+            if block is self._scheduler.fetched and block.bound:
+                slot: Any = block.slot
+                view: torch.Tensor | None = slot.views.get(packed.place)
+                if (
+                    view is not None
+                    and slot.seen_by == self._current_stream()
+                    and not is_grad_enabled()
+                    and packed.tensor._version == packed.version
+                ):
+                    return view.data  # as `view()` does
             return self.bring(packed)
+        if self.backward is None:
+            self.note_backward()
         if type(packed) is _OfSite:
             self.come_to(packed.block)
             packed = packed.packed
@@ -268,60 +350,35 @@ class SavedTensors:
         if graph_task() == -1:  # somebody looks at the graph
             return packed.where_it_lies()
         self._fetch(packed.block)
-        if torch.is_grad_enabled():
+        if is_grad_enabled():
             # A backward that is itself differentiated saves the weight again, in the
             # node that unpacks it. Autograd ends with each node what began in it.
             self.rise()
         return packed.view()
 
-    def handle(self, saved: torch.Tensor) -> "WeightHandle | _Cast | None":
-        """Return what stands for a weight; None if the tensor is no weight."""
-        if type(saved) not in _PLAIN and type(saved.data) is not torch.Tensor:
-            return None  # a wrapper around other tensors
-        try:
-            address = saved.untyped_storage().data_ptr()
-        except NotImplementedError:  # sparse, or otherwise without a storage
-            return None
-        slot = self._slots.get(address)
-        block: Block | None = None if slot is None else slot.occupant
-        if block is None:
-            return None if saved.grad_fn is None else self._cast(saved)
-        dtype = saved.dtype
+    def _handle(
+        self, saved: torch.Tensor, address: int, slot: Slot
+    ) -> WeightHandle | None:
+        """Return a handle of what lies in a slot; None if it is no view of weights."""
+        dtype, block = saved.dtype, slot.occupant
         # A handle knows bytes, not their meaning.
         if saved.is_neg() or (dtype.is_complex and saved.is_conj()):
             return None
         try:
-            key: _Key = (
-                block.index,
-                saved.storage_offset(),  # type: ignore[assignment]
-                dtype,
-                saved.shape,
-                saved.stride(),
-            )
+            shape, stride = saved.shape, saved.stride()
         except RuntimeError:  # nested: it has no one shape
             return None
-        known = self._handles.get(key)
-        if known is None:
-            return self._note(block, key)
-        if known.version != known.tensor._version:
-            known = self._handles[key] = WeightHandle(block, known.place)
-        return known
-
-    def _note(self, block: Block, key: "_Key") -> WeightHandle:
-        _, offset, dtype, shape, stride = key
+        for table in (self._seen, self._places):
+            if len(table) >= _PLACES_KEPT:
+                table.clear()
+        self._seen[address] = slot
+        offset = int(saved.storage_offset())
         number = _number_at(block, offset * dtype.itemsize)
-        if len(self._handles) >= _HANDLES_KEPT:
-            self._handles.clear()
-            self._places.clear()
-        common = number, *key[1:]
-        place = self._places.get(common)
+        key: _Key = number, offset, dtype, shape, stride
+        place = self._places.get(key)
         if place is None:
-            place = self._places[common] = _Place(number, offset, dtype, shape, stride)
-        handle = WeightHandle(block, place)
-        # What all keys have in common is one object, which stays in the caches.
-        key = block.index, offset, dtype, place.shape, place.stride
-        self._handles[key] = handle
-        return handle
+            place = self._places[key] = _Place(*key)
+        return _note(block, place)
 
     def _cast(self, saved: torch.Tensor) -> "_Cast | None":
         base = saved if saved._base is None else saved._base
@@ -379,18 +436,17 @@ class _Inside:
 
     @skipped
     def pack(self, saved: torch.Tensor) -> Any:
-        handle = self.saved.handle(saved)
-        if handle is not None:
-            return handle
+        return self.saved.pack(saved, self._pass_on)
+
+    def _pass_on(self, saved: torch.Tensor) -> Any:
         packed = self._pack(saved)
         if self._first is None:
             self._first = packed
-        site = self.saved.site
-        return packed if site is None else _OfSite(packed, site)
+        return packed
 
     @skipped
     def unpack(self, packed: Any) -> torch.Tensor:
-        if not self.saved.goes_back:
+        if self.saved.backward is None:
             self.saved.note_backward()
         if type(packed) is not _OfSite:
             return self._unpacked(packed)

@@ -17,7 +17,7 @@ from stagehand.errors import (
     StagehandOOMError,
     StagehandWarning,
 )
-from stagehand.torch_private import func_transform
+from stagehand.torch_private import func_transform, graph_task
 from stagehand.weights.edges import PassListener
 from stagehand.weights.strays import StrayUses
 
@@ -160,7 +160,7 @@ class Passing(PassListener):
 
     def begin_backward(self) -> None:
         """See `PassListener.begin_backward`."""
-        self._saved.goes_back = True
+        self._saved.backward = graph_task()
         self._casts.turn_back()
         self._tell(Phase.BACKWARD)
         self._hands_over = self._tenancy.begin()
@@ -174,7 +174,7 @@ class Passing(PassListener):
 
     def end_backward(self, *, failed: bool) -> None:
         """See `PassListener.end_backward`."""
-        self._saved.goes_back = False
+        self._saved.backward = None
         if not self.is_open:
             return
         try:

@@ -125,10 +125,11 @@ class Runtime(Passing, Sharing, Storing, Conduct):
         self._tenancy = Tenancy(parts, self._edges, settings.budget_bytes)
         self._marked_bytes = settings.budget_bytes  # by watermarks
         self._saved = SavedTensors(
-            parts.scheduler.slots_by_memory,
+            parts.scheduler,
             self._owners,
             self._fetch,
             self._turn_back,
+            settings.device.current_stream,
         )
         self._casts = Casts(settings.device.torch_device.type)
         self._gradients = self._make_gradients()

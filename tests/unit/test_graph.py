@@ -1,6 +1,7 @@
 """Saved tensors: weights become handles, all else is kept as it is."""
 
 from copy import deepcopy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -25,7 +26,8 @@ def test_tensors_that_lie_in_no_slot_are_kept_whatever_they_are(kind):
         "wrapped": lambda: TwoTensor(eye, eye.clone()),
     }
     given = kinds[kind]().requires_grad_()
-    with SavedTensors({}, {}, never, lambda: None).hooks():
+    nothing = SimpleNamespace(slots_by_memory={}, fetched=None)
+    with SavedTensors(nothing, {}, never, lambda: None, lambda: None).hooks():
         squares = given * given
     squares.sum().backward()
     found = given.grad.a if kind == "wrapped" else given.grad.to_dense()
@@ -57,8 +59,9 @@ def test_weight_changed_between_forward_and_backward_raises_as_autograd_does(sim
     runtime_of(model).shutdown()
 
 
-def test_change_of_a_weight_is_not_taken_for_its_neighbours(sim):
-    """In the block's image it begins where another one ends."""
+@pytest.mark.parametrize("changed", [0, 1])
+def test_change_of_a_weight_is_not_taken_for_its_neighbours(sim, changed):
+    """In the block's image one of them begins where the other one ends."""
     pair = [torch.nn.Linear(32, 32, bias=False) for _ in range(2)]
     model = torch.nn.Sequential(*(torch.nn.Sequential(*deepcopy(pair)) for _ in "1234"))
     config = stagehand.StagehandConfig(
@@ -67,9 +70,10 @@ def test_change_of_a_weight_is_not_taken_for_its_neighbours(sim):
     runtime = stagehand.StagehandRuntime(
         model.requires_grad_(False), config, r"^\d$", device="hpu"
     )
+    model(batch().to("hpu").requires_grad_()).sum().backward()
     output = model(batch().to("hpu").requires_grad_())
     with torch.no_grad():
-        model[2][1].weight.add_(1)
+        model[2][changed].weight.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         output.sum().backward()
     del output
@@ -90,7 +94,7 @@ class Pieces(torch.nn.Module):
 
 
 def test_views_that_are_new_in_each_pass_do_not_pile_up(sim, monkeypatch):
-    monkeypatch.setattr(graph, "_HANDLES_KEPT", 5)
+    monkeypatch.setattr(graph, "_ALIKE_KEPT", 5)
     monkeypatch.setattr(graph, "_VIEWS_KEPT", 3)
     model = torch.nn.Sequential(Pieces(), Pieces())
     plain = deepcopy(model).to("hpu")
@@ -103,11 +107,47 @@ def test_views_that_are_new_in_each_pass_do_not_pile_up(sim, monkeypatch):
             each(x).sum().backward()
             gradients.append(x.grad)
         assert torch.equal(*gradients), number
-        assert len(runtime._saved._handles) <= 5
+        blocks = runtime._parts.scheduler.blocks
+        assert all(sum(map(len, block.handles.values())) <= 5 for block in blocks)
         slots = runtime._parts.scheduler._memory.slots
         assert all(len(slot.views) <= 4 for slot in slots)  # the block's own are one
     assert runtime.report().abandoned_slots == 0
     runtime.shutdown()
+
+
+class Both(torch.nn.Module):
+    """Reads its weight, and the transpose of it, which begins at the same byte."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(32, 32), requires_grad=False)
+
+    def forward(self, x):
+        return (x @ self.weight).tanh() @ self.weight.t()
+
+
+def test_views_of_a_weight_are_known_again_until_it_changes(sim, monkeypatch):
+    made = []
+    monkeypatch.setattr(
+        graph, "_note", lambda *a, note=graph._note: made.append(a) or note(*a)
+    )
+    model = torch.nn.Sequential(*(Both() for _ in range(4)))
+    plain = deepcopy(model).to("hpu")
+    stagehand.layer(model, vram_budget=2 * 32 * 32 * 4)
+    for new in (8, 0, 2, 0):
+        made.clear()
+        gradients = []
+        for each in (plain, model):
+            if new == 2:
+                with torch.no_grad():
+                    each[1].weight.add_(1)
+            x = batch().to("hpu").requires_grad_()
+            each(x).sum().backward()
+            gradients.append(x.grad)
+        assert torch.equal(*gradients)
+        assert len(made) == new
+    assert runtime_of(model).report().abandoned_slots == 0
+    runtime_of(model).shutdown()
 
 
 class Keep(torch.autograd.Function):
@@ -130,7 +170,11 @@ def test_view_that_somebody_keeps_from_backward_keeps_its_memory(sim, monkeypatc
     """Each is one of its own, though all are made from one that is kept."""
     model = stack().requires_grad_(False)
     last = model[5][0]
-    monkeypatch.setattr(last, "forward", lambda x: Keep.apply(x, last.weight))
+
+    def forward(x):
+        return Keep.apply(Keep.apply(x, last.weight), last.weight)
+
+    monkeypatch.setattr(last, "forward", forward)
     stagehand.layer(model, vram_budget=2 * LAYER_BYTES)
     expected = last.weight.clone()
     for number in range(3):
@@ -139,6 +183,32 @@ def test_view_that_somebody_keeps_from_backward_keeps_its_memory(sim, monkeypatc
             model(batch())
         assert torch.equal(Keep.kept.cpu(), expected)
         assert runtime_of(model).report().abandoned_slots == number + 1
+    Keep.kept = None
+    runtime_of(model).shutdown()
+
+
+def test_memory_that_was_a_weights_is_saved_as_what_it_is_then(sim, monkeypatch):
+    """It lies where the weight did, and is like it; the weight is in the slot again."""
+    model = stack().requires_grad_(False)
+    plain = deepcopy(model).to("hpu")
+    last = model[5][0]
+    monkeypatch.setattr(last, "forward", lambda x: Keep.apply(x, last.weight.t()))
+    stagehand.layer(model, vram_budget=2 * LAYER_BYTES)
+    model(batch().to("hpu").requires_grad_()).sum().backward()
+    with torch.no_grad():
+        model(batch())
+    Keep.kept.mul_(2)
+    assert Keep.kept.data_ptr() in runtime_of(model)._saved._seen
+    gradients = []
+    for each in (plain, model):
+        layer = each[5][0]
+        monkeypatch.setattr(
+            layer, "forward", lambda x, layer=layer: x @ layer.weight @ Keep.kept
+        )
+        x = batch().to("hpu").requires_grad_()
+        each(x).sum().backward()
+        gradients.append(x.grad)
+    assert torch.equal(*gradients)
     Keep.kept = None
     runtime_of(model).shutdown()
 
@@ -155,8 +225,17 @@ class Turned(torch.nn.Module):
         return x * turned.imag * turned.conj().imag * turned.imag
 
 
-def test_views_that_differ_in_their_sign_only_are_told_apart(sim):
-    model = torch.nn.Sequential(Turned(), Turned(), Turned())
+class Conjugate(Turned):
+    """Reads its weight as complex numbers, and their conjugates, alike in form."""
+
+    def forward(self, x):
+        turned = torch.view_as_complex(self.weight)
+        return (x * turned).real * (x * turned.conj()).imag * (x * turned).imag
+
+
+@pytest.mark.parametrize("kind", [Turned, Conjugate])
+def test_views_that_differ_in_their_sign_only_are_told_apart(sim, kind):
+    model = torch.nn.Sequential(kind(), kind(), kind())
     x = torch.ones(512, requires_grad=True)
     model(x).sum().backward()
     stagehand.layer(model, vram_budget=512 * 8)

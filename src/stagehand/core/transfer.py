@@ -50,13 +50,14 @@ class Slot:
         "_filled",
         "_reader",
         "_seen_before",
-        "_seen_by",
         "_ticket",
+        "address",
         "alone",
         "index",
         "lease",
         "nbytes",
         "occupant",
+        "seen_by",
         "storage",
         "storage_key",
         "views",
@@ -72,14 +73,17 @@ class Slot:
         """The leased buffer's storage."""
         self.storage_key = 0
         """Its `_cdata`, which takes longer to ask for than how often it is used."""
+        self.address = 0
+        """Where its bytes begin; 0 without memory."""
         self.alone = 0
         """Reference count of the storage when only the library holds it."""
+        self.seen_by: Stream | None = None
+        """Which stream has waited for `filled` since the latest of its records."""
         self.views: dict[Any, Any] = {}
         """Tensors that lie in the memory, by the form of the blocks that use them."""
         self._filled: Event | None = None
         self._drained: Event | None = None
         self._ticket: Ticket | None = None  # of `filled`: every fill has the same
-        self._seen_by: Stream | None = None  # has waited for `filled`
         self._seen_before: Stream | None = None  # had, before the latest save
         self._reader: Stream | None = None  # recorded `drained` last, since the fill
 
@@ -260,7 +264,7 @@ class TransferEngine:
         else:
             self._copy(_block_in(slot), "H2D", stream, target, source)
         filled.record(stream)  # type: ignore[union-attr]
-        slot._seen_by = slot._reader = None
+        slot.seen_by = slot._reader = None
         nbytes = target.numel()
         counters = self._counters
         counters.h2d_bytes += nbytes
@@ -350,7 +354,7 @@ class TransferEngine:
             piece.decoded.record(lane.stream)
             piece.used = True
         filled.record(lane.stream)
-        slot._seen_by = slot._reader = None
+        slot.seen_by = slot._reader = None
         self._counters.h2d_bytes += nbytes
         self._counters.h2d_copies += 1
         if self._limited:
@@ -375,14 +379,14 @@ class TransferEngine:
 
     def await_filled(self, slot: Slot, stream: Stream) -> None:
         """Let `stream` read the slot only after it is filled."""
-        seen_by = slot._seen_by
+        seen_by = slot.seen_by
         if seen_by is None or seen_by != stream:
             stream.wait_event(slot._filled)
             if seen_by is not None:
                 self._mark(slot, seen_by)
             elif self._limited:
                 self._settle_load(slot._filled)  # type: ignore[arg-type]
-            slot._seen_by = stream
+            slot.seen_by = stream
 
     def finish_load(self, slot: Slot) -> None:
         """Block the host until a slot is filled: what fills it is to be written."""
@@ -391,7 +395,7 @@ class TransferEngine:
 
     def release(self, slot: Slot, stream: Stream) -> None:
         """Mark that `stream`, and whoever waited for the slot, used it until now."""
-        seen_by = slot._seen_by
+        seen_by = slot.seen_by
         if seen_by is not None and seen_by != stream:
             self._mark(slot, seen_by)
         if slot._reader is None:
@@ -433,8 +437,8 @@ class TransferEngine:
         self._note_home(done)
         slot._filled.record(stream)  # type: ignore[union-attr]
         slot._drained.record(stream)  # type: ignore[union-attr]
-        slot._seen_before = slot._seen_by or slot._seen_before
-        slot._seen_by = None
+        slot._seen_before = slot.seen_by or slot._seen_before
+        slot.seen_by = None
         slot._reader = stream
         self._counters.d2h_bytes += source.numel()
         self._counters.d2h_copies += 1
@@ -594,7 +598,7 @@ class TransferEngine:
         """Order all that touches the slot before the next use of its memory."""
         if slot._reader is not None:
             self.h2d.stream.wait_event(slot._drained)
-        slot._seen_by = slot._seen_before = slot._reader = None
+        slot.seen_by = slot._seen_before = slot._reader = None
 
     def drain(self) -> None:
         """Block the host until both lanes are idle: no host memory is in use then."""
@@ -617,7 +621,7 @@ class TransferEngine:
             return
         streams: set[Stream | None] = {self._device.current_stream()}
         if slot is not None:
-            streams |= {slot._seen_by, slot._seen_before, slot._reader}
+            streams |= {slot.seen_by, slot._seen_before, slot._reader}
         for stream in streams - {None}:
             buffer.record_stream(stream)  # type: ignore[arg-type]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -45,6 +45,7 @@ class Block(Residency):
         "clean_versions",
         "filled_in",
         "form",
+        "handles",
         "home",
         "host_addresses",
         "hosted",
@@ -139,6 +140,8 @@ class Block(Residency):
         self.sent: tuple[Ticket, list[int]] | None = None
         """A copy of changed bytes that may still be on its way home, while the block
         stays bound, and the versions of what it brings."""
+        self.handles: dict[int, tuple[Any, ...]] = {}
+        """What autograd keeps of its tensors, by where in the image they begin."""
         self.seal: torch.Tensor | None = None
         """A sample of the host bytes that the slot was filled from."""
 

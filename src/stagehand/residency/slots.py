@@ -82,7 +82,8 @@ class SlotMemory:
             slot.storage = lease.buffer.untyped_storage()
             slot.storage_key = slot.storage._cdata
             slot.alone = storage_use_count(slot.storage)
-            self.by_address[slot.storage.data_ptr()] = slot
+            slot.address = slot.storage.data_ptr()
+            self.by_address[slot.address] = slot
             self._engine.adopt(slot)
         if block.views_in is slot:
             return True
@@ -187,7 +188,8 @@ class SlotMemory:
 
     def _forget(self, slot: Slot) -> None:
         slot.lease = None
-        del self.by_address[slot.storage.data_ptr()]
+        del self.by_address[slot.address]
+        slot.address = 0
         for block in self._blocks:
             if block.views_in is slot:
                 block.set_views(None)

@@ -23,6 +23,7 @@ import torch
 from stagehand.core.turn import HERE, Turn, runs_library
 from stagehand.torch_private import (
     at_end_of_backward,
+    dispatch_modes,
     graph_task,
     in_backward,
     pop_saved_hooks,
@@ -345,5 +346,7 @@ def apart(call: Callable[..., Any], *args: Any) -> Any:
     Selective checkpointing counts the operators that a region runs, and expects the
     recomputation to run the same.
     """
+    if not dispatch_modes():
+        return call(*args)
     with without_modes(but_sanitizer=True):
         return call(*args)
