@@ -24,7 +24,7 @@ PLAN: dict[int, dict[str, tuple[str, ...]]] = {
         "core": (
             *("states", "machine", "device", "stopwatch", "clock", "telemetry"),
             *("limits", "turn"),
-            *("ledger", "arena", "workers", "layout", "saved"),
+            *("ledger", "arena", "workers", "layout", "saved", "terms"),
             *("wire_ring", "traffic", "transfer"),
         )
     },

@@ -8,10 +8,16 @@ one's copy to pinned memory and takes it off the device. What came before is add
 the host, by a worker thread, behind the copy. When backward is over, `param.grad` is
 the sum, beside the parameter.
 
-A sum in two places would differ from autograd's in nothing: one addition of two values
-of one element type is exact to the bit on every device. Autograd adds up all that one
-backward pass brings before it adds that to what was there. Of a weight that came to the
-device several times, each time brings a part, so their sum is kept apart until the end.
+A sum in two places differs from autograd's in nothing as long as the order is the same:
+one addition of two values of one element type is exact to the bit on every device.
+
+Note [One by one]: of what the uses of a weight in one graph bring, autograd makes a
+sum, one by one as it comes to them, and adds the sum to what was there. But it takes a
+weight that comes to the device for a new one, and what the uses of each bring is a part
+that it adds up by itself. If that is a single term, the parts are added at home. Of
+several terms the first one is given what has come before, and so they are added to it.
+What was there before backward is kept apart until the end if more parts may come: if
+nodes of graphs are left that stand for the weight and have not run, or may run again.
 
 Memory: as many bytes of pinned memory as the trained streamed parameters have, for
 their gradients; while they accumulate, those of two blocks more. Where copies home
@@ -27,18 +33,22 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections import deque
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from stagehand.core.layout import placed
+from stagehand.core.terms import terms_of
 from stagehand.core.turn import HERE
 from stagehand.errors import StagehandWarning
 from stagehand.torch_private import (
     around_compiling,
+    graph_task,
     has_more_hooks,
     is_last_hook,
+    keeps_graph,
     storage_use_count,
+    tensor_use_count,
     without_modes,
 )
 
@@ -55,7 +65,7 @@ if TYPE_CHECKING:
     from stagehand.core.transfer import TransferEngine
     from stagehand.core.turn import Turn
     from stagehand.core.workers import WorkerGroup
-    from stagehand.residency.blocks import Block
+    from stagehand.residency.blocks import Block, Reader
 
     Listener = Callable[[Sequence[nn.Parameter]], None]
 
@@ -74,7 +84,8 @@ class _Home:
 
     __slots__ = (
         *("__weakref__", "alone", "block", "grad", "handles", "lease", "parameter"),
-        *("came", "earlier", "had", "place", "touched", "whole"),
+        *("came", "earlier", "had", "more", "parts", "place", "spent"),
+        *("task", "touched", "whole"),
     )
 
     def __init__(self, parameter: torch.Tensor, block: Block) -> None:
@@ -96,6 +107,28 @@ class _Home:
         """Whether this backward pass has brought a gradient."""
         self.earlier: torch.Tensor | None = None
         """What was there before, if the sum of what comes is to be added to it."""
+        self.more = False
+        """Whether more may come in this backward pass."""
+        self.parts = False
+        """Whether that was so before, or what recomputes in it may bring more."""
+        self.spent = block.bindings
+        """How many of the nodes that were made for it cannot run any more."""
+        self.task = -1
+        """Autograd's call that has brought a gradient last."""
+
+    def count(self) -> None:
+        """Note that a node of a graph has brought a gradient, and whether more may.
+
+        Those that have not come yet, or may come again, are at most as many as were
+        made and are not spent, and at most as many as live. A node lives on when it is
+        spent, as long as somebody keeps what was computed.
+        """
+        left = self.block.bindings - self.spent
+        self.parts = self.parts or left > 1
+        left = max(1, min(left, tensor_use_count(self.parameter) - 1))
+        self.spent = self.block.bindings - left + (not keeps_graph())
+        self.more = left > 1
+        self.task = graph_task()
 
     def fits(self, grad: torch.Tensor) -> bool:
         """Whether a gradient can lie as its parameter does."""
@@ -297,6 +330,41 @@ class Gradients:
 
         return unsubscribe
 
+    def end_use(self, reader: Reader, output: Any) -> None:
+        """A site ends whose weights may have several terms in one sum of autograd's."""
+        since, reader.since = reader.since or 0, None
+        terms = terms_of(output, since)
+        if terms and not reader.several:
+            reader.several = any(len(makers) > 1 for makers in terms.values())
+        for node, makers in terms.items():
+            home = self._homes.get(id(node.variable))  # type: ignore[attr-defined]
+            if home is not None and (reader.again or len(makers) > 1):
+                for maker, number in makers:
+                    maker.register_hook(self._feeding(home, number))
+
+    def _feeding(self, home: _Home, number: int) -> Callable[..., Any]:
+        """Return a hook of a node whose `number`th gradient is a term of a home's."""
+        me, known = weakref.ref(self), weakref.ref(home)
+
+        def feed(grads: tuple[Any, ...], _: object) -> tuple[Any, ...] | None:
+            self, home = me(), known()
+            if self is None or home is None or grads[number] is None:
+                return None
+            if not home.came or home.whole or home.task != graph_task():
+                return None
+            fed = self._fed(home, grads[number])
+            return None if fed is None else (*grads[:number], fed, *grads[number + 1 :])
+
+        return feed
+
+    def _fed(self, home: _Home, term: torch.Tensor) -> torch.Tensor | None:
+        """Let a term be added to what has come: see Note [One by one]."""
+        self._wait()
+        if home.grad is None:
+            return None
+        home.whole = True
+        return home.grad.to(term.device) + term
+
     # Hooks
 
     def _before(self, home: _Home, grad: torch.Tensor) -> None:
@@ -323,7 +391,11 @@ class Gradients:
         if grad is None:  # an optimizer has used it up
             home.grad, home.whole = None, False
         elif grad.device == self._device.torch_device:
-            self._touch(home)
+            if home.block.bindings == home.spent + 1 and not keeps_graph():
+                home.spent += 1  # mostly; as `count` does
+                home.more = False
+            else:
+                home.count()
             maker = self._device.current_stream()
             if is_last_hook(home.parameter, home.handles[1].id):
                 self._late = [late for late in self._late if late[0] is not home]
@@ -352,7 +424,7 @@ class Gradients:
         if torch.is_grad_enabled() or not home.fits(grad):
             self._send_whole(home, grad)
         elif home.grad is not None:
-            if home.block.repeats and not (home.came or home.whole):
+            if home.more and not (home.came or home.whole):
                 home.earlier, home.grad = home.grad, torch.empty_like(home.grad)
                 self._stage(home, grad, maker, adds=False)
             else:
@@ -499,7 +571,7 @@ class Gradients:
         told = [
             home
             for home in self._complete.values()
-            if not (home.block.bound or home.block.repeats)
+            if not (home.block.bound or home.parts or home.more)
         ]
         for home in told:
             del self._complete[id(home)]
@@ -582,7 +654,7 @@ class Gradients:
         for home in touched:
             grad, home.grad = home.grad, None
             earlier, home.earlier = home.earlier, None
-            home.whole = home.touched = home.came = False
+            home.whole = home.touched = home.came = home.parts = False
             self._settled.add(home.block)
             there = home.parameter.grad
             if there is not None and not there.is_cpu:  # backward failed before it left

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from stagehand.graph import SavedTensors
     from stagehand.host_memory import HostMemory
     from stagehand.measure import Measure
-    from stagehand.residency.blocks import Block
+    from stagehand.residency.blocks import Block, Reader
     from stagehand.stores.files import FileSet
     from stagehand.tenancy import Tenancy
     from stagehand.weights.edges import Edges
@@ -191,7 +191,6 @@ class Passing(PassListener):
         elif gradients is not None:
             gradients.pass_on()
         scheduler.end_pass()
-        scheduler.end_backward()
         if gradients is None:
             return
         if failed:
@@ -220,20 +219,26 @@ class Passing(PassListener):
             gradients.pass_on()
         scheduler.fetch(block)
 
-    def _track(self, block: Block, own: Mapping[int, torch.Tensor]) -> bool:
+    def _track(self, block: Block, reader: Reader) -> bool:
         """A site begins, with gradients."""
         watched = self._gradients is not None
         if block.trains or not watched:  # autocast keeps no casts of frozen weights
-            self._casts.begin(block, own)
+            self._casts.begin(block, reader.own)
+            if reader.binding != block.bindings and reader.several is False:
+                reader.binding = block.bindings  # mostly
+            elif watched and self._saved.backward is None:
+                reader.begin(block)
         if watched and block.unseen:
             self._saved.site = block
         return self._saved.rise()
 
-    def _untrack(self, block: Block) -> None:
+    def _untrack(self, block: Block, reader: Reader, output: Any) -> None:
         """It ends."""
         self._saved.site = None
         if block.trains or self._gradients is None:
             self._casts.end(block)
+            if reader.since is not None and self._gradients is not None:
+                self._gradients.end_use(reader, output)
 
     def _takes_gradients(self) -> bool:
         return torch.is_grad_enabled() and not self._settings.inference_mode

@@ -27,7 +27,7 @@ from stagehand.measure import Measure
 from stagehand.moves import Moves
 from stagehand.passing import Passing
 from stagehand.report import Report, advise
-from stagehand.residency.blocks import Block, tensor_bytes
+from stagehand.residency.blocks import Block, readers_of, tensor_bytes
 from stagehand.sharing import HANDLE, Sharing
 from stagehand.storing import Storing
 from stagehand.tenancy import Tenancy
@@ -145,8 +145,8 @@ class Runtime(Passing, Sharing, Storing, Conduct):
             settle=self._settle,
             resume=self.resume,
         )
-        for site, block in sites:
-            self._hooks.add_site(site, block)
+        for (site, block), reader in zip(sites, readers_of(sites), strict=True):
+            self._hooks.add_site(site, block, reader)
             block.unseen = block.unseen or _is_read_unseen(site)
             self._add_look(site, block.name)
         self._rows = RowGather(

@@ -17,6 +17,10 @@
 - `torch.UntypedStorage._new_with_weak_ptr` and the `StorageWeakRef` that it came with:
   use memory that others keep, as long as they do. Without them, importing the library
   fails.
+- `torch.Tensor._use_count`: how many nodes of graphs wait for a weight's gradient.
+  Without it, importing the library is refused.
+- `torch._C._autograd._get_current_graph_task_keep_graph`: may the graph that goes back
+  do so again? Without it, importing the library is refused.
 - `torch._neg_view`: bring back what is saved as the negative of its memory, as the
   imaginary part of a conjugate is. Without it, importing the library is refused.
 - `torch.autograd.Variable._execution_engine.queue_callback`: learn that a backward pass
@@ -79,6 +83,7 @@ __all__ = [
     "has_more_hooks",
     "in_backward",
     "is_last_hook",
+    "keeps_graph",
     "load_places",
     "looked_through",
     "negated",
@@ -90,6 +95,7 @@ __all__ = [
     "skipped",
     "sparing",
     "storage_use_count",
+    "tensor_use_count",
     "top_saved_hooks",
     "untraced",
     "use_count_of",
@@ -135,6 +141,12 @@ negated: Callable[[torch.Tensor], torch.Tensor] = _required("_neg_view", torch)
 sequence_number: Callable[[], int] = _required("_get_sequence_nr", torch._C._autograd)
 """The number that this thread's next operator will have in the graph. Backward goes
 through the graph from the highest number down."""
+keeps_graph: Callable[[], bool] = _required(
+    "_get_current_graph_task_keep_graph", torch._C._autograd
+)
+"""Whether the graph through which this thread goes back can be gone through again."""
+tensor_use_count: Callable[[torch.Tensor], int] = _required("_use_count", torch.Tensor)
+"""Return how often a tensor is held: once by Python, and by nodes of graphs."""
 push_saved_hooks: Callable[[Any, Any], None] = _required(
     "_push_saved_tensors_default_hooks", torch._C._autograd
 )

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from stagehand.residency.residency import Residency
-from stagehand.torch_private import without_modes
+from stagehand.torch_private import sequence_number, without_modes
 from stagehand.units import format_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Sequence
+    from collections.abc import Hashable, Mapping, Sequence
+
+    from torch import nn
 
     from stagehand.core.layout import BlockLayout
     from stagehand.core.transfer import Slot, Ticket
@@ -20,9 +23,11 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Block",
+    "Reader",
     "any_replaced",
     "can_stream",
     "point_to",
+    "readers_of",
     "staged_bytes",
     "tensor_bytes",
 ]
@@ -39,8 +44,8 @@ class Block(Residency):
     __slots__ = (
         "_hosts",
         "addresses",
+        "bindings",
         "bound",
-        "brought_in",
         "changes",
         "clean_versions",
         "filled_in",
@@ -54,7 +59,6 @@ class Block(Residency):
         "link_nbytes",
         "nbytes",
         "needs_staging",
-        "repeats",
         "seal",
         "sent",
         "slot",
@@ -109,10 +113,9 @@ class Block(Residency):
         """Whether a thread may be changing its host tensors: nobody may read them."""
         self.changes = False
         """Whether a use has changed it on the device."""
-        self.repeats = False
-        """Whether a backward pass may bring its tensors' gradients in parts."""
-        self.brought_in = -1
-        """After which backward pass it was brought for one to come, last."""
+        self.bindings = 0
+        """How often it was brought for a backward pass to come: autograd takes its
+        tensors for new ones each time, for it was told of another device in between."""
         self.hosted = False
         """Whether it only has rows looked up on the host: it has no home then."""
         self.home: Slot | None = None
@@ -295,6 +298,43 @@ class Block(Residency):
                 return True
             number += 1  # noqa: SIM113
         return False
+
+
+class Reader:
+    """A site that reads a block, and how often its weights are read in a binding.
+
+    Attributes:
+        own: The parameters it reads, by id: others may read the rest of the block.
+        binding: Of the block, when the site began last.
+        since: The number of the graph's next node then, if what the site adds to the
+            graph is to be looked at when it ends.
+        again: Whether what it reads may have been read before in the same binding.
+        several: Whether a use of the site reads a weight more than once.
+    """
+
+    __slots__ = ("_tied", "again", "binding", "own", "several", "since")
+
+    def __init__(self, own: Mapping[int, torch.Tensor], *, tied: bool) -> None:
+        self.own = own
+        self.binding = -1
+        self.since: int | None = None
+        self.again = False
+        self.several = True if tied else None  # not known yet
+        self._tied = tied
+
+    def begin(self, block: Block) -> None:
+        """The site begins, for a backward pass to come."""
+        self.again = self._tied or self.binding == block.bindings
+        self.binding = block.bindings
+        if self.again or self.several is not False:
+            self.since = sequence_number()
+
+
+def readers_of(sites: Sequence[tuple[nn.Module, Block]]) -> list[Reader]:
+    """Return one for each site."""
+    read = [{id(t): t for t in site.parameters()} for site, _ in sites]
+    count = Counter(key for own in read for key in own)
+    return [Reader(own, tied=any(count[key] > 1 for key in own)) for own in read]
 
 
 def _form(layout: BlockLayout, tensors: Sequence[torch.Tensor]) -> Hashable:

@@ -78,7 +78,6 @@ class Scheduler:
         self._latest: Block | None = None
         self.fetched: Block | None = None
         """The block that `fetch` holds."""
-        self._backwards = 0  # backward passes that are over
         self._fixed: Collection[int] = ()
         self._gave_way = False  # blocks that stay have left, for others
 
@@ -190,11 +189,7 @@ class Scheduler:
 
     def _bring(self, block: Block, stream: Stream) -> None:
         if block.trains and not self._ahead.changes_follow:
-            # Each time autograd takes the tensors for new ones: it was told of another
-            # device in between.
-            if block.brought_in == self._backwards:
-                block.repeats = True
-            block.brought_in = self._backwards
+            block.bindings += 1
         slot = block.slot
         if slot is None:
             slot = self._clear_slot(block)
@@ -326,10 +321,6 @@ class Scheduler:
             ):
                 self._engine.h2d.stream.synchronize()
                 return
-
-    def end_backward(self) -> None:
-        """Say that what was brought until now, for a backward pass, has had one."""
-        self._backwards += 1
 
     def await_steps_with(self, wait: Callable[[], None]) -> None:
         """Say how to wait for who changes weights on the host in mid-pass."""

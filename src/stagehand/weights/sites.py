@@ -28,11 +28,9 @@ if TYPE_CHECKING:
 
     from torch.utils.hooks import RemovableHandle
 
-    from stagehand.residency.blocks import Block
+    from stagehand.residency.blocks import Block, Reader
     from stagehand.weights.edges import Edges
     from stagehand.weights.rows import RowGather
-
-    _Track = Callable[[Block, Mapping[int, torch.Tensor]], bool]
 
 __all__ = ["SiteHooks", "is_hooked"]
 
@@ -198,12 +196,13 @@ class _SiteHook(_Hook):
     A copy of a method has a copy of its object, which has no edges then.
     """
 
-    __slots__ = ("_block", "_edges")
+    __slots__ = ("_block", "_edges", "_reader")
     _edges: Edges | None
 
-    def __init__(self, block: Block, edges: Edges) -> None:
+    def __init__(self, block: Block, edges: Edges, reader: Reader) -> None:
         self._block = block
         self._edges = edges
+        self._reader = reader
 
     @property
     def is_gone(self) -> bool:
@@ -223,21 +222,19 @@ def _gone(kind: type[_SiteHook]) -> _SiteHook:
 
 
 class _SiteBegin(_SiteHook):
-    __slots__ = ("_before", "_own", "_track")
+    __slots__ = ("_before", "_track")
 
     def __init__(
         self,
-        module: nn.Module,
         block: Block,
         before: Callable[[Block], None],
         edges: Edges,
-        track: _Track,
+        reader: Reader,
+        track: Callable[[Block, Reader], bool],
     ) -> None:
-        super().__init__(block, edges)
+        super().__init__(block, edges, reader)
         self._before = before
         self._track = track
-        below = {id(t) for t in (*module.parameters(), *module.buffers())}
-        self._own = {id(t): t for t in block.tensors if id(t) in below}
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if is_dynamo_compiling():
@@ -254,7 +251,7 @@ class _SiteBegin(_SiteHook):
         else:
             self._before(self._block)
         if torch.is_grad_enabled():
-            edges.risen.append((module, self._track(self._block, self._own)))
+            edges.risen.append((module, self._track(self._block, self._reader)))
         return moved
 
 
@@ -262,9 +259,13 @@ class _SiteEnd(_SiteHook):
     __slots__ = ("_untrack",)
 
     def __init__(
-        self, block: Block, edges: Edges, untrack: Callable[[Block], None]
+        self,
+        block: Block,
+        edges: Edges,
+        reader: Reader,
+        untrack: Callable[[Block, Reader, Any], None],
     ) -> None:
-        super().__init__(block, edges)
+        super().__init__(block, edges, reader)
         self._untrack = untrack
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -278,7 +279,7 @@ class _SiteEnd(_SiteHook):
         if risen and risen[-1][0] is module:
             if risen.pop()[1]:
                 pop_saved_hooks()
-            self._untrack(block)
+            self._untrack(block, self._reader, output)
         if block.uses:
             block.uses -= 1  # as `Scheduler.after` does
         stack = edges._stack
@@ -334,9 +335,9 @@ class SiteHooks:
         before: Called with a block when a site begins.
         rise: Called when an edge begins with gradients; returns whether it put hooks
             on top of those through which this thread saves tensors.
-        track: Called with a block, and what of it the site reads, when one begins with
-            gradients; returns the same.
-        untrack: Called with it when the site ends.
+        track: Called with a block and its reader when a site begins with gradients;
+            returns the same.
+        untrack: Called with both, and what the site returns, when it ends.
         settle: Brings every tensor home before the model is copied.
         resume: Called when it was.
     """
@@ -348,8 +349,8 @@ class SiteHooks:
         *,
         before: Callable[[Block], None],
         rise: Callable[[], bool],
-        track: _Track,
-        untrack: Callable[[Block], None],
+        track: Callable[[Block, Reader], bool],
+        untrack: Callable[[Block, Reader, Any], None],
         settle: Callable[[], None],
         resume: Callable[[], None],
     ) -> None:
@@ -379,15 +380,16 @@ class SiteHooks:
         end = module.register_forward_hook(_EdgeEnd(self._edges), always_call=True)
         self._handles += (begin, end)
 
-    def add_site(self, module: nn.Module, block: Block) -> None:
+    def add_site(self, module: nn.Module, block: Block, reader: Reader) -> None:
         """Tell the scheduler when a module uses a block."""
         begin = module.register_forward_pre_hook(
-            _SiteBegin(module, block, self._before, self._edges, self._track).__call__,
+            _SiteBegin(block, self._before, self._edges, reader, self._track).__call__,
             prepend=True,
             with_kwargs=True,
         )
         end = module.register_forward_hook(
-            _SiteEnd(block, self._edges, self._untrack).__call__, always_call=True
+            _SiteEnd(block, self._edges, reader, self._untrack).__call__,
+            always_call=True,
         )
         self._handles += (begin, end)
 

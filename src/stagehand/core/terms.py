@@ -1,0 +1,45 @@
+"""Which nodes of a graph make the terms of a weight's gradient."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.autograd.graph import Node
+
+__all__ = ["terms_of"]
+
+
+def terms_of(output: Any, since: int) -> dict[Node, list[tuple[Node, int]]]:
+    """Return what brings gradients to the leaves of a part of a graph.
+
+    Args:
+        output: What was computed: tensors in containers.
+        since: The number of the first node that belongs to the part.
+
+    Returns:
+        For each leaf's node: the nodes that bring it a gradient, and which of theirs.
+    """
+    found: dict[Node, list[tuple[Node, int]]] = {}
+    waiting = [t.grad_fn for t in _tensors_in(output) if t.grad_fn is not None]
+    seen = set(waiting)
+    while waiting:
+        node = waiting.pop()
+        for number, (following, _) in enumerate(node.next_functions):
+            if following is None:
+                continue
+            if hasattr(following, "variable"):
+                found.setdefault(following, []).append((node, number))
+            elif following not in seen and following._sequence_nr() >= since:
+                seen.add(following)
+                waiting.append(following)
+    return found
+
+
+def _tensors_in(tree: Any) -> Iterator[torch.Tensor]:
+    if isinstance(tree, torch.Tensor):
+        yield tree
+    elif isinstance(tree, tuple | list):
+        for item in tree:
+            yield from _tensors_in(item)
+    elif isinstance(tree, dict):
+        yield from _tensors_in(list(tree.values()))

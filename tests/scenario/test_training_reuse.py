@@ -1,0 +1,220 @@
+"""Layers that a graph uses several times get the resident model's gradients.
+
+A weight that comes to the device several times is several weights to autograd. What
+they bring has to be added in the order in which it adds what a single one brings.
+"""
+
+import random
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import stagehand
+from stagehand.optim import OffloadedAdamW
+from training import (
+    FEW,
+    SOME,
+    WIDTH,
+    Residual,
+    Setting,
+    assert_trains_equally,
+    built,
+    over,
+    sgd,
+)
+
+SETTINGS = [
+    *(
+        Setting("hpu", mode, budget)
+        for mode in ("layers", "blocks")
+        for budget in ("smallest", "third", "most")
+    ),
+    Setting("cpu", "layers", "smallest"),
+]
+
+
+class Twice(Residual):
+    """Reads each of its weights twice."""
+
+    def forward(self, x):
+        return super().forward(super().forward(x))
+
+
+class Tied(nn.Module):
+    """One operator after the other reads its one weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, 2 * WIDTH) / 8)
+
+    def forward(self, x):
+        return x + torch.tanh(x @ self.weight) @ self.weight.t()
+
+
+class Reusing(nn.Module):
+    """Runs its blocks in some order, some of them in checkpoints."""
+
+    def __init__(self, block, order, recomputed=(), *, tied=False):
+        super().__init__()
+        self.order = order
+        self.recomputed = recomputed
+        self.entry = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(block() for _ in range(4))
+        self.head = nn.Linear(WIDTH, WIDTH)
+        if tied:
+            self.head.weight = self.entry.weight
+
+    def forward(self, x):
+        x = self.entry(x)
+        for place, number in enumerate(self.order):
+            block = self.blocks[number]
+            if place in self.recomputed:
+                x = checkpoint(block, x, use_reentrant=False)
+            else:
+                x = block(x)
+        return self.head(x)
+
+
+def some_model(chance):
+    """Return a function that makes the same model at every call."""
+    block = chance.choice([Residual, Residual, Twice, Tied])
+    blocks = chance.randint(1, 4)
+    order = [chance.randrange(blocks) for _ in range(chance.randint(2, 7))]
+    share = chance.choice([0, 0.5])
+    recomputed = [place for place in range(len(order)) if chance.random() < share]
+    tied = chance.random() < 0.4
+    return built(lambda: Reusing(block, order, recomputed, tied=tied))
+
+
+def some_script(seed):
+    """Return a script of forwards and backwards in some order.
+
+    Some forwards go on from the outputs of others, some backwards keep their graphs,
+    some graphs are dropped, and some losses outlive their graphs.
+    """
+
+    def script(run):
+        chance = random.Random(seed)
+        optimizer = sgd(run)
+        outputs, losses, what = [], [], ""
+        for number in range(14):
+            before = what
+            what = chance.choice([*"ffffbbbb", "drop", "forget", "step"])
+            if what == "f":
+                x = run.batch(number)
+                if outputs and chance.random() < 0.4:
+                    x = x + chance.choice(outputs)
+                outputs.append(run.model(x))
+            elif what == "b" and outputs:
+                chosen = chance.sample(outputs, chance.randint(1, len(outputs)))
+                keeps = chance.random() < 0.4
+                loss = sum(each.square().mean() for each in chosen)
+                run.backward(loss, retain_graph=keeps)
+                losses += [loss] if chance.random() < 0.3 else []
+                outputs = outputs if keeps else []  # they may have parts in common
+            elif what == "drop" and outputs:
+                outputs.pop(chance.randrange(len(outputs)))
+            elif what == "forget":
+                losses.clear()
+            elif what == "step":
+                outputs = []
+                if before == "b":
+                    optimizer.step()
+                optimizer.zero_grad()
+
+    return script
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_gradients_are_exact_however_often_layers_and_graphs_are_used(sim, seed):
+    chance = random.Random(seed)
+    setting = SETTINGS[seed % len(SETTINGS)]
+    assert_trains_equally(some_model(chance), some_script(seed), setting)
+
+
+@over(SOME)
+@pytest.mark.parametrize("order", [[0, 0, 1, 0], [0, 0, 1, 1, 0, 0]], ids=str)
+@pytest.mark.parametrize("block", [Residual, Twice, Tied])
+def test_a_block_that_left_between_some_of_its_uses_gets_the_sum(
+    sim, setting, order, block
+):
+    def script(run):
+        for number in range(3):
+            run.backward(run.loss(number))
+
+    assert_trains_equally(built(lambda: Reusing(block, order)), script, setting)
+
+
+@over(SOME)
+def test_gradients_of_a_kept_graph_are_added_before_they_are_accumulated(sim, setting):
+    def script(run):
+        run.backward(run.loss())
+        first = run.model(run.batch(1))
+        run.backward(first.sum(), retain_graph=True)
+        second = run.model(run.batch(2) + first)
+        run.backward(second.sum())
+
+    assert_trains_equally(built(lambda: Reusing(Residual, [0, 1])), script, setting)
+
+
+@over(FEW)
+def test_reentrant_checkpoints_accumulate_one_by_one(sim, setting):
+    class Recomputing(Reusing):
+        def forward(self, x):
+            x = self.entry(x)
+            for number in self.order:
+                x = checkpoint(self.blocks[number], x, use_reentrant=True)
+            return self.head(x)
+
+    def script(run):
+        for number in range(3):
+            run.backward(run.loss(number))
+
+    build = built(lambda: Recomputing(Residual, [0, 0, 1, 0]))
+    assert_trains_equally(build, script, setting)
+
+
+@over(FEW)
+def test_another_graph_within_backward_is_given_none_of_its_gradients(sim, setting):
+    """What has come of a weight is added to terms of the same call of autograd only."""
+
+    def script(run):
+        inner = run.loss(1)
+        weight = run.model.blocks[0].weight
+        model = run.model
+
+        def found():
+            return stagehand.grad(inner, [weight], retain_graph=True)[0].cpu()
+
+        expected, seen = found(), []
+        x = model.entry(run.batch())
+        y = model.blocks[0](x)
+        y.register_hook(lambda _: seen.append(found()))
+        z = model.blocks[0](model.blocks[1](y))
+        run.backward(model.head(z).square().sum())
+        assert torch.equal(seen[0], expected)
+
+    build = built(lambda: Reusing(Tied, [0, 1, 0]))
+    assert_trains_equally(build, script, setting)
+
+
+@over(FEW)
+def test_layers_used_again_are_stepped_in_backward_once_their_sum_is_there(
+    sim, setting
+):
+    def script(run):
+        overlap = None if run.runtime is None else run.model
+        optimizer = OffloadedAdamW(run.model.parameters(), lr=0.01, overlap=overlap)
+        for number in range(4):
+            run.loss(number)
+            optimizer.zero_grad()
+            loss = run.loss(number + 50)
+            loss.backward()
+            run.note("loss", loss)
+            optimizer.step()
+        optimizer.zero_grad()
+
+    build = built(lambda: Reusing(Residual, [0, 1, 1, 2, 1, 3]))
+    assert_trains_equally(build, script, setting)
