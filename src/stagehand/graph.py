@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import is_grad_enabled
 
-from stagehand.core.device import Stream
+from stagehand.core.device import Device
 from stagehand.core.saved import Kept, modified
 from stagehand.core.transfer import Slot
 from stagehand.errors import StagehandInternalError
@@ -54,7 +54,10 @@ _HANDLES_KEPT = 10_000
 _ALIKE_KEPT = 8
 _PLACES_KEPT = 100_000
 
+_Tensor = torch.Tensor
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
+
+_NO_STREAM = object()
 
 # A tensor's number, and offset, type, shape and strides of a view.
 _Key = tuple[int, int, torch.dtype, torch.Size, tuple[int, ...]]
@@ -208,7 +211,7 @@ class SavedTensors:
         fetch: Brings a block to the device for backward.
         turn_back: Called when anything is unpacked in a backward pass that is not known
             yet: what is recomputed then may read weights before any site begins.
-        current_stream: Of the device.
+        device: Where the slots are.
     """
 
     def __init__(
@@ -217,14 +220,16 @@ class SavedTensors:
         owners: Mapping[int, Block],
         fetch: Callable[[Block], None],
         turn_back: Callable[[], None],
-        current_stream: Callable[[], Stream],
+        device: Device,
     ) -> None:
         self._scheduler = scheduler
         self._slots = scheduler.slots_by_memory
         self._owners = owners
         self._fetch = fetch
         self._turn_back = turn_back
-        self._current_stream = current_stream
+        self._current_stream = device.current_stream
+        # The host has one for good, which need not be asked for.
+        self._only: Any = device.current_stream() if device.is_host else _NO_STREAM
         self.backward: int | None = None
         """The number of the backward pass that is known to go on."""
         self.site: Block | None = None
@@ -279,13 +284,16 @@ class SavedTensors:
         It runs for all that is saved, and calls little. Where a view was seen before
         only tells where to look: whose memory is there now, the slot knows.
         """
-        if type(saved) in _PLAIN or type(saved.data) is torch.Tensor:
+        if (
+            type(saved) is _Tensor  # mostly
+            or type(saved) in _PLAIN
+            or type(saved.data) is _Tensor
+        ):
             handle: WeightHandle | _Cast | None = None
             try:
                 address = saved.data_ptr()
                 slot = self._seen.get(address)
-                if slot is not None and slot.occupant is not None:
-                    block = slot.occupant
+                if slot is not None and (block := slot.occupant) is not None:
                     for known in block.handles.get(address - slot.address, ()):
                         place = known.place
                         if (
@@ -318,9 +326,10 @@ class SavedTensors:
             if block is self._scheduler.fetched and block.bound:
                 slot: Any = block.slot
                 view: torch.Tensor | None = slot.views.get(packed.place)
+                seen_by = slot.seen_by
                 if (
                     view is not None
-                    and slot.seen_by == self._current_stream()
+                    and (seen_by is self._only or seen_by == self._current_stream())
                     and not is_grad_enabled()
                     and packed.tensor._version == packed.version
                 ):

@@ -129,7 +129,7 @@ class Runtime(Passing, Sharing, Storing, Conduct):
             self._owners,
             self._fetch,
             self._turn_back,
-            settings.device.current_stream,
+            settings.device,
         )
         self._casts = Casts(settings.device.torch_device.type)
         self._gradients = self._make_gradients()

@@ -10,6 +10,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 import stagehand
 from scenario.small import LAYER_BYTES, batch, runtime_of, stack
 from stagehand import graph
+from stagehand.core.device import HostDevice
 from stagehand.graph import SavedTensors
 
 
@@ -27,7 +28,7 @@ def test_tensors_that_lie_in_no_slot_are_kept_whatever_they_are(kind):
     }
     given = kinds[kind]().requires_grad_()
     nothing = SimpleNamespace(slots_by_memory={}, fetched=None)
-    with SavedTensors(nothing, {}, never, lambda: None, lambda: None).hooks():
+    with SavedTensors(nothing, {}, never, lambda: None, HostDevice()).hooks():
         squares = given * given
     squares.sum().backward()
     found = given.grad.a if kind == "wrapped" else given.grad.to_dense()
