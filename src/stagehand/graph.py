@@ -70,11 +70,15 @@ class _Place:
         number: Which parameter or buffer of the block the view was made from.
         offset: Where it starts, in elements from the start of the image.
         start: The same in bytes.
+        is_complex: Whether such a view can be the conjugate of its bytes.
+        is_part: Whether it can be the negative of its bytes: it has every other element
+            of a row at most, as the imaginary parts of conjugates do.
     """
 
     __slots__ = (
         "dtype",
         "is_complex",
+        "is_part",
         "number",
         "offset",
         "shape",
@@ -95,6 +99,8 @@ class _Place:
         self.start = offset * dtype.itemsize
         self.dtype = dtype
         self.is_complex = dtype.is_complex
+        steps = zip(shape, stride, strict=True)
+        self.is_part = all(step % 2 == 0 for size, step in steps if size > 1)
         self.shape = shape
         self.stride = stride
 
@@ -300,7 +306,7 @@ class SavedTensors:
                             saved.stride() == place.stride
                             and saved.shape == place.shape
                             and saved.dtype is place.dtype
-                            and not saved.is_neg()
+                            and not (place.is_part and saved.is_neg())
                             and not (place.is_complex and saved.is_conj())
                         ):
                             if known.version == known.tensor._version:

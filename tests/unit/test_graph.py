@@ -226,6 +226,17 @@ class Turned(torch.nn.Module):
         return x * turned.imag * turned.conj().imag * turned.imag
 
 
+class Column(Turned):
+    """The same, as columns: the one step of a row is odd."""
+
+    def forward(self, x):
+        turned = torch.view_as_complex(self.weight)
+        parts = turned.imag, turned.conj().imag, turned.imag
+        for part in parts:
+            x = (x.unsqueeze(1) * part.unsqueeze(1)).squeeze(1)
+        return x
+
+
 class Conjugate(Turned):
     """Reads its weight as complex numbers, and their conjugates, alike in form."""
 
@@ -234,7 +245,7 @@ class Conjugate(Turned):
         return (x * turned).real * (x * turned.conj()).imag * (x * turned).imag
 
 
-@pytest.mark.parametrize("kind", [Turned, Conjugate])
+@pytest.mark.parametrize("kind", [Turned, Column, Conjugate])
 def test_views_that_differ_in_their_sign_only_are_told_apart(sim, kind):
     model = torch.nn.Sequential(kind(), kind(), kind())
     x = torch.ones(512, requires_grad=True)
