@@ -358,7 +358,13 @@ class Gradients:
         return feed
 
     def _fed(self, home: _Home, term: torch.Tensor) -> torch.Tensor | None:
-        """Let a term be added to what has come: see Note [One by one]."""
+        """Let a term be added to what has come: see Note [One by one].
+
+        Not where users' hooks have changed that, for they would change it again.
+        """
+        parameter = home.parameter
+        if has_more_hooks(parameter) or len(parameter._backward_hooks or ()) > 1:
+            return None
         self._wait()
         if home.grad is None:
             return None

@@ -257,7 +257,8 @@ class SavedTensors:
         an interrupt, which nobody else would be told of.
 
         Args:
-            instead: Take the place of the pair that is on top.
+            instead: Take the place of the pair that is on top, if it is no runtime's:
+                those that take turns would pile up.
         """
         top = top_saved_hooks()
         if top is None:
@@ -268,6 +269,7 @@ class SavedTensors:
             return False
         inside = _Inside(self, *top)
         pack = looked_through(partial(inside.pack), top)
+        instead = instead and not isinstance(owner, SavedTensors | _Inside)
         if instead:
             pop_saved_hooks()
         push_saved_hooks(pack, inside.unpack)
@@ -455,6 +457,8 @@ class _Inside:
 
     def _pass_on(self, saved: torch.Tensor) -> Any:
         packed = self._pack(saved)
+        if type(packed) in _OURS:
+            packed = _Theirs(packed)
         if self._first is None:
             self._first = packed
         return packed
@@ -473,7 +477,7 @@ class _Inside:
         task = graph_task()
         if type(packed) in _HANDLES:
             if self._first is not None and task not in (-1, self._task):
-                self._early = self._unpack(self._first)
+                self._early = self._unpack_below(self._first)
                 self._task = task
             return self.saved.bring(packed)
         if packed is self._first:
@@ -481,7 +485,19 @@ class _Inside:
             if early is not None and task == self._task:
                 return early
             self._task = task
-        return self._unpack(packed)
+        return self._unpack_below(packed)
+
+    def _unpack_below(self, packed: Any) -> torch.Tensor:
+        return self._unpack(packed.packed if type(packed) is _Theirs else packed)
+
+
+class _Theirs:
+    """What another runtime made of a tensor, below: only that one may unpack it."""
+
+    __slots__ = ("packed",)
+
+    def __init__(self, packed: Any) -> None:
+        self.packed = packed
 
 
 class _Cast:
@@ -514,6 +530,7 @@ class _Cast:
 
 
 _HANDLES = frozenset({WeightHandle, _Cast})
+_OURS = _HANDLES | {_OfSite, _Theirs}
 
 
 def _changed(block: Block, tensor: torch.Tensor, version: int) -> RuntimeError:

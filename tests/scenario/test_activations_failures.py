@@ -79,6 +79,35 @@ def test_books_are_right_after_a_failure_at_any_point(sim, monkeypatch, steps, a
     assert at > 4
 
 
+def test_what_could_not_leave_leaves_later(sim, monkeypatch):
+    """A graph that lives on is under the budget once there is host memory again."""
+    model = stack().to("hpu")
+    make, lacking = SlabPool.make, []
+
+    def made(pool, nbytes):
+        if lacking:
+            raise MemoryError
+        return make(pool, nbytes)
+
+    monkeypatch.setattr(SlabPool, "make", made)
+    with emptied(stagehand.activations(BUDGET)) as saved:
+        x = inputs()
+        with saved:
+            first = model[:1](x)
+        lacking.append(True)
+        with pytest.raises(MemoryError), saved:
+            plain(model, x)
+        lacking.clear()
+        flush()
+        with saved:
+            loss = plain(model, x)
+        spill = saved._parts.spill
+        assert spill.held_bytes + spill._stuck_bytes <= BUDGET
+        loss.backward()
+        first.sum().backward()
+        del loss, first
+
+
 def test_warning_of_pageable_memory_may_be_an_error(sim):
     model = stack().to("hpu")
     expected = gradients(model, plain)

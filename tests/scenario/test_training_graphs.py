@@ -9,12 +9,15 @@ import pytest
 import torch
 from torch import nn
 from torch.func import functional_call
+from torch.utils.checkpoint import checkpoint
 
 import stagehand
-from scenario.small import LAYER_BYTES, batch, runtime_of, stack
+from scenario.small import LAYER_BYTES, batch, runtime_of, smallest_budget, stack
 from stagehand.core.arena import live_leases
 from stagehand.core.turn import Turn
 from stagehand.errors import ConfigError
+from stagehand.graph import SavedTensors
+from stagehand.torch_private import top_saved_hooks
 from training import (
     FEW,
     SOME,
@@ -523,3 +526,79 @@ def test_weights_given_for_one_call_are_differentiated_or_refused(sim, place):
     assert torch.equal(model(x).detach(), resident(x).detach())
     del leaf, leaves, computed
     runtime_of(model).shutdown()
+
+
+# Several models
+
+
+class Site(nn.Module):
+    """Reads weights before and behind a layer of another model."""
+
+    def __init__(self):
+        super().__init__()
+        self.before = nn.Parameter(torch.randn(WIDTH, WIDTH) / 8)
+        self.behind = nn.Parameter(torch.randn(WIDTH, WIDTH) / 8)
+
+    def forward(self, x, layer):
+        return layer(x @ self.before) @ self.behind
+
+
+class Outer(nn.Module):
+    """Another model's pass lies within its own, and that one's layers in its sites."""
+
+    def __init__(self):
+        super().__init__()
+        self.sites = nn.ModuleList(Site() for _ in range(4))
+
+    def forward(self, x, inner):
+        return inner(x, self.sites)
+
+
+class Inner(nn.Module):
+    """The other model."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.deepest = 0
+
+    def forward(self, x, sites):
+        for turn in range(40):
+            x = sites[turn % 4](torch.tanh(x), self.layers[turn % 4])
+            self.deepest = max(self.deepest, depth_of_hooks())
+        return x
+
+
+def depth_of_hooks():
+    """How many pairs of hooks pass on to each other."""
+    top, depth = top_saved_hooks(), 0
+    unpack = None if top is None else top[1]
+    while unpack is not None:
+        depth += 1
+        owner = getattr(unpack, "__self__", None)
+        ours = isinstance(owner, SavedTensors)
+        unpack = None if ours else getattr(owner, "_unpack", None)
+    return depth
+
+
+@pytest.mark.parametrize("recomputes", [False, True], ids=["plain", "checkpoint"])
+@pytest.mark.parametrize("place", ["cpu", "hpu"])
+def test_models_within_each_others_sites_are_kept_apart(sim, place, recomputes):
+    def run(outer, inner):
+        x = torch.linspace(-1, 1, 4 * WIDTH).reshape(4, WIDTH).to(place)
+        if recomputes:
+            y = checkpoint(outer, x, inner, use_reentrant=False)
+        else:
+            y = outer(x, inner)
+        y.square().mean().backward()
+        return [p.grad.cpu() for m in (outer, inner) for p in m.parameters()]
+
+    models = Outer(), Inner()
+    expected = run(*(deepcopy(model).to(place) for model in models))
+    for model in models:
+        needed = smallest_budget(deepcopy(model), place)
+        stagehand.layer(model, vram_budget=4 * needed, device=place)
+    assert all(map(torch.equal, run(*models), expected))
+    assert models[1].deepest <= 3
+    for model in models:
+        runtime_of(model).shutdown()

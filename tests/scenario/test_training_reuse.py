@@ -18,11 +18,14 @@ from training import (
     SOME,
     WIDTH,
     Residual,
+    Run,
     Setting,
     assert_trains_equally,
     built,
+    end,
     over,
     sgd,
+    start,
 )
 
 SETTINGS = [
@@ -174,6 +177,40 @@ def test_reentrant_checkpoints_accumulate_one_by_one(sim, setting):
 
     build = built(lambda: Recomputing(Residual, [0, 0, 1, 0]))
     assert_trains_equally(build, script, setting)
+
+
+def double(grad):
+    return 2 * grad
+
+
+def halve(parameter):
+    parameter.grad.mul_(0.5)
+
+
+@over(FEW)
+@pytest.mark.parametrize("kind", [double, halve])
+def test_what_was_through_users_hooks_does_not_go_there_again(sim, setting, kind):
+    """So it is given to no term that does: the last bits may differ here."""
+
+    def script(run):
+        for parameter in run.model.parameters():
+            if kind is double:
+                run.handles.append(parameter.register_hook(double))
+            else:
+                hook = parameter.register_post_accumulate_grad_hook(halve)
+                run.handles.append(hook)
+        for number in range(2):
+            run.loss(number).backward()
+        return [p.grad.cpu() for p in run.model.parameters()]
+
+    build = built(lambda: Reusing(Twice, [0, 1, 2, 3, 0, 1, 2, 3]))
+    expected = script(Run(model=build().to(setting.place), place=setting.place))
+    run = start(build, setting)
+    found = script(run)
+    for mine, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, theirs)
+    run.finish()
+    end(run)
 
 
 @over(FEW)

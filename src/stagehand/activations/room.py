@@ -139,7 +139,7 @@ class Room(Returning):
     def _put_back(self, pieces: list[Piece]) -> None:
         """Let pieces be as if they had not been about to leave."""
         for piece in reversed(pieces):
-            piece.bundle = None
+            piece.bundle = piece.twin = None
             self._kept.appendleft((weakref.ref(piece), piece.nbytes))
 
     # Room
