@@ -24,7 +24,7 @@ PLAN: dict[int, dict[str, tuple[str, ...]]] = {
         "core": (
             *("states", "machine", "device", "stopwatch", "clock", "telemetry"),
             *("limits", "turn"),
-            *("ledger", "arena", "workers", "layout", "saved", "terms"),
+            *("ledger", "arena", "workers", "layout", "saved", "trees", "terms"),
             *("wire_ring", "traffic", "transfer"),
         )
     },

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from stagehand.core.trees import tensors_in
 from stagehand.errors import DtypeMismatchError
 from stagehand.torch_private import in_backward
 
@@ -141,7 +142,7 @@ class FiniteCheck:
 
     def look_at(self, output: Any) -> None:
         """Queue the count for every floating-point tensor of a module's output."""
-        for _, tensor in _tensors_in(output, "output"):
+        for _, tensor in tensors_in(output, "output"):
             if tensor.is_floating_point() or tensor.is_complex():
                 with torch.no_grad():
                     # Not every type of one byte knows infinity, nor what asks for it.
@@ -181,18 +182,6 @@ def _autocast(tensor: torch.Tensor) -> tuple[torch.dtype, ...]:
 
 
 def _floats_in(tree: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
-    for path, tensor in _tensors_in(tree, name):
+    for path, tensor in tensors_in(tree, name):
         if tensor.is_floating_point():
             yield path, tensor
-
-
-def _tensors_in(tree: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield each tensor in containers of any depth, and how it is reached."""
-    if isinstance(tree, torch.Tensor):
-        yield name, tree
-    elif isinstance(tree, dict):
-        for key, item in tree.items():
-            yield from _tensors_in(item, f"{name}[{key!r}]")
-    elif isinstance(tree, list | tuple):
-        for number, item in enumerate(tree):
-            yield from _tensors_in(item, f"{name}[{number}]")

@@ -211,16 +211,15 @@ class Piece(Handle):
         *("start", "twin"),
     )
 
-    start: int
-    twin: torch.Tensor | None
-    elsewhere: WeakStorage | None
-
     cdata: int
     nbytes: int
     position: int
     scope: Scope
     bundle: Bundle | None
+    start: int
+    twin: torch.Tensor | None
     extras: set[weakref.ref[Handle]] | None
+    elsewhere: WeakStorage | None
 
     # No `__init__`: calling it would take a third of what a forward pays for a piece.
     def begin(

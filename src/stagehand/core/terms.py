@@ -1,10 +1,10 @@
 """Which nodes of a graph make the terms of a weight's gradient."""
 
-from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch.autograd.graph import Node
+
+from stagehand.core.trees import tensors_in
 
 __all__ = ["terms_of"]
 
@@ -20,7 +20,7 @@ def terms_of(output: Any, since: int) -> dict[Node, list[tuple[Node, int]]]:
         For each leaf's node: the nodes that bring it a gradient, and which of theirs.
     """
     found: dict[Node, list[tuple[Node, int]]] = {}
-    waiting = [t.grad_fn for t in _tensors_in(output) if t.grad_fn is not None]
+    waiting = [t.grad_fn for _, t in tensors_in(output) if t.grad_fn is not None]
     seen = set(waiting)
     while waiting:
         node = waiting.pop()
@@ -33,13 +33,3 @@ def terms_of(output: Any, since: int) -> dict[Node, list[tuple[Node, int]]]:
                 seen.add(following)
                 waiting.append(following)
     return found
-
-
-def _tensors_in(tree: Any) -> Iterator[torch.Tensor]:
-    if isinstance(tree, torch.Tensor):
-        yield tree
-    elif isinstance(tree, tuple | list):
-        for item in tree:
-            yield from _tensors_in(item)
-    elif isinstance(tree, dict):
-        yield from _tensors_in(list(tree.values()))
