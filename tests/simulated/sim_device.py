@@ -114,6 +114,7 @@ _lib = _load()
 _lib.sim_configure.argtypes = [ctypes.POINTER(_Config)]
 _lib.sim_read.argtypes = [ctypes.POINTER(_Readings)]
 _lib.sim_advance_host.argtypes = [ctypes.c_double]
+_lib.sim_stream_count.restype = ctypes.c_uint64
 _lib.sim_race_count.restype = ctypes.c_uint64
 _lib.sim_race.argtypes = [ctypes.c_uint64]
 _lib.sim_race.restype = ctypes.c_char_p
@@ -237,6 +238,11 @@ def peak_pinned_bytes() -> int:
 def reset_peak() -> None:
     """Let both peaks start again from what is allocated now."""
     _lib.sim_reset_peak()
+
+
+def used_streams() -> int:
+    """Return how many streams had work since `reset()`: each is in every clock."""
+    return int(_lib.sim_stream_count())
 
 
 def h2d_bytes() -> int:
