@@ -195,6 +195,17 @@ def test_flux_in_pieces_hides_all_loads_behind_compute():
     assert made.step_seconds <= 1.02 * sum(compute)
 
 
+def test_large_layers_with_others_between_share_one_slot():
+    """Layers of LTX-2, few tokens: a second large slot would cost half a percent."""
+    streams = [32] * 4 + [24, 8] + [32] * 4 + [24, 8]
+    layers = 48 * [*streams, 24, 24, 24, 24, 128, 128]
+    sizes = [size * MIB for size in layers]
+    work = ring([0.075 * size / 50e9 for size in sizes], sizes, 50e9)
+    budget = sum(sizes) // 3
+    made = plan(work, budget_bytes=budget, max_lookahead=32)
+    assert execute(work, made) < 1.01 * (sum(sizes) - budget) / 50e9
+
+
 def test_a_large_head_does_not_make_every_slot_large():
     workload = layers(seconds_per_byte=5e-12)
     made = plan(workload, budget_bytes=1500 * MIB, max_lookahead=3)

@@ -11,8 +11,15 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import Counter
 from dataclasses import dataclass
+from functools import partial
 from heapq import nsmallest
-from itertools import accumulate, combinations_with_replacement, pairwise, product
+from itertools import (
+    accumulate,
+    chain,
+    combinations_with_replacement,
+    pairwise,
+    product,
+)
 from typing import TYPE_CHECKING
 
 from stagehand.errors import StagehandOOMError
@@ -31,7 +38,7 @@ _MIXED = 4
 _DEPTHS = (1, 2, 3, 4, 6, 8, 12, 16)
 # Predicting is linear in the uses: so many are predicted for one plan, to keep it well
 # below a second, but never fewer candidates than the second number.
-_USES_PREDICTED = 20_000
+_USES_PREDICTED = 40_000
 _FEWEST_CANDIDATES = 6
 # The best drafts of so many rings are polished, at so many uses predicted for each.
 _POLISHED = 3
@@ -156,7 +163,7 @@ class _Planner:
 
     def _drafts(self) -> Iterator[_Draft]:
         allowed = _USES_PREDICTED // max(1, len(self._workload.order))
-        rings = sorted(self._rings(), key=self._estimate)
+        rings = self._promising_rings()
         plain = list(product(rings, (False, True) if self._walk.varied else (False,)))
         variants = [(*variant, 0) for variant in plain]
         variants += [(ring, often_first, ring[0]) for ring, often_first in plain]
@@ -192,21 +199,39 @@ class _Planner:
                 if sum(ring) + self._sizes.above(ring[0]) <= self._room:
                     yield ring
 
-    def _estimate(self, ring: tuple[int, ...]) -> float:
-        """A step as if residents were spread without remainder."""
+    def _promising_rings(self) -> list[tuple[int, ...]]:
+        """All rings, in turns from the two estimates, each one's shortest first."""
+        rings = list(self._rings())
+        worst, best = (
+            sorted(rings, key=partial(self._estimate, spread=spread))
+            for spread in (False, True)
+        )
+        return list(dict.fromkeys(chain.from_iterable(zip(worst, best, strict=True))))
+
+    def _estimate(self, ring: tuple[int, ...], *, spread: bool) -> float:
+        """A step as if residents were spread without remainder.
+
+        Args:
+            ring: Bytes of its slots.
+            spread: Whether blocks that fit the same slots lie as far apart as they can,
+                with others between, and not one behind the other.
+        """
         sizes = self._walk_sizes
         crossing = max(0, sizes.total - self._room + sum(ring)) / max(1, sizes.total)
         loads = crossing * self._timeline.link_seconds
         compute = self._timeline.compute_seconds
         # A block that fits few slots waits for its like to compute, all the more the
-        # fewer they are: of the smaller of both, about 1 / slots**3 is not hidden.
-        waits, above = 0.0, 0
+        # fewer they are: of the smaller of both, about 1 / slots**3 is not hidden, nor
+        # by what the others between them take.
+        longer, shorter = max(compute, loads), min(compute, loads)
+        serial, above = 0.0, 0
         for slots in range(len(ring), 0, -1):
             fitting = sizes.total - sizes.above(ring[slots - 1])
-            waits += (fitting - above) / slots**3
+            part = (fitting - above) / max(1, sizes.total)
+            between = (1 - part) * longer if spread else 0.0
+            serial += max(0.0, part * shorter - between) / slots**3
             above = fitting
-        serial = waits / max(1, sizes.total) * min(compute, loads)
-        return max(compute, loads) + serial
+        return longer + serial
 
     # Small improvements
 
