@@ -36,6 +36,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch import is_grad_enabled
 
 from stagehand.core.layout import placed
 from stagehand.core.terms import terms_of
@@ -49,6 +50,7 @@ from stagehand.torch_private import (
     keeps_graph,
     storage_use_count,
     tensor_use_count,
+    use_count_of,
     without_modes,
 )
 
@@ -83,7 +85,8 @@ class _Home:
     """
 
     __slots__ = (
-        *("__weakref__", "alone", "block", "grad", "handles", "lease", "parameter"),
+        *("__weakref__", "alone", "block", "grad", "handles", "key", "lease"),
+        "parameter",
         *("came", "earlier", "had", "more", "parts", "place", "spent"),
         *("task", "touched", "whole"),
     )
@@ -96,6 +99,7 @@ class _Home:
         self.place: torch.Tensor | None = None
         """The leased memory as what lies there."""
         self.alone = 0  # the memory's reference count when only these two hold it
+        self.key = 0  # its storage's `_cdata`
         self.grad: torch.Tensor | None = None
         self.whole = False
         """Whether the device's gradient has `grad` in it already."""
@@ -134,8 +138,8 @@ class _Home:
         """Whether a gradient can lie as its parameter does."""
         mine = self.parameter
         return (
-            grad.layout is torch.strided
-            and grad.dtype == mine.dtype
+            grad.dtype is mine.dtype
+            and grad.layout is torch.strided
             and grad.shape == mine.shape
             and grad.numel() > 0
         )
@@ -191,7 +195,7 @@ class Gradients:
         self._fetch = fetch
         self._homes: dict[int, _Home] = {}  # by the parameter's id
         self._touched: list[_Home] = []  # since this backward pass began
-        self._settled: set[Block] = set()  # for which gradients came
+        self._graded: list[Block] = []  # for which gradients came
         self._late: list[tuple[_Home, Stream]] = []
         self._sent = False
         self._arrivals: deque[_Arrival] = deque()
@@ -234,13 +238,22 @@ class Gradients:
 
     # Which parameters
 
-    def note_steps(self) -> None:
+    def note_steps(self, *, stepped: bool) -> None:
         """Take for changed what gradients came for: an optimizer may have stepped it.
 
         torch's fused optimizers move no version counter, and may change few elements.
+
+        Args:
+            stepped: Whether one certainly has. It may have used gradients that were
+                there before other passes, so that is all that trains.
         """
-        while self._settled:
-            self._settled.pop().mark_changed()
+        if stepped:
+            for home in self._homes.values():
+                home.block.mark_changed()
+        while self._graded:
+            block = self._graded.pop()
+            block.graded = False
+            block.mark_changed()
 
     @property
     def missing_bytes(self) -> int:
@@ -377,11 +390,12 @@ class Gradients:
         """Take an earlier gradient out of the way of a new one."""
         self._enter()
         parameter = home.parameter
+        given = parameter.grad
         watched = has_more_hooks(parameter)
         if watched:  # by an optimizer, say, that steps it in backward, on the device
             self._fetch(home.block)
-        self._touch(home)
-        given = parameter.grad
+        if not home.touched:
+            self._touch(home, given)
         if given is None or given.device == grad.device:
             return
         home.grad = given
@@ -392,8 +406,8 @@ class Gradients:
 
     def _after(self, home: _Home) -> None:
         """Send a new gradient home."""
-        self._enter()
-        grad = home.parameter.grad
+        parameter = home.parameter
+        grad = parameter.grad
         if grad is None:  # an optimizer has used it up
             home.grad, home.whole = None, False
         elif grad.device == self._device.torch_device:
@@ -403,18 +417,22 @@ class Gradients:
             else:
                 home.count()
             maker = self._device.current_stream()
-            if is_last_hook(home.parameter, home.handles[1].id):
-                self._late = [late for late in self._late if late[0] is not home]
+            if is_last_hook(parameter, home.handles[1].id):
+                if self._late:
+                    self._late = [late for late in self._late if late[0] is not home]
                 self._send(home, grad, maker)
             else:  # hooks that were registered later shall see it first
                 self._late.append((home, maker))
 
-    def _touch(self, home: _Home) -> None:
-        if not home.touched:
-            home.touched = True
-            earlier = home.parameter.grad
-            home.had = earlier is not None and earlier.is_cpu
-            self._touched.append(home)
+    def _touch(self, home: _Home, earlier: torch.Tensor | None) -> None:
+        """This backward pass has come to a parameter, with that gradient."""
+        home.touched = True
+        home.had = earlier is not None and earlier.is_cpu
+        self._touched.append(home)
+        block = home.block
+        if not block.graded:
+            block.graded = True
+            self._graded.append(block)
 
     def _send_late(self) -> None:
         while self._late:
@@ -427,7 +445,7 @@ class Gradients:
 
     def _send(self, home: _Home, grad: torch.Tensor, maker: Stream) -> None:
         home.parameter.grad = None
-        if torch.is_grad_enabled() or not home.fits(grad):
+        if is_grad_enabled() or not home.fits(grad):
             self._send_whole(home, grad)
         elif home.grad is not None:
             if home.more and not (home.came or home.whole):
@@ -443,7 +461,8 @@ class Gradients:
             self._stage(home, grad, maker, adds=False)
         home.whole = False
         home.came = True
-        self._complete[id(home)] = home
+        if self._listeners:
+            self._complete[id(home)] = home
 
     def _send_whole(self, home: _Home, grad: torch.Tensor) -> None:
         """Copy a gradient of a kind of its own, or one that is itself differentiated.
@@ -476,7 +495,7 @@ class Gradients:
         """
         lease, place = home.lease, home.place
         if lease is not None and place is not None:
-            if storage_use_count(lease.buffer.untyped_storage()) <= home.alone:
+            if use_count_of(home.key) <= home.alone:
                 return place.detach()
             lease.abandon()  # somebody keeps an earlier gradient
         like = home.parameter
@@ -486,7 +505,8 @@ class Gradients:
             home.place = None
             return None
         home.place = _like(like, lease.buffer)
-        home.alone = storage_use_count(lease.buffer.untyped_storage())
+        home.key = lease.buffer.untyped_storage()._cdata
+        home.alone = use_count_of(home.key)
         return home.place.detach()
 
     def _stage(
@@ -540,6 +560,8 @@ class Gradients:
         Args:
             waits: Whether what is put aside, so that loads go first, may stay there.
         """
+        if waits and not (self._late or self._arrivals or self._listeners):
+            return  # mostly
         self._send_late()
         while len(self._jobs) >= _JOBS_UNDER_WAY:
             self._jobs.popleft().result()
@@ -572,7 +594,6 @@ class Gradients:
     def _told(self) -> list[nn.Parameter]:
         """Parameters of which listeners are told now: they are on the host."""
         if not self._listeners:
-            self._complete.clear()
             return []
         told = [
             home
@@ -661,7 +682,6 @@ class Gradients:
             grad, home.grad = home.grad, None
             earlier, home.earlier = home.earlier, None
             home.whole = home.touched = home.came = home.parts = False
-            self._settled.add(home.block)
             there = home.parameter.grad
             if there is not None and not there.is_cpu:  # backward failed before it left
                 home.parameter.grad = there = None
@@ -680,7 +700,8 @@ class Gradients:
             home.block.trains = False
             self._dismiss(home)
         self._homes.clear()
-        self._settled.clear()
+        while self._graded:
+            self._graded.pop().graded = False
         self._workers.close()
 
 

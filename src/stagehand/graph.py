@@ -231,6 +231,10 @@ class SavedTensors:
         self._scheduler = scheduler
         self._slots = scheduler.slots_by_memory
         self._owners = owners
+        blocks = dict.fromkeys(owners.values())
+        types = {place.dtype for block in blocks for place in block.layout.entries}
+        # What no cast of a weight has: most of what is saved is neither.
+        self._uncast = types.pop() if len(types) == 1 else None
         self._fetch = fetch
         self._turn_back = turn_back
         self._current_stream = device.current_stream
@@ -320,7 +324,7 @@ class SavedTensors:
             else:
                 if slot is not None and slot.occupant is not None:
                     handle = self._handle(saved, address, slot)
-                elif saved.grad_fn is not None:
+                elif saved.dtype is not self._uncast and saved.grad_fn is not None:
                     handle = self._cast(saved)
             if handle is not None:
                 return handle

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from stagehand.autocast import Casts
     from stagehand.compact import CompactFiles
     from stagehand.core.device import Device
+    from stagehand.core.steps import Steps
     from stagehand.gradients import Gradients
     from stagehand.graph import SavedTensors
     from stagehand.host_memory import HostMemory
@@ -73,6 +74,7 @@ class Passing(PassListener):
     _ready: bool
     _hands_over: bool
     _took_gradients: bool
+    _steps: Steps
     _strays: list[Block]
     _watches: bool
     _watched: int | None
@@ -113,12 +115,13 @@ class Passing(PassListener):
         self._measure.begin_pass()
         self._hands_over = self._tenancy.begin()
         self._take_additions()
+        stepped = self._steps.came()
         if self._gradients is not None:
             self._gradients.begin_pass()
-            self._gradients.note_steps()
+            self._gradients.note_steps(stepped=stepped)
             if self._takes_gradients():
                 self._watch()
-        elif self._took_gradients:
+        elif self._took_gradients or stepped:
             self._note_steps()
         self._took_gradients = self._takes_gradients()
         parts = self._parts

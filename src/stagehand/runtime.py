@@ -17,6 +17,7 @@ from stagehand.compact import CompactFiles
 from stagehand.conducted import Conduct
 from stagehand.core.clock import Phase
 from stagehand.core.limits import Bounds
+from stagehand.core.steps import Steps
 from stagehand.core.telemetry import Telemetry
 from stagehand.errors import CheckpointError, ClosedError, ConfigError
 from stagehand.gradients import Gradients
@@ -94,6 +95,7 @@ class Runtime(Passing, Sharing, Storing, Conduct):
         self._compact_files = CompactFiles()
         self._manual = False
         self._took_gradients = False  # the latest forward
+        self._steps = Steps()
         self._ready = False
         self._closed = False
         self._hands_over = False

@@ -51,6 +51,9 @@
   It is known by this name alone.
 - `torch._dynamo.callback_handler`: learn when the compiler looks at a frame. It is as
   old as all versions that are supported.
+- `torch._guards.CompileContext`: is the compiler at work in this thread? Before 2.13
+  modes saw how it looks at the weights that its code will read. It is as old as all
+  versions that are supported.
 - `torch._disable_dynamo`: leave a function out of compiled graphs without importing the
   compiler. Without it, compiled blocks warn of what they cannot trace.
 
@@ -82,6 +85,7 @@ __all__ = [
     "graph_task",
     "has_more_hooks",
     "in_backward",
+    "is_compiled_for",
     "is_last_hook",
     "keeps_graph",
     "load_places",
@@ -395,6 +399,11 @@ def around_compiling(begin: Callable[[Any], None], end: Callable[[Any], None]) -
     if handler is not None and begin not in handler.start_callbacks:
         handler.register_start_callback(begin)
         handler.register_end_callback(end)
+
+
+def is_compiled_for() -> bool:
+    """Return whether this thread waits for the compiler: it only looks at tensors."""
+    return torch._guards.CompileContext.try_get() is not None
 
 
 def skipped(function: _Function) -> _Function:

@@ -725,6 +725,10 @@ def _trained(model, place):
     return [p.grad.cpu().clone() for p in model.parameters()]
 
 
+@pytest.mark.skipif(
+    torch.__version__ < (2, 13),
+    reason="torch leaves the hooks of an interrupted checkpoint to the collector",
+)
 def test_an_interrupt_where_a_pass_begins_or_ends_stops_nobody_for_ever(place):
     """A turn that nobody had was waited for, and other models' tensors were saved by
     the hooks of a checkpoint that was over."""

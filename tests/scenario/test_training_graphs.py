@@ -114,7 +114,8 @@ def test_a_backward_that_makes_a_graph_accumulates_gradients_with_one(sim, setti
     def script(run):
         for number in range(2):
             inputs = run.batch(number).requires_grad_()
-            with warnings.catch_warnings(action="ignore"):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
                 run.model(inputs).square().mean().backward(create_graph=True)
             run.look()
             inputs.grad = None  # what its graph leads back to is never collected
@@ -475,7 +476,7 @@ def test_gradients_that_accumulate_take_no_device_memory(sim):
     end(run)
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script`:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit.script`")
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad])
 @pytest.mark.parametrize("transform", ["grad", "vjp", "jvp", "jacrev"])
 def test_a_transform_that_cannot_go_through_is_refused_and_leaves_nothing(

@@ -105,7 +105,10 @@ class Table(nn.Module):
 @pytest.mark.parametrize("place", ["cpu", "hpu"])
 @pytest.mark.parametrize("clears", ["first", "between"])
 @pytest.mark.parametrize("budget", ["smallest", "some", "all"])
-def test_a_fused_step_of_a_few_elements_is_noticed(sim, place, clears, budget):
+@pytest.mark.parametrize("validates", [False, True])
+def test_a_fused_step_of_a_few_elements_is_noticed(
+    sim, place, clears, budget, validates
+):
     """torch's fused kernels move no version counter, and no sample has these rows."""
 
     def train(model):
@@ -117,6 +120,9 @@ def test_a_fused_step_of_a_few_elements_is_noticed(sim, place, clears, budget):
             loss = model(rows).square().sum()
             optimizer.zero_grad()
             loss.backward()
+            if validates:  # what is brought for it lies there when the step comes
+                with torch.no_grad():
+                    model(rows)
             optimizer.step()
         return weights(model)
 

@@ -203,7 +203,7 @@ def test_kernel_gives_the_reference_bits():
         [sys.executable, "-c", _INTERPRETED],
         env={
             "TRITON_INTERPRET": "1",
-            "PYTHONPATH": str(Path(__file__).parents[1]),
+            "PYTHONPATH": os.pathsep.join(sys.path),
             "PATH": "",
             "CUDA_VISIBLE_DEVICES": "",
         },

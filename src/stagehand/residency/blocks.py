@@ -32,6 +32,9 @@ __all__ = [
     "tensor_bytes",
 ]
 
+_SAMPLES = 64  # words of an image
+_UNKNOWN = [-1]  # versions that no tensors have; never changed
+
 
 class Block(Residency):
     """Tensors that move together, where their truth is and where they are now.
@@ -50,6 +53,7 @@ class Block(Residency):
         "clean_versions",
         "filled_in",
         "form",
+        "graded",
         "handles",
         "home",
         "host_addresses",
@@ -59,6 +63,7 @@ class Block(Residency):
         "link_nbytes",
         "nbytes",
         "needs_staging",
+        "sampled",
         "seal",
         "sent",
         "slot",
@@ -99,6 +104,8 @@ class Block(Residency):
         self.store: Store | None = None
         self.image: torch.Tensor | None = None
         """The store's bytes, if they lie in pinned memory."""
+        self.sampled: torch.Tensor | None = None
+        """A few of them, spread over all."""
         self.wire: Wire | None = None
         """How the bytes cross the link, if not as the image."""
         self.link_nbytes = self.nbytes
@@ -109,6 +116,8 @@ class Block(Residency):
         """Whether gradients are taken for some of its tensors."""
         self.unseen = False
         """Whether autograd may read its tensors where no handle tells of it."""
+        self.graded = False
+        """Whether gradients have come for it since a forward: it may be stepped."""
         self.stepping = False
         """Whether a thread may be changing its host tensors: nobody may read them."""
         self.changes = False
@@ -156,6 +165,7 @@ class Block(Residency):
         self.store = store
         pinned = None if store is None else store.pinned
         self.image = None if pinned is None else pinned[: self.nbytes]
+        self.sampled = None if self.image is None else _some_of(self.image)
         self._cross_by(None if store is None else store.wire)
         hosts = () if store is None else store.hosts
         self.host_addresses = [host.data_ptr() for host in hosts]
@@ -271,16 +281,16 @@ class Block(Residency):
         now = self.all_versions()
         if self.store is None or now == self.clean_versions:
             return
-        for number, (new, old) in enumerate(zip(now, self.clean_versions, strict=True)):
-            if new != old:
+        clean = self.clean_versions
+        for number, version in enumerate(now):
+            if clean is _UNKNOWN or version != clean[number]:
                 self.store.edited(number)
         self.clean_versions = now
 
     def mark_changed(self) -> None:
         """Let `is_changed` say yes, for a change that no version counter shows."""
         self.sent = None
-        self.versions = [-1]
-        self.clean_versions = [-1] * len(self.tensors)
+        self.versions = self.clean_versions = _UNKNOWN
 
     def is_changed(self) -> bool:
         """Whether a tensor was changed in place since `versions` was noted."""
@@ -335,6 +345,11 @@ def readers_of(sites: Sequence[tuple[nn.Module, Block]]) -> list[Reader]:
     read = [{id(t): t for t in site.parameters()} for site, _ in sites]
     count = Counter(key for own in read for key in own)
     return [Reader(own, tied=any(count[key] > 1 for key in own)) for own in read]
+
+
+def _some_of(image: torch.Tensor) -> torch.Tensor:
+    words = image.view(torch.int64)
+    return words[:: max(1, words.numel() // _SAMPLES)]
 
 
 def _form(layout: BlockLayout, tensors: Sequence[torch.Tensor]) -> Hashable:

@@ -22,9 +22,7 @@ if TYPE_CHECKING:
     from stagehand.residency.blocks import Block
     from stagehand.stores.base import Store
 
-__all__ = ["Loader", "pageable", "sample", "store_of", "write_back"]
-
-_SAMPLES = 64
+__all__ = ["Loader", "has_sample", "pageable", "sample", "store_of", "write_back"]
 
 
 class Loader(Protocol):
@@ -84,11 +82,17 @@ def sample(block: Block) -> torch.Tensor:
     An edit through `param.data` moves no version counter; one that changes most
     elements, as merging an adapter or swapping in averaged weights does, changes this.
     """
-    store = store_of(block)
-    if block.image is not None:
-        words = block.image.view(torch.int64)
-        return words[:: max(1, words.numel() // _SAMPLES)].clone()
-    return some_elements(store.hosts)
+    if block.sampled is not None:
+        return block.sampled.clone()
+    return some_elements(store_of(block).hosts)
+
+
+def has_sample(block: Block, seal: torch.Tensor) -> bool:
+    """Return whether an earlier `sample` of a block is one of its bytes now."""
+    now = block.sampled
+    if now is None:
+        now = some_elements(store_of(block).hosts)
+    return torch.equal(seal, now)
 
 
 def store_of(block: Block) -> Store:

@@ -12,7 +12,7 @@ from stagehand.core.layout import copy_values
 from stagehand.core.states import ARRIVED, DROPPED, BlockState
 from stagehand.core.transfer import Priority, Slot, TransferEngine
 from stagehand.errors import OrphanedParameterError, StagehandInternalError
-from stagehand.residency.loader import Loader, pageable, sample
+from stagehand.residency.loader import Loader, has_sample, pageable
 from stagehand.torch_private import use_count_of
 
 if TYPE_CHECKING:
@@ -100,8 +100,11 @@ class Mover:
         """Let a loaded block's tensors point to its slot, and `stream` read it."""
         if self._loader.fills:
             self._finish(block, slot)
-        if block.filled_in != self.passed and self._is_old(block):
-            self._reload(block, slot)
+        seal = block.seal
+        if seal is not None and block.filled_in != self.passed:
+            block.seal = None
+            if not has_sample(block, seal):  # edited behind the version counters
+                self._reload(block, slot)
         self._engine.await_filled(slot, stream)
         if block.state is _PREFETCHING:
             block.state = _ARRIVED
@@ -116,16 +119,6 @@ class Mover:
             self._loader.forget(block)  # after an interrupt a thread may still write
             self.vacate(block, slot)
             raise
-
-    def _is_old(self, block: Block) -> bool:
-        """Whether the host's tensors were edited behind their version counters.
-
-        Asked of blocks that were filled in an earlier pass.
-        """
-        if block.is_replaced():
-            return True
-        seal, block.seal = block.seal, None
-        return seal is not None and not bool((seal == sample(block)).all())
 
     def _reload(self, block: Block, slot: Slot) -> None:
         self.take_in(block)

@@ -259,7 +259,7 @@ class Scheduler:
                 self._bring(block, self._device.current_stream())
 
     def _forget_stale(self, block: Block, slot: Slot) -> None:
-        """An optimizer has changed a block whose copy is still here."""
+        """An optimizer has changed a block whose copy is still here, or will."""
         if block.awaited:
             self._ahead.forget()
         self._mover.vacate(block, slot)
@@ -292,14 +292,15 @@ class Scheduler:
                 self._engine.release(slot, stream)
             if block.uses:
                 continue
-            if block.bound:
-                if block.is_touched():
-                    if block.awaited:
-                        self._ahead.forget()
-                    self._mover.evict(block)
-                    continue
-                block.point_to_host()
-            _seal(block)
+            if block.bound and not block.leave():
+                if block.awaited:
+                    self._ahead.forget()
+                self._mover.evict(block)
+                continue
+            if block.graded:
+                self._forget_stale(block, slot)
+            else:
+                _seal(block)
         self._seal_staged()
         self._mover.passed += 1  # uses outside of passes must notice edits, too
 

@@ -8,7 +8,7 @@ import torch
 from torch.compiler import is_dynamo_compiling
 from torch.overrides import TorchFunctionMode
 
-from stagehand.torch_private import skipped
+from stagehand.torch_private import is_compiled_for, skipped
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -73,8 +73,11 @@ class StrayUses(TorchFunctionMode):
 
     def _look_at(self, value: Any, brought: list[Block]) -> None:
         if isinstance(value, torch.Tensor):
-            # The compiler would compile anew for each tensor that is looked up.
-            if is_dynamo_compiling() and value.device == self._device:
+            if is_dynamo_compiling():
+                # It would compile anew for each tensor that is looked up.
+                if value.device == self._device:
+                    return
+            elif is_compiled_for():
                 return
             block = self._owners.get(id(value))
             if block is not None and not block.uses:
