@@ -47,6 +47,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("there is no CUDA device; --dry rehearses on a simulated one")
         return 2
     card = SimulatedCard() if options.dry else None
+    if options.scratch is not None:
+        options.scratch.mkdir(parents=True, exist_ok=True)
     folder = options.out
     if folder is None and not options.dry:
         folder = ROOT / "benchmarks" / "results"
@@ -56,6 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     lines = Lines(link["device"], folder)
     lines.write(link)
     left = [cell for cell in cells if options.again or cell not in lines]
+    left.sort(key=lines.tried)  # what failed before takes no other cell's time
     failed = 0
     for number, cell in enumerate(left):
         if ends - time.monotonic() < _FEWEST_SECONDS:
@@ -104,7 +107,8 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--dry", action="store_true", help="tiny, and simulated")
     add("--list", action="store_true", help="print the cells' names and do nothing")
-    add("--short", action="store_true", help="a few cells: " + ", ".join(SHORT))
+    headlines = ", ".join(SHORT).replace("%", "%%")
+    add("--short", action="store_true", help="a few cells: " + headlines)
     add("--cells", nargs="+", default=[], help='patterns of names, such as "lora/*"')
     add("--kinds", nargs="+", choices=KINDS, default=[], help="what is done")
     add("--ways", nargs="+", choices=WAYS, default=[], help="by whom")
@@ -119,8 +123,10 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _sentence(line: dict[str, Any]) -> str:
+    if "left_out" in line:
+        return f"left out: {line['left_out']}"
     if "failed" in line:
-        return f"left out: {line['failed']}"
+        return f"failed: {line['failed']}"
     return (
         f"{line['step']['median'] * 1e3:.3f} ms a step,"
         f" {line['over_bound']:.3f} of the bound, {line['over_resident']:.3f} of"

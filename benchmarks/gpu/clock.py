@@ -41,6 +41,7 @@ class Spread:
 class Steps:
     """Seconds of some steps, and the median of each of their parts."""
 
+    count: int
     whole: Spread
     phases: list[float]
     host: float
@@ -75,6 +76,7 @@ def time_each(
         device.synchronize()
         found.append(time_phases(device, phases, 1))
     return Steps(
+        len(found),
         Spread.of([one.whole.median for one in found]),
         _medians([one.phases for one in found]),
         statistics.median(one.host for one in found),
@@ -103,7 +105,7 @@ def time_phases(
     device.synchronize()
     wholes = [row[0].elapsed_time(row[-1]) / 1e3 for row in rows]
     parts = [[a.elapsed_time(b) / 1e3 for a, b in pairwise(row)] for row in rows]
-    return Steps(Spread.of(wholes), _medians(parts), busy / len(rows))
+    return Steps(len(rows), Spread.of(wholes), _medians(parts), busy / len(rows))
 
 
 def _medians(rows: Sequence[Sequence[float]]) -> list[float]:

@@ -27,15 +27,20 @@ class Lines:
         self._about = {"device": device, "torch": torch.__version__}
         name = f"{device.replace(' ', '-')}.jsonl"
         self._path = None if folder is None else folder / name
-        self._there = {
-            _key(line)
-            for line in self._read()
-            if not ("failed" in line and _ours(line))
-        }
+        read = self._read()
+        self._there = {_key(line) for line in read if "failed" not in line}
+        self._tried = {_key(line) for line in read}
 
     def __contains__(self, cell: Cell) -> bool:
-        """Whether it was measured; a failure of ours has to be tried again."""
-        return _key({**self._about, "cell": cell.line()}) in self._there
+        """Whether it was measured, or left out; what failed has to be tried again."""
+        return self._key_of(cell) in self._there
+
+    def tried(self, cell: Cell) -> bool:
+        """Whether it was measured, or failed."""
+        return self._key_of(cell) in self._tried
+
+    def _key_of(self, cell: Cell) -> str:
+        return _key({**self._about, "cell": cell.line()})
 
     def _read(self) -> list[dict[str, Any]]:
         if self._path is None or not self._path.exists():
@@ -57,7 +62,3 @@ class Lines:
 def _key(line: dict[str, Any]) -> str:
     found = {name: line.get(name) for name in ("device", "torch", "cell")}
     return json.dumps(found, sort_keys=True)
-
-
-def _ours(line: dict[str, Any]) -> bool:
-    return bool(line.get("cell", {}).get("way", "").startswith("stagehand"))

@@ -18,19 +18,23 @@ from benchmarks.gpu.link import copy_rate, disk_rates
 from benchmarks.gpu.outcomes import difference, equal, repeatable
 from benchmarks.gpu.rates import Rates, copied_bytes
 from benchmarks.gpu.resident import Resident, run_resident
-from benchmarks.gpu.tasks.base import Room
+from benchmarks.gpu.tasks.base import Room, nbytes_of
 from benchmarks.gpu.tasks.making import KINDS, make
-from benchmarks.gpu.ways.base import Pins, Setting
+from benchmarks.gpu.tasks.training import FineTuning, stepped
+from benchmarks.gpu.ways.base import LeftOutError, Pins, Setting
 from benchmarks.gpu.ways.every import WAYS
 from stagehand.core.machine import free_host_bytes
 from stagehand.units import MIB, format_bytes, parse_bytes
 
 if TYPE_CHECKING:
-    import stagehand
+    from collections.abc import Callable
+
     from benchmarks.gpu.card import Card, Copies
     from benchmarks.gpu.cells import Cell
     from benchmarks.gpu.tasks.base import Task
+    from stagehand.activations.books import Tally
     from stagehand.core.device import Device
+    from stagehand.runtime import Runtime
 
 __all__ = ["measure"]
 
@@ -51,6 +55,7 @@ def measure(cell: Cell, card: Card, folder: Path | None = None) -> dict[str, Any
 
     Raises:
         AssertionError: If this library's outcome is not the resident one, bit for bit.
+        LeftOutError: If another library cannot do it, as it says itself.
     """
     found = run_resident(cell, card)
     with (
@@ -69,11 +74,12 @@ def measure(cell: Cell, card: Card, folder: Path | None = None) -> dict[str, Any
             folder=Path(files),
         )
         card.empty_cache()  # of what blocks were made with
+        first = _kept(setting)
         with setting.ends:
-            line = _away(setting, card, found, rates)
+            line = _away(setting, card, found, rates, first)
             # What is left needs memory of its own: a profiler's buffers.
             capped.close()
-            line |= _checked(setting, card, found)
+            line |= _checked(setting, card, found, first)
         del setting
     line["h2d_rate_after"] = copy_rate(card.device, copied_bytes(card))
     return {"kind": "cell", "cell": cell.line(), "cap_bytes": cap, **line}
@@ -114,7 +120,7 @@ def _room(cell: Cell, card: Card, found: Resident, cap: int | None) -> Room:
 
 def _disk_rate(cell: Cell, found: Resident, folder: Path) -> float | None:
     """What reading such files takes, of one that is deleted again."""
-    if cell.kind != "disk":
+    if cell.ram is None:
         return None
     path = folder / "probe"
     with path.open("wb") as file:
@@ -126,14 +132,26 @@ def _disk_rate(cell: Cell, found: Resident, folder: Path) -> float | None:
     return max(rates.values())
 
 
+def _kept(setting: Setting) -> list[torch.Tensor]:
+    """Copy the weights that this library's steps change."""
+    if not setting.cell.ours:
+        return []
+    return [p.detach().to("cpu", copy=True) for p in setting.task.trained]
+
+
 def _away(
-    setting: Setting, card: Card, found: Resident, rates: Rates
+    setting: Setting,
+    card: Card,
+    found: Resident,
+    rates: Rates,
+    first: list[torch.Tensor],
 ) -> dict[str, Any]:
     """Run the steps with weights elsewhere, and say what they took."""
     cell, task, device = setting.cell, setting.task, card.device
     way = WAYS[cell.way]
     if not cell.ours and task.at_home:
         _check_host(setting)
+    way.load()
     began = time.perf_counter()
     way.prepare(setting)
     task.begin()
@@ -144,16 +162,20 @@ def _away(
     expected = task.expected or found.outcome
     _check(cell, found, outcome, expected)
     same, apart = equal(outcome, expected), difference(outcome, expected)
+    same_step = _check_step(setting, found, first, outcome)
     del outcome, expected
     pinned = _pinned(task, device, began)
     for _ in range(cell.settling if cell.ours else min(cell.settling, _WARM_UP)):
         task.step()
         device.synchronize()
-    steps = _time(setting, card)
+    if task.tally is not None:
+        task.tally.reset()
+    steps, stall_ms = _waiting(task, lambda: _time(setting, card))
     bound = task.bound(found.steps.phases, setting.room, rates)
     return {
         "version": way.version,
         "step": asdict(steps.whole),
+        "timed_steps": steps.count,
         "phases": steps.phases,
         "host_seconds": steps.host,
         "resident": asdict(found.steps.whole),
@@ -163,9 +185,12 @@ def _away(
         "over_resident": steps.whole.median / found.steps.whole.median,
         "equal": same,
         "difference": apart,
+        "equal_stepped": same_step,
         "resident_difference": found.difference,
         **_memory(setting, card, found),
-        **_reported(task),
+        "host_bytes": card.resident_bytes() - nbytes_of([*first, *found.outcome]),
+        "stall_ms": stall_ms,
+        "freed_share": _freed_share(task.tally),
         "prepared": prepared,
         "startup": startup,
         "pinned": pinned,
@@ -173,11 +198,19 @@ def _away(
     }
 
 
-def _checked(setting: Setting, card: Card, found: Resident) -> dict[str, Any]:
-    """Count the copies of one more step, and see whether all is still exact."""
+def _checked(
+    setting: Setting, card: Card, found: Resident, first: list[torch.Tensor]
+) -> dict[str, Any]:
+    """Count the copies of one more step, and see whether all is still exact.
+
+    Of weights that were trained, when they are again what they were at first.
+    """
     cell, task = setting.cell, setting.task
     line: dict[str, Any] = _copied(card.copies(task.step))
-    if not task.trains:
+    if not task.trains or first:
+        with torch.no_grad():
+            for weight, value in zip(task.trained, first, strict=True):
+                weight.copy_(value)
         with repeatable():
             last = task.outcome()
         expected = task.expected or found.outcome
@@ -197,7 +230,7 @@ def _check_host(setting: Setting) -> None:
         need -= sum(weights)
     free = free_host_bytes()
     if need > free:
-        raise MemoryError(
+        raise LeftOutError(
             f"page-locks {format_bytes(need)} more, {format_bytes(free)} are free"
         )
 
@@ -219,31 +252,49 @@ def _memory(setting: Setting, card: Card, found: Resident) -> dict[str, int]:
         "device_bytes": card.most_used_bytes(),
         "resident_peak_bytes": found.peak_bytes,
         "pinned_bytes": card.pinned_bytes(),
-        "host_bytes": card.resident_bytes(),
     }
 
 
-def _reports(task: Task) -> list[stagehand.Report]:
-    """What this library says of itself."""
-    runtimes = [getattr(m, "_stagehand_layer_runtime", None) for m in task.models]
-    return [runtime.report() for runtime in runtimes if runtime is not None]
+def _runtimes(task: Task) -> list[Runtime]:
+    """This library's, where it streams a model."""
+    found = [getattr(m, "_stagehand_layer_runtime", None) for m in task.models]
+    return [runtime for runtime in found if runtime is not None]
 
 
 def _pinned(task: Task, device: Device, began: float) -> float | None:
     """Run steps until no weight is being pinned; return when that was, if any was."""
     after = None
-    while any(report.pinning_bytes for report in _reports(task)):
+    while any(runtime.report().pinning_bytes for runtime in _runtimes(task)):
         task.step()
         device.synchronize()
         after = time.perf_counter() - began
     return after
 
 
-def _reported(task: Task) -> dict[str, float | None]:
-    """How long compute waited for weights."""
-    stalls = [report.stall_ms for report in _reports(task)]
-    known = [stall for stall in stalls if stall is not None]
-    return {"stall_ms": sum(known) if known else None}
+def _waiting(task: Task, run: Callable[[], Steps]) -> tuple[Steps, float | None]:
+    """Run steps, and say how long compute waited in each; None if nobody times it."""
+    runtimes, saved = _runtimes(task), task.stalls
+    before = sum(map(_stall_ms, runtimes))
+    if saved is not None:
+        saved.take()
+    steps = run()
+    waited = sum(map(_stall_ms, runtimes)) - before
+    if saved is not None:
+        waited += saved.take()[1]
+    return steps, waited / steps.count if runtimes or saved is not None else None
+
+
+def _freed_share(tally: Tally | None) -> float | None:
+    """Of the bytes that left, those whose memory was let go; None if none left."""
+    if tally is None or not tally.spilled_bytes:
+        return None
+    return tally.freed_bytes / tally.spilled_bytes
+
+
+def _stall_ms(runtime: Runtime) -> float:
+    """How long compute has waited for weights."""
+    runtime.end_step()  # counts what is over by now
+    return runtime.telemetry.totals()["stall_time_ms"] or 0.0
 
 
 def _copied(copies: Copies) -> dict[str, int]:
@@ -253,6 +304,27 @@ def _copied(copies: Copies) -> dict[str, int]:
         "h2d_bytes": copies.h2d_bytes,
         "d2h_bytes": copies.d2h_bytes,
     }
+
+
+def _check_step(
+    setting: Setting,
+    found: Resident,
+    first: list[torch.Tensor],
+    outcome: list[torch.Tensor],
+) -> bool | None:
+    """Hold this library's first step of all weights to PyTorch's, gradients given."""
+    task = setting.task
+    if not isinstance(task, FineTuning) or not first or found.difference:
+        return None
+    if not task.overlaps:  # else it was made beside backward
+        with repeatable():
+            task.step()
+    same = all(
+        equal([now.detach().cpu()], [stepped(weight, gradient, now.device)])
+        for now, weight, gradient in zip(task.trained, first, outcome[1:], strict=True)
+    )
+    assert same, f"{setting.cell.name}: a step's weights are not those of AdamW"
+    return same
 
 
 def _check(

@@ -21,13 +21,13 @@ _INFERENCE = {
     "flux.1-large": ("8GiB",),
     "flux.2": ("24GiB", "8GiB", "6GiB"),
     "qwen2.5-7b": ("6GiB", "4GiB", "2GiB"),
-    "qwen2.5-7b-prefill": ("6GiB", "4GiB"),
+    "qwen2.5-7b-prefill": ("6GiB", "4GiB", "2GiB"),
     "qwen2.5-7b-whole": ("6GiB", "4GiB"),
-    "qwen2.5-7b-whole-prefill": ("4GiB",),
+    "qwen2.5-7b-whole-prefill": ("6GiB", "4GiB"),
     "llama-3-8b": ("8GiB", "6GiB"),
     "qwen3-30b-a3b": ("24GiB", "8GiB", "6GiB"),
     "qwen3-30b-a3b-prefill": ("24GiB", "8GiB"),
-    "gemma-3-12b": ("8GiB",),
+    "gemma-3-12b": ("24GiB", "8GiB"),
     "sdxl": ("6GiB", "4GiB"),
 }
 _LORA = {
@@ -38,13 +38,17 @@ _LORA = {
 }
 # 9 GiB are needed beside weights, 6 of them for checkpoints.
 _LORA_SPILLING = {"flux.1-large": "8GiB"}
+# Their files are read again in forward and in backward.
+_LORA_DISK = {"ltx-2": ("24GiB", "30%")}
 # A head of 1 GiB comes at once, or in parts; other ways need more than the card has.
 _LEAST_CARD = {"qwen2.5-7b-whole": "2GiB", "qwen2.5-7b-parted": "1GiB"}
 _FULL = {"llama-3-8b": ("24GiB", "8GiB")}
 _PAIRS = {"gemma-3-12b+ltx-2": ("24GiB",), "llama-3-8b+qwen2.5-7b": ("8GiB",)}
+_ALONE = {"gemma-3-12b+ltx-2": "24GiB"}  # whose first model fits
 _SAVED = {"llama-3-8b": ("50%", "20%"), "flux.1": ("20%",), "ltx-2": ("20%",)}
 _DISK = {
     "qwen2.5-7b": ("100%", "30%"),
+    "qwen2.5-7b-prefill": ("30%",),
     "qwen2.5-7b-whole": ("30%",),
     "llama-3-8b": ("30%",),
     "ltx-2": ("30%",),
@@ -90,6 +94,10 @@ def all_cells() -> Iterator[Cell]:
                 yield from _every_way(Cell(kind=kind, shape=shape, cap=cap))
     for shape, cap in _LORA_SPILLING.items():
         yield Cell(kind="lora", shape=shape, cap=cap, way="stagehand-spilling")
+    for shape, cap in _ALONE.items():
+        yield Cell(kind="pair", shape=shape, cap=cap, way="stagehand-alone")
+    for shape, (cap, ram) in _LORA_DISK.items():
+        yield Cell(kind="lora", shape=shape, cap=cap, ram=ram, way="stagehand-load")
     for shape, cap in _LEAST_CARD.items():
         yield Cell(kind="inference", shape=shape, cap=cap)
     for (kind, shape), budget in _BUDGETS.items():

@@ -15,11 +15,13 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from benchmarks.gpu.card import Card, SimulatedCard
 from benchmarks.gpu.cells import Cell
 from benchmarks.gpu.link import calibrate
 from benchmarks.gpu.measure import measure
-from benchmarks.gpu.ways.base import FAILURES
+from benchmarks.gpu.ways.base import LeftOutError
 from benchmarks.gpu.ways.every import WAYS
 from benchmarks.simulated import ROOT
 
@@ -37,22 +39,28 @@ def attempt(cell: Cell, card: Card, folder: Path | None = None) -> dict[str, Any
     """Return a cell's line; where another library cannot do it, the reason.
 
     Raises:
-        Exception: What this library raised: that is a mistake.
+        Exception: All else: a mistake, of the cell or of the library.
     """
     if line := left_out(cell):
         return line
-    if cell.ours:
-        return measure(cell, card, folder)
     try:
         return measure(cell, card, folder)
-    except FAILURES as error:
-        return _failed(cell, f"{type(error).__name__}: {error}".splitlines()[0])
+    except LeftOutError as error:
+        return _left_out(cell, str(error))
+    except torch.OutOfMemoryError as error:
+        if cell.ours:
+            raise
+        return _left_out(cell, f"OutOfMemoryError: {error}".splitlines()[0])
 
 
 def left_out(cell: Cell) -> dict[str, Any] | None:
     """Return the line of a cell whose library is not there; else None."""
     way = WAYS[cell.way]
-    return _failed(cell, f"{way.package} is not installed") if way.missing else None
+    return _left_out(cell, f"{way.package} is not installed") if way.missing else None
+
+
+def _left_out(cell: Cell, reason: str) -> dict[str, Any]:
+    return {"kind": "cell", "cell": cell.line(), "left_out": reason}
 
 
 def apart(

@@ -61,7 +61,7 @@ class Place:
     exact_time: bool
     """Whether times are the same at every run."""
     page_bytes: int
-    """Pinned memory of one piece is rounded up to this."""
+    """Device memory of one piece is rounded up to this at most."""
     activities: tuple[ProfilerActivity, ...] = (ProfilerActivity.CPU,)
 
     def synchronize(self) -> None:

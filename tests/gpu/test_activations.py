@@ -195,7 +195,7 @@ def test_checkpointed_step_under_a_runtime_beside_save_on_cpu(place, record_prop
         assert_bitwise_equal(loss, expected, "loss")
     assert record.activations_spilled >= 4
     assert record.pool_hit_rate == 1.0
-    assert record.freed_bytes >= 0.75 * record.spill_bytes
+    assert record.freed_bytes >= 0.95 * record.spill_bytes
     mine = place.seconds(managed, rounds=5)
     theirs = place.seconds(
         lambda: step(model, x, save_on_cpu(pin_memory=True)), rounds=5

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
     from benchmarks.gpu.blocks import State
     from benchmarks.gpu.rates import Rates
+    from stagehand.activations.books import Tally
+    from stagehand.activations.timing import StallClock
 
 __all__ = ["Room", "Task", "nbytes_of"]
 
@@ -64,11 +66,20 @@ class Task:
     def __init__(self, models: list[nn.Module], states: Sequence[State]) -> None:
         self.models, self.states = models, states
         self.saving: AbstractContextManager[Any] = nullcontext()
+        self.stalls: StallClock | None = None
+        """Of what `saving` brings back, where somebody times it."""
+        self.tally: Tally | None = None
+        """Of what left the device and came back."""
         self.before_step: Callable[[], object] | None = None
         self.expected: list[torch.Tensor] | None = None
         """The outcome of weights that are not the resident ones."""
         self.link_share = 1.0
         """How much of a weight's bytes crosses the link for it."""
+
+    @property
+    def trained(self) -> list[nn.Parameter]:
+        """Parameters that are stepped."""
+        return []
 
     def flying_bytes(self) -> int:
         """What is on the device for a while, on its way home."""

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from benchmarks.gpu.shapes import Stack
     from benchmarks.gpu.tasks.base import Task
 
-__all__ = ["DTYPE", "KINDS", "make"]
+__all__ = ["DTYPE", "KINDS", "make", "trained"]
 
 DTYPE = torch.bfloat16
 _RANK = 32
@@ -63,6 +63,11 @@ def _stack(
         blocks=cell.blocks,
         divide=cell.divide,
     )
+    return trained(stack, cell)
+
+
+def trained(stack: Stack, cell: Cell) -> Stack:
+    """Let a stack have what a cell trains."""
     if cell.kind == "full":
         stack.requires_grad_(True)
     if cell.kind in ("lora", "activations"):

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from benchmarks.gpu.blocks import State
     from benchmarks.gpu.rates import Rates
 
-__all__ = ["FineTuning", "Lora", "Saved", "adapt", "loss_of"]
+__all__ = ["Checkpointed", "FineTuning", "Lora", "Saved", "adapt", "loss_of", "stepped"]
 
 _RATE = 1e-4
 _FLYING = 3  # blocks: one in backward, one that leaves, one to spare
@@ -57,7 +57,7 @@ def adapt(module: nn.Module, rank: int, generator: torch.Generator) -> None:
         setattr(module, name, _Adapter(child, *(p.to(child.weight) for p in parts)))
 
 
-class _Checkpointed(nn.Module):
+class Checkpointed(nn.Module):
     """A stack that computes each block again in backward."""
 
     def __init__(self, stack: nn.Module) -> None:
@@ -81,13 +81,13 @@ class _Training(Task):
 
     def __init__(self, models: list[nn.Module], states: Sequence[State]) -> None:
         if self.checkpoints:
-            models = [_Checkpointed(model) for model in models]
+            models = [Checkpointed(model) for model in models]
         super().__init__(models, states)
         self.loss: torch.Tensor | None = None
 
     @property
     def trained(self) -> list[nn.Parameter]:
-        """Parameters that are stepped."""
+        """See `Task`."""
         return [p for m in self.models for p in m.parameters() if p.requires_grad]
 
     def make_optimizer(self) -> torch.optim.Optimizer:
@@ -141,6 +141,19 @@ def loss_of(outputs: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.stack(squares).sum()
 
 
+def stepped(
+    weight: torch.Tensor, gradient: torch.Tensor, place: torch.device
+) -> torch.Tensor:
+    """Return what the first step of PyTorch's AdamW makes of a weight that lies there.
+
+    Last bits depend on the place: the host's kernel and a device's round differently.
+    """
+    copy = weight.to(place, copy=True)
+    copy.grad = gradient.to(place)
+    torch.optim.AdamW([copy], lr=_RATE, fused=True).step()
+    return copy.cpu()
+
+
 def _whole(gradient: torch.Tensor) -> torch.Tensor:
     """On the host, and plain: what is sharded over one process lies in it."""
     local: torch.Tensor = getattr(gradient, "_local_tensor", gradient)
@@ -159,12 +172,15 @@ class Lora(_Training):
 
         For at most V of the weights W can be there when a phase starts, and what is
         computed again uses weights that backward needs as well. A is what was spilled
-        in forward, over the other lane.
+        in forward, over the other lane. Of W - V the disk reads what no host memory
+        has, in both.
         """
         forward, backward, update = seconds
         crossing, spilled = room.crossing_bytes, room.spilled_bytes
-        forward = max(forward, crossing / rates.h2d, spilled / rates.d2h)
-        return forward + max(backward, (crossing + spilled) / rates.h2d) + update
+        disk = room.read_bytes / rates.disk if rates.disk else 0.0
+        forward = max(forward, crossing / rates.h2d, spilled / rates.d2h, disk)
+        backward = max(backward, (crossing + spilled) / rates.h2d, disk)
+        return forward + backward + update
 
 
 class FineTuning(_Training):

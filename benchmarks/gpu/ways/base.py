@@ -1,9 +1,10 @@
-"""A way of keeping weights elsewhere, and what can go wrong with somebody else's."""
+"""A way of keeping weights elsewhere, and what somebody else's says it cannot do."""
 
 from __future__ import annotations
 
 import enum
 import functools
+import importlib
 import importlib.metadata
 import importlib.util
 from contextlib import ExitStack
@@ -19,20 +20,11 @@ if TYPE_CHECKING:
     from benchmarks.gpu.cells import Cell
     from benchmarks.gpu.tasks.base import Room, Task
 
-__all__ = ["FAILURES", "Pins", "Setting", "Way"]
+__all__ = ["LeftOutError", "Pins", "Setting", "Way", "needs_cuda"]
 
-FAILURES = (
-    RuntimeError,
-    AssertionError,
-    AttributeError,
-    ImportError,
-    LookupError,
-    MemoryError,
-    OSError,
-    TypeError,
-    ValueError,
-)
-"""What other libraries raise where they cannot do something."""
+
+class LeftOutError(Exception):
+    """Another library says that it cannot do this, by its documents or its import."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -87,11 +79,28 @@ class Way:
         """Whether it is not installed."""
         return importlib.util.find_spec(self.package) is None
 
+    def load(self) -> None:
+        """Import it, where what it does to the process is wanted.
+
+        Raises:
+            LeftOutError: If it cannot be imported.
+        """
+        try:
+            importlib.import_module(self.package)
+        except ImportError as error:
+            raise LeftOutError(f"{self.package}: {error}") from error
+
     @property
     def version(self) -> str:
         """Of the package."""
         names = _distributions().get(self.package)
         return importlib.metadata.version(names[0]) if names else "unknown"
+
+
+def needs_cuda(at: Setting) -> None:
+    """Leave a library out that knows no other device."""
+    if at.place.type != "cuda":
+        raise LeftOutError(f"{at.cell.way} needs CUDA, this is {at.place.type}")
 
 
 @functools.cache

@@ -10,7 +10,7 @@ from torch import nn
 
 from benchmarks.gpu.tasks.base import nbytes_of
 from benchmarks.gpu.tasks.training import FineTuning, loss_of
-from benchmarks.gpu.ways.base import Pins, Way
+from benchmarks.gpu.ways.base import Pins, Way, needs_cuda
 from benchmarks.gpu.ways.plain import pin_in_place
 from stagehand.units import MIB
 
@@ -70,6 +70,7 @@ def _ramtorch(at: Setting) -> None:
     """A window of blocks, and as many that stay as the budget holds beside it."""
     from ramtorch import OffloadModel
 
+    needs_cuda(at)
     for model in at.task.models:
         blocks = list(model.blocks)  # type: ignore[arg-type]
         largest = max(nbytes_of(block.parameters()) for block in blocks)
@@ -95,6 +96,7 @@ def _ramtorch_trained(at: Setting) -> None:
     """
     from ramtorch import OffloadModel
 
+    needs_cuda(at)
     task = at.task
     assert isinstance(task, FineTuning)
     (model,), (state,) = task.models, task.states
@@ -126,6 +128,7 @@ def _ramtorch_linear(at: Setting) -> None:
     """
     from ramtorch.helpers import replace_linear_with_ramtorch
 
+    needs_cuda(at)
     for model in at.task.models:
         pin_in_place(model)
         replace_linear_with_ramtorch(model, device=str(at.place))
@@ -140,6 +143,7 @@ def _mmgp(at: Setting) -> None:
     """Half of the budget, for it takes twice what it is given."""
     from mmgp import offload
 
+    needs_cuda(at)
     for model in at.task.models:
         budget = max(1, int(at.share(model) / 2 / MIB))
         offload.all(

@@ -12,11 +12,13 @@ import stagehand
 from benchmarks.disk import drop_cache
 from benchmarks.gpu.cells import LEAST
 from benchmarks.gpu.outcomes import repeatable
-from benchmarks.gpu.shapes import SHAPES, Stack, skeleton
-from benchmarks.gpu.tasks.making import DTYPE
-from benchmarks.gpu.tasks.training import FineTuning
+from benchmarks.gpu.shapes import SHAPES, skeleton
+from benchmarks.gpu.tasks.base import nbytes_of
+from benchmarks.gpu.tasks.making import DTYPE, KINDS, trained
+from benchmarks.gpu.tasks.training import Checkpointed, FineTuning
 from benchmarks.gpu.ways.base import Way
 from benchmarks.gpu.ways.files import write_checkpoint
+from stagehand.activations.timing import StallClock
 from stagehand.optim import OffloadedAdamW
 from stagehand.stores.converting import convert_to_squareq
 from stagehand.units import MIB
@@ -61,6 +63,15 @@ def _reserved(at: Setting) -> None:
     at.task.models[0]._stagehand_layer_runtime.reserve_for_resident()
 
 
+def _alone(at: Setting) -> None:
+    """The first of two models is just there; the other streams in what that leaves."""
+    resident, guest = at.task.models
+    resident.to(at.place)
+    left = at.room.budget_bytes - nbytes_of(resident.parameters())
+    stagehand.layer(guest, vram_budget=left, inference_mode=True, telemetry=True)
+    at.ends.callback(guest._stagehand_layer_runtime.shutdown)
+
+
 def _spilling(at: Setting) -> None:
     """Weights stream, and most of what checkpoints keep leaves as well."""
     _by_layers(at)
@@ -70,6 +81,9 @@ def _spilling(at: Setting) -> None:
 def _spill(at: Setting, budget_bytes: int) -> None:
     saving = stagehand.activations(budget_bytes)
     at.ends.callback(saving.close)
+    parts = saving._parts
+    at.task.stalls = parts.carrier.stalls = StallClock(parts.device)
+    at.task.tally = parts.spill.tally
     at.task.saving = saving
 
 
@@ -128,7 +142,7 @@ def _open(at: Setting, folder: Path) -> nn.Module:
         vram_budget=at.room.budget_bytes,
         ram_budget=at.room.ram_bytes,
         scratch_dir=at.folder,
-        inference_mode=True,
+        inference_mode=not at.task.trains,
         telemetry=True,
     )
     at.ends.callback(model._stagehand_layer_runtime.shutdown)
@@ -159,10 +173,10 @@ def _drop(files: Iterable[Path]) -> None:
         drop_cache(file)
 
 
-def _skeleton(cell: Cell) -> Stack:
-    return skeleton(SHAPES[cell.shape], blocks=cell.blocks, divide=cell.divide).to(
-        DTYPE
-    )
+def _skeleton(cell: Cell) -> nn.Module:
+    stack = skeleton(SHAPES[cell.shape], blocks=cell.blocks, divide=cell.divide)
+    stack = trained(stack.to(DTYPE).requires_grad_(False), cell)
+    return Checkpointed(stack) if KINDS[cell.kind].trains else stack
 
 
 OWN = {
@@ -174,6 +188,8 @@ OWN = {
         prepare=functools.partial(_by_layers, transport="packed"),
     ),
     "stagehand-reserved": Way(kinds=frozenset({"pair"}), prepare=_reserved),
+    # Only where a cell names it: the first model has to fit.
+    "stagehand-alone": Way(kinds=frozenset(), prepare=_alone),
     "stagehand-spilling": Way(
         kinds=frozenset({"lora"}), prepare=_spilling, spills=True
     ),

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from benchmarks.gpu.ways.base import Pins, Way
+from benchmarks.gpu.ways.base import Pins, Way, needs_cuda
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sized
@@ -82,10 +82,10 @@ def _fsdp(at: Setting, *, ahead: bool = False) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
+    needs_cuda(at)
     if not distributed.is_initialized():
-        backend = "cpu:gloo,cuda:nccl" if at.place.type == "cuda" else "gloo"
         distributed.init_process_group(
-            backend, store=distributed.HashStore(), rank=0, world_size=1
+            "cpu:gloo,cuda:nccl", store=distributed.HashStore(), rank=0, world_size=1
         )
         at.ends.callback(distributed.destroy_process_group)
     options = {
