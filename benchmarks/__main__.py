@@ -42,7 +42,7 @@ SUITES: dict[str, tuple[Suite, Suite]] = {
     ),
     "training": (
         training.measure,
-        lambda: training.measure((10, 30), blocks_timed=100),
+        lambda: training.measure((10, 20, 30), blocks_timed=100),
     ),
     "peers": (peers.measure, lambda: peers.measure((10,), blocks_timed=100)),
     "planning": (
@@ -55,20 +55,21 @@ SUITES: dict[str, tuple[Suite, Suite]] = {
     ),
     "virtual": (virtual.measure, lambda: virtual.measure(cells=1)),
     "memory": (memory.measure, lambda: memory.measure(rounds=1)),
+    # Apart from "reading": a disk that has read much may be slow for a while.
+    "streamer": (
+        streamer.measure,
+        lambda: streamer.measure(rounds=1, layers=6, layer_bytes=4 << 20),
+    ),
     "startup": (
         startup.measure,
         lambda: startup.measure(layers=6, width=512, rounds=1),
     ),
-    "threads": (threads.measure, lambda: threads.measure(rounds=10)),
+    "threads": (threads.measure, lambda: threads.measure(rounds=1)),
     "handles": (handles.measure, lambda: handles.measure(rounds=1)),
     "packing": (packing.measure, lambda: packing.measure(rounds=1, weights=1 << 20)),
     "reading": (
         reading.measure,
         lambda: reading.measure(rounds=1, blocks=6, block_bytes=4 << 20),
-    ),
-    "streamer": (
-        streamer.measure,
-        lambda: streamer.measure(rounds=1, layers=6, layer_bytes=4 << 20),
     ),
     "conductor": (conductor.measure, lambda: conductor.measure(rounds=1)),
     "activations": (activations.measure, lambda: activations.measure(rounds=1)),
@@ -89,7 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.out is not None:
         options.out.parent.mkdir(parents=True, exist_ok=True)
         options.out.write_text(as_lines(results) + "\n", encoding="utf-8")
-    missed = any(not result.ok for result in results)
+    missed = any(not (result.ok or result.why) for result in results)
     return 1 if options.check and missed else 0
 
 
@@ -97,7 +98,11 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("--json", action="store_true", help="print JSON lines")
     parser.add_argument("--out", type=Path, help="a file for the JSON lines, too")
-    parser.add_argument("--check", action="store_true", help="fail on a missed target")
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="fail on what misses its target unexplained",
+    )
     parser.add_argument(
         "--quick", action="store_true", help="fewer blocks: to see that it runs"
     )

@@ -116,7 +116,7 @@ def _over_copies(rounds: int) -> Result:
     spill.close()
     over = {name: times[name].over(times["no hooks"]) for name in ("leaves", "copies")}
     return Result.of(
-        "a saved MiB that leaves over a copy there and back",
+        "a saved MiB that leaves, fetched on demand, over a copy there and back",
         over["leaves"].part_of(over["copies"]),
         "x",
         target=_TARGET_COPIES,

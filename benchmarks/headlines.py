@@ -16,14 +16,14 @@ from safetensors.torch import save_file
 from torch import nn
 
 import stagehand
-from benchmarks.results import Result
+from benchmarks.results import Result, ratio
 from stagehand.residency import finding
 from stagehand.stores.converting import convert_to_squareq
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["measure", "ratio", "small_blocks"]
+__all__ = ["measure", "small_blocks"]
 
 _SETTLING = 6
 _PASSES = 4
@@ -41,11 +41,6 @@ def small_blocks(nbytes: int) -> Iterator[None]:
         yield
     finally:
         finding._SMALL_BYTES = before
-
-
-def ratio(name: str, value: float, target: float | None, unit: str = "x") -> Result:
-    """Return a figure of virtual time: one number is the whole truth."""
-    return Result(name=name, value=value, median=value, unit=unit, target=target)
 
 
 def measure(sim: Any, *, part: int = 1) -> Iterator[Result]:

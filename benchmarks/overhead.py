@@ -21,6 +21,7 @@ _SETTLING = 6  # passes until the order is learned, timed once and planned for g
 _MICRO = 1e6
 _TARGET_US = 10.0
 _TARGET_GROWTH = 1.2
+_COMPARED = 10_000  # blocks of each time that is compared with that of other depths
 
 # Parts of all blocks' bytes; with none, only the ring of slots is left.
 SHARES = {"all": 2.0, "a third": 1 / 3, "none": 0.0}
@@ -56,15 +57,27 @@ def measure(
 
 
 def growth(
-    what: str, found: Mapping[str, Mapping[int, Times]], few: int, many: int
+    what: str,
+    found: Mapping[str, Mapping[int, Times]],
+    few: int,
+    many: int,
+    *,
+    why: str = "",
 ) -> Iterator[Result]:
-    """Yield what a block of many costs over one of few, for each share that is kept."""
+    """Yield what a block of many costs over one of few, for each share that is kept.
+
+    The smallest of times of as many blocks is judged: a pass of few blocks fits into
+    the moments in which the machine is fast, and a pass of many does not.
+    """
     for name, by_depth in found.items():
-        yield Result.of(
-            f"{what}, {name} resident",
-            by_depth[many].part_of(by_depth[few]),
-            "x",
+        ratio = by_depth[many].part_of(by_depth[few])
+        yield Result(
+            name=f"{what}, {name} resident",
+            value=ratio.lasting,
+            median=ratio.median,
+            unit="x",
             target=_TARGET_GROWTH,
+            why=why,
         )
 
 
@@ -107,7 +120,11 @@ def over_bare(
             runtime.set_budget(max(ring, int(share * sum(sizes))))
             for _ in range(_SETTLING):
                 functions["streamed"]()
-            times = take_turns(functions, rounds=max(1, blocks_timed // depth))
+            times = take_turns(
+                functions,
+                rounds=max(1, blocks_timed // depth),
+                group=max(1, min(blocks_timed, _COMPARED) // depth),
+            )
             yield name, times["streamed"].over(times["bare"], depth)
     finally:
         runtime.shutdown()

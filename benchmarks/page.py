@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.devices import device_section
+from benchmarks.results import Result, shown
 from benchmarks.simulated import ROOT
 
 __all__ = ["main"]
@@ -38,6 +39,13 @@ This page is made from the files in `benchmarks/results/` by `python -m
 benchmarks.page`. `make bench` measures the host's part anew, `python -m benchmarks.gpu`
 a device's. Ratios and differences inside one run count, absolute times depend on the
 machine.
+"""
+
+_HOST = """\
+A figure is the smallest of many repetitions, where its name says nothing else. What has
+no target explains others. Passes and plans "over its bound", and virtual time, are
+calculated, not timed. Rows "in pieces" cut blocks into eight equal ones; the pieces of
+real models are layers, of up to 648 MiB in FLUX.2, and have rows of their own.
 """
 
 
@@ -89,6 +97,7 @@ def _page(found: dict[str, list[Line]], pictures: Path) -> Iterator[str]:
     missed = [line for line in host if not line["ok"]]
     yield from _host_table(missed) if missed else ["Nothing of what is below does.\n"]
     yield "## On the host\n"
+    yield _HOST
     yield from _host_table(host)
     if _draw_overhead(host, pictures / "overhead.svg"):
         yield "![overhead a block by the number of blocks](pictures/overhead.svg)\n"
@@ -102,7 +111,7 @@ def _page(found: dict[str, list[Line]], pictures: Path) -> Iterator[str]:
     yield "## Predictions\n"
     yield (
         "Not measured: what the planner predicts for published shapes at 55 GB/s, in"
-        " pieces of an eighth\nof a block, by the budget for weights.\n"
+        " equal pieces, eight\na block, by the budget for weights.\n"
     )
     if _draw_predictions(
         found.get("predictions.jsonl", []), pictures / "predictions.svg"
@@ -111,7 +120,10 @@ def _page(found: dict[str, list[Line]], pictures: Path) -> Iterator[str]:
     yield "## On devices\n"
     devices = {name: lines for name, lines in found.items() if name not in _OWN}
     if not devices:
-        yield "No device was measured yet: all above is host work and virtual time.\n"
+        yield (
+            "No device was measured yet: all above is host work, virtual time and what"
+            " the planner\ncalculates.\n"
+        )
     for name, lines in devices.items():
         stem = Path(name).stem
         yield from device_section(stem, lines)
@@ -120,16 +132,17 @@ def _page(found: dict[str, list[Line]], pictures: Path) -> Iterator[str]:
 
 
 def _host_table(lines: Iterable[Line]) -> Iterator[str]:
-    yield "| what | smallest | median | target | |"
+    yield "| what | figure | median | target | |"
     yield "|---|---|---|---|---|"
     for line in lines:
         if not line["unit"]:
             yield f"| {line['name']} | | | | |"
             continue
-        target = "" if line["target"] is None else f"{line['target']:g}"
-        verdict = "" if line["target"] is None else ("ok" if line["ok"] else "miss")
-        cells = f"{line['value']:.3g} | {line['median']:.3g} {line['unit']}"
-        yield f"| {line['name']} | {cells} | {target} | {verdict} |"
+        found = Result.of_line(line)
+        target = "" if found.target is None else f"{found.target:g}"
+        value, median = (shown(x, found.unit) for x in (found.value, found.median))
+        cells = f"{value} | {median} {found.unit} | {target} | {found.verdict}"
+        yield f"| {found.name} | {cells} |"
     yield ""
 
 
@@ -173,7 +186,7 @@ def _draw_budgets(lines: Sequence[Line], path: Path) -> bool:
     found: dict[str, dict[float, tuple[float, float]]] = {}
     for line in lines:
         cell = line.get("cell", {})
-        if cell.get("way") == "stagehand" and "failed" not in line:
+        if cell.get("way") == "stagehand" and "step" in line:
             over = line["over_resident"]
             point = {line["budget_bytes"] / 1e9: (over, over / line["over_bound"])}
             found.setdefault(f"{cell['kind']}/{cell['shape']}", {}).update(point)

@@ -92,6 +92,22 @@ def _fsdp(model: Stack) -> Callable[[], object]:
     return distributed.destroy_process_group
 
 
+def _naive(model: Stack) -> Callable[[], object]:
+    """Each block to where it computes and back, pageable, as one does by hand.
+
+    Both are the CPU, so a move walks the block's parameters and finds nothing to copy:
+    what it allocates, copies and waits for on a device comes on top.
+    """
+    for block in model.blocks:
+        block.register_forward_pre_hook(_move)
+        block.register_forward_hook(_move)
+    return _nothing
+
+
+def _move(block: nn.Module, *_: Any) -> None:
+    block.to(_CPU)
+
+
 def _hooks_alone(model: Stack) -> Callable[[], object]:
     """Hooks on every block that do nothing: what PyTorch itself takes for them."""
     for block in model.blocks:
@@ -110,6 +126,7 @@ PEERS: dict[str, tuple[str, Prepare]] = {
     "diffusers group offloading": ("diffusers", _diffusers),
     "accelerate cpu_offload": ("accelerate", _accelerate),
     "FSDP2 CPU offload": ("torch", _fsdp),
+    "naive moves": ("torch", _naive),
     "RamTorch": ("ramtorch", _ramtorch),
     "mmgp": ("mmgp", _mmgp),
 }

@@ -8,7 +8,6 @@ it holds all.
 from __future__ import annotations
 
 import os
-import statistics
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -87,7 +86,7 @@ def _compare(
     target: float,
 ) -> Iterator[Result]:
     best = min(best_of, key=lambda name: min(seconds[name]))
-    times = Times(min(seconds[best]), statistics.median(seconds[best]))
+    times = Times.of(seconds[best])
     yield Result.of(f"{what} of a GB, {when}", times, "ms", scale=1e12 / nbytes)
     for name, found in seconds.items():
         if name not in best_of:

@@ -1,17 +1,18 @@
 """What a benchmark found, held against its target, as a table or as JSON lines."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from benchmarks.timing import Times
 
-__all__ = ["Result", "as_lines", "as_table"]
+__all__ = ["Result", "as_lines", "as_table", "ratio", "shown"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Result:
-    """One figure. The smallest of many repetitions is what counts."""
+    """One figure. The smallest of many repetitions counts, if its name says nothing."""
 
     name: str
     value: float
@@ -20,6 +21,8 @@ class Result:
     """Empty for a line that only says something."""
     target: float | None = None
     """The most that is allowed; None where a figure only explains others."""
+    why: str = ""
+    """Why the target is missed, where that is known: then it is no failure."""
 
     @classmethod
     def of(
@@ -30,6 +33,7 @@ class Result:
         *,
         scale: float = 1.0,
         target: float | None = None,
+        why: str = "",
     ) -> "Result":
         """Return a result from times, multiplied by `scale` for its unit."""
         return cls(
@@ -38,7 +42,13 @@ class Result:
             median=times.median * scale,
             unit=unit,
             target=target,
+            why=why,
         )
+
+    @classmethod
+    def of_line(cls, line: Mapping[str, Any]) -> "Result":
+        """Return what a line of `as_lines` was made from."""
+        return cls(**{name: value for name, value in line.items() if name != "ok"})
 
     @property
     def ok(self) -> bool:
@@ -50,7 +60,18 @@ class Result:
         """ "ok" or "miss", or nothing without a target."""
         if self.target is None:
             return ""
-        return "ok" if self.ok else "miss"
+        if self.ok:
+            return "ok"
+        return f"miss: {self.why}" if self.why else "miss"
+
+
+def ratio(
+    name: str, value: float, target: float | None, unit: str = "x", *, why: str = ""
+) -> Result:
+    """Return a figure that is calculated: one number is the whole truth."""
+    return Result(
+        name=name, value=value, median=value, unit=unit, target=target, why=why
+    )
 
 
 def as_lines(results: Sequence[Result]) -> str:
@@ -66,14 +87,19 @@ def as_table(results: Sequence[Result]) -> str:
     return "\n".join(_line(row, widths) for row in rows)
 
 
+def shown(value: float, unit: str) -> str:
+    """Return a figure as tables have it; of ratios thousandths count."""
+    return f"{value:.4g}" if unit == "x" else f"{value:.3g}"
+
+
 def _cells(result: Result) -> tuple[str, ...]:
     if not result.unit:
         return result.name, "", "", "", "", ""
     target = "" if result.target is None else f"<= {result.target:g}"
     return (
         result.name,
-        f"{result.value:.3g}",
-        f"{result.median:.3g}",
+        shown(result.value, result.unit),
+        shown(result.median, result.unit),
         target,
         result.unit,
         result.verdict,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from benchmarks.gpu.shapes import SHAPES, skeleton
-from benchmarks.results import Result
+from benchmarks.results import Result, ratio
 from benchmarks.simulated import reach_tests
 from stagehand.residency.finding import find_blocks, find_layers
 from stagehand.residency.plan import Workload, plan
@@ -23,17 +23,18 @@ __all__ = ["measure", "predictions"]
 _TARGET = 1.02
 _PIECE = 1 << 20
 _RATE = 50e9
-# Seconds of compute over those of loading all, at few tokens, on PCIe 5; and what a
-# pass may take over its bound with a third of the weights on the device.
+_WHOLE = "a layer is there as a whole, and the largest has {} MiB"
+# Seconds of compute over those of loading all, at few tokens, on PCIe 5; and why a pass
+# with a third of the weights on the device misses its target, where it does.
 _CUT_MODELS = {
-    "ltx-2": (0.075, 1.015),
-    "flux.1": (0.35, None),
-    "flux.2": (0.5, None),
-    "llama-3-8b": (0.24, None),
-    "qwen2.5-7b": (0.024, None),
+    "ltx-2": (0.075, ""),
+    "flux.1": (0.35, _WHOLE.format(108)),
+    "flux.2": (0.5, _WHOLE.format(648)),
+    "llama-3-8b": (0.24, _WHOLE.format(112)),
+    "qwen2.5-7b": (0.024, _WHOLE.format(129)),
 }
 _FEW = 3
-_TARGET_FEW = 1.01
+_TARGET_CUT = 1.01
 
 
 def measure(
@@ -50,12 +51,12 @@ def measure(
     """
     for name, backward in (("ring", None), ("forward and backward", 2.0)):
         worst = max(
-            _over_bound(blocks * pieces, ratio, share, backward)
-            for ratio in (0.3, 0.6, 0.9, 1.1, 1.5, 3.0)
+            _over_bound(blocks * pieces, load, share, backward)
+            for load in (0.3, 0.6, 0.9, 1.1, 1.5, 3.0)
             for share in (1 / 6, 1 / 3, 1 / 2, 3 / 4)
         )
         what = f"worst plan over its bound, {name}, blocks in {pieces} pieces"
-        yield _ratio(what, worst, _TARGET)
+        yield ratio(what, worst, _TARGET)
 
     for shape in list(_CUT_MODELS)[:models]:
         yield from _as_cut(shape)
@@ -69,26 +70,26 @@ def _as_cut(shape: str) -> Iterator[Result]:
     """
     with torch.device("meta"):
         model = skeleton(SHAPES[shape]).to(torch.bfloat16)
-    ratio, target = _CUT_MODELS[shape]
+    compute, why = _CUT_MODELS[shape]
     whole = sum(p.nbytes for p in model.parameters())
     third = find_layers(model, budget_bytes=whole // 3)
     few = _FEW * max(group.nbytes for group in third.streamed)
-    seconds, _ = _pass(find_layers(model, budget_bytes=few), few, ratio)
-    yield _ratio(
+    seconds, _ = _pass(find_layers(model, budget_bytes=few), few, compute)
+    yield ratio(
         f"pass over all bytes at the link's rate, {shape}, {_FEW} layers on the device",
         seconds / (whole / _RATE),
-        _TARGET_FEW,
+        _TARGET_CUT,
     )
-    for what, cut, allowed in (
-        ("whole blocks", find_blocks(model, r"^blocks\.\d+$"), None),
-        ("layers", third, target),
+    for what, cut, allowed, missed in (
+        ("whole blocks", find_blocks(model, r"^blocks\.\d+$"), None, ""),
+        ("layers", third, _TARGET_CUT, why),
     ):
-        seconds, bound = _pass(cut, whole // 3, ratio)
+        seconds, bound = _pass(cut, whole // 3, compute)
         what = f"pass over its bound, {shape}, a third on the device, {what}"
-        yield _ratio(what, seconds / bound, allowed)
+        yield ratio(what, seconds / bound, allowed, why=missed)
 
 
-def _pass(cut: Finding, budget: int, ratio: float) -> tuple[float, float]:
+def _pass(cut: Finding, budget: int, compute: float) -> tuple[float, float]:
     """Return the seconds of a planned pass, and the least that are possible."""
     reach_tests()
     from schedules import execute
@@ -99,17 +100,13 @@ def _pass(cut: Finding, budget: int, ratio: float) -> tuple[float, float]:
     workload = Workload(
         order=tuple(range(len(sizes))),
         nbytes=tuple(sizes),
-        seconds=tuple(ratio * nbytes / _RATE for nbytes in sizes),
+        seconds=tuple(compute * nbytes / _RATE for nbytes in sizes),
         link_bytes_per_second=_RATE,
     )
     made = plan(workload, budget_bytes=budget, max_lookahead=32)
     assert workload.seconds is not None
     bound = max(sum(workload.seconds), (sum(sizes) - budget) / _RATE)
     return execute(workload, made), bound
-
-
-def _ratio(name: str, value: float, target: float | None) -> Result:
-    return Result(name=name, value=value, median=value, unit="x", target=target)
 
 
 def _over_bound(

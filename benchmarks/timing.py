@@ -20,17 +20,31 @@ class Times:
 
     smallest: float
     median: float
+    lasting: float
+    """The smallest mean of a group of calls, one after the other."""
 
     def over(self, other: "Times", count: int = 1) -> "Times":
         """Return by how much these are longer, for each of `count`."""
         return Times(
             (self.smallest - other.smallest) / count,
             (self.median - other.median) / count,
+            (self.lasting - other.lasting) / count,
         )
 
     def part_of(self, other: "Times") -> "Times":
         """Return the ratio of these to the other's."""
-        return Times(self.smallest / other.smallest, self.median / other.median)
+        return Times(
+            self.smallest / other.smallest,
+            self.median / other.median,
+            self.lasting / other.lasting,
+        )
+
+    @classmethod
+    def of(cls, seconds: Sequence[float], group: int = 1) -> "Times":
+        """Return those of many calls, of which `group` are a group."""
+        starts = range(0, len(seconds) - group + 1, group)
+        lasting = min(sum(seconds[start : start + group]) for start in starts) / group
+        return cls(min(seconds), statistics.median(seconds), lasting)
 
     @classmethod
     def ratio(cls, mine: Sequence[float], other: Sequence[float]) -> "Times":
@@ -39,7 +53,8 @@ class Times:
         A turn is short, so both of its times are of the same mood of the machine.
         """
         turns = zip(mine, other, strict=True)
-        return cls(min(mine) / min(other), statistics.median(m / o for m, o in turns))
+        smallest = min(mine) / min(other)
+        return cls(smallest, statistics.median(m / o for m, o in turns), smallest)
 
 
 def by_the_wall(
@@ -71,7 +86,11 @@ def by_the_wall(
 
 
 def take_turns(
-    functions: Mapping[str, Callable[[], object]], *, rounds: int, calls: int = 1
+    functions: Mapping[str, Callable[[], object]],
+    *,
+    rounds: int,
+    calls: int = 1,
+    group: int = 1,
 ) -> dict[str, Times]:
     """Time functions in turn, after one call of each that is not counted.
 
@@ -82,6 +101,7 @@ def take_turns(
         functions: What to time, by name.
         rounds: How many times each is measured.
         calls: How many calls one measurement takes; times are of one call.
+        group: How many measurements make one of `Times.lasting`.
     """
     seconds: dict[str, list[float]] = {name: [] for name in functions}
     for function in functions.values():
@@ -92,7 +112,4 @@ def take_turns(
             for _ in range(calls):
                 function()
             seconds[name].append((time.thread_time() - start) / calls)
-    return {
-        name: Times(min(values), statistics.median(values))
-        for name, values in seconds.items()
-    }
+    return {name: Times.of(values, group) for name, values in seconds.items()}

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks import headlines
-from benchmarks.headlines import ratio, small_blocks
-from benchmarks.results import Result, as_lines
+from benchmarks.headlines import small_blocks
+from benchmarks.results import Result, as_lines, ratio
 from benchmarks.simulated import ROOT, load_simulated_device
 
 if TYPE_CHECKING:
@@ -65,9 +65,7 @@ def measure(*, cells: int | None = None) -> Iterator[Result]:
         text=True,
     )
     for line in done.stdout.splitlines():
-        found = json.loads(line)
-        del found["ok"]
-        yield Result(**found)
+        yield Result.of_line(json.loads(line))
 
 
 def _cells(cells: int | None) -> Iterator[Result]:
