@@ -24,7 +24,8 @@ PLAN: dict[int, dict[str, tuple[str, ...]]] = {
         "core": (
             *("states", "machine", "device", "stopwatch", "clock", "telemetry"),
             *("limits", "turn"),
-            *("ledger", "arena", "workers", "layout", "saved", "trees", "terms"),
+            *("ledger", "arena", "workers", "layout", "saved"),
+            *("trees", "terms", "steps"),
             *("wire_ring", "traffic", "transfer"),
         )
     },
