@@ -155,7 +155,8 @@ class Parts:
             raise self._no_room_for_odd(self.odd_bytes)
         for tensor in self.odd[len(self.odd_origin) :]:
             self.odd_origin.append(tensor.device)
-            tensor.data = tensor.data.to(self.device.torch_device)
+            with torch.inference_mode(tensor.is_inference()):
+                tensor.data = tensor.data.to(self.device.torch_device)
         return True
 
     def _no_room_for_odd(self, nbytes: int) -> StagehandOOMError:
@@ -176,7 +177,8 @@ class Parts:
         for tensor in (*(t for b in staying for t in b.tensors), *self.odd):
             grad = tensor.grad if tensor.is_leaf else None
             if grad is not None and grad.device != tensor.device:
-                tensor.grad = grad.to(tensor.device)
+                with torch.inference_mode(False):  # more is added to it later
+                    tensor.grad = grad.to(tensor.device)
 
     def take_home_odd(self) -> None:
         """Move it back to where it came from."""

@@ -67,6 +67,25 @@ def test_gradients_are_cleared_either_way(sim, setting, to_none):
 
 
 @over(SOME)
+def test_gradients_that_a_look_brings_along_are_added_to(sim, setting):
+    """Whoever looks in inference mode makes no inference tensors of them."""
+
+    def script(run):
+        optimizer = sgd(run)
+        for number in range(3):
+            run.backward(run.loss(number))
+            if run.runtime is not None:
+                run.runtime.park()
+            with torch.inference_mode():
+                run.note("a look", run.model(run.batch(number)))
+            run.backward(run.loss(number + 100))
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+
+    assert_trains_equally(net, script, setting)
+
+
+@over(SOME)
 @pytest.mark.parametrize("foreach", [None, False])
 def test_gradients_are_clipped_together(sim, setting, foreach):
     def script(run):

@@ -157,6 +157,20 @@ def test_adapters_wait_on_the_host_until_the_model_is_moved_or_used(sim):
     runtime.shutdown()
 
 
+def test_adapters_that_a_look_brings_to_the_device_train_exactly(place):
+    """Whoever looks in inference mode makes no inference tensors of them."""
+    resident = adapted(base()).to(place)
+    model = base()
+    runtime = stream(model, LLAMA, "layers", place, budget_of(place))
+    model = adapted(model)
+    for one in (model, resident):
+        with torch.inference_mode():
+            answer(one, place)
+    assert train(model, place)[0] == train(resident, place)[0]
+    assert_same(model, resident)
+    runtime.shutdown()
+
+
 def test_adapters_without_room_are_refused_until_the_budget_is_raised(sim):
     least = smallest_budget(LLAMA, "layers", "hpu")
     model = base()

@@ -1,0 +1,351 @@
+"""Whatever a training script does, in any order, it does the same with a streamed model.
+
+The same is done with a model that is all on the device, and outputs, gradients and
+weights are compared bit by bit.
+"""
+
+from contextlib import suppress
+
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    precondition,
+    rule,
+)
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from training import WIDTH, Net, Run, Setting, built
+
+from architectures.trees import assert_bitwise_equal
+from simulated import sim_device
+from streamed import GRAD_MODES
+
+LR = 0.125
+
+# Who edits weights while they are loaded ahead has them loaded again.
+_EDITED = "host buffer rewritten before its copy ran"
+
+
+class Interrupted(Exception):
+    """A hook of the script fails."""
+
+
+class Recomputing(Net):
+    """Recomputes its blocks in backward, in one way or the other."""
+
+    reentrant = False
+
+    def around(self, block, x):
+        if not (x.requires_grad and torch.is_grad_enabled()):
+            return block(x)
+        return checkpoint(block, x, use_reentrant=self.reentrant)
+
+
+class Reentering(Recomputing):
+    reentrant = True
+
+
+class Turning(Net):
+    """Uses its blocks forwards and then backwards."""
+
+    def forward(self, x):
+        x = super().forward(x)
+        for block in reversed(self.blocks):
+            x = block(x)
+        return x
+
+
+@built
+def tied():
+    """One weight in two modules."""
+    model = Net()
+    model.head.weight = model.entry.weight
+    return model
+
+
+@built
+def counting():
+    """Buffers that each pass of training changes."""
+    model = Net()
+    for block in model.blocks:
+        block.norm = nn.BatchNorm1d(WIDTH)
+    return model
+
+
+MAKERS = {
+    "plain": built(Net),
+    "dropping": built(lambda: Net(dropout=0.25)),
+    "recomputing": built(Recomputing),
+    "reentering": built(Reentering),
+    "turning": built(Turning),
+    "tied": tied,
+    "counting": counting,
+}
+SETTINGS = st.builds(
+    Setting,
+    st.just("hpu"),
+    st.sampled_from(["layers", "blocks"]),
+    st.sampled_from(["smallest", "third", "most", "all"]),
+)
+OPTIMIZERS = {
+    "sgd": lambda params: torch.optim.SGD(params, lr=LR, momentum=0.5),
+    "one by one": lambda params: torch.optim.SGD(params, lr=LR, foreach=False),
+    "adam": lambda params: torch.optim.AdamW(params, lr=LR / 64, foreach=False),
+}
+
+
+def _assign(tensor, other):
+    tensor.data = other.clone()
+
+
+EDITS = {
+    "in place": lambda tensor: tensor.mul_(0.5),
+    "behind its counter": lambda tensor: tensor.data.mul_(0.5),
+    "copied into": lambda tensor: tensor.copy_(tensor.detach().clone() * 2),
+    "assigned": lambda tensor: _assign(tensor, tensor.data * 0.5),
+    "one element": lambda tensor: tensor.view(-1)[:1].add_(1),
+}
+numbers = st.integers(0, 5)
+places = st.integers(0, 30)
+
+
+class AnyOrder(RuleBasedStateMachine):
+    """A script that trains, looks, edits, fails, and streams anew."""
+
+    def __init__(self):
+        super().__init__()
+        sim_device.reset()
+        self.seed = 0
+        self.optimizes = False
+        self.held = 0  # losses that wait for backward
+
+    @initialize(kind=st.sampled_from(list(MAKERS)), setting=SETTINGS)
+    def begin(self, kind, setting):
+        self.build = MAKERS[kind]
+        plain = Run(model=self.build().to("hpu"), place="hpu")
+        self.runs = [plain, Run(model=self.build(), place="hpu")]
+        for run in self.runs:
+            run.losses = []
+        self.stream(setting)
+
+    def stream(self, setting):
+        run = self.runs[1]
+        run.budget = setting.bytes_for(self.build)
+        run.runtime = setting.stream(run.model, run.budget)
+
+    def both(self, act):
+        """Do the same with both models, and compare what that gives."""
+        self.seed += 1
+        given = []
+        for run in self.runs:
+            torch.default_generator.manual_seed(self.seed)
+            given.append(act(run))
+        assert_bitwise_equal(given[1], given[0], "what it gives")
+
+    def of_all(self, act):
+        """Do the same with all parameters of both models."""
+        for run in self.runs:
+            for parameter in run.model.parameters():
+                act(parameter)
+
+    def one(self, run, place):
+        parameters = list(run.model.parameters())
+        return parameters[place % len(parameters)]
+
+    # Passes
+
+    @rule(number=numbers, mode=st.sampled_from(list(GRAD_MODES)))
+    def look(self, number, mode):
+        def act(run):
+            with GRAD_MODES[mode]():
+                return run.model(run.batch(number)).detach()
+
+        self.both(act)
+
+    @rule(number=numbers, more=st.booleans())
+    def learn(self, number, more):
+        def act(run):
+            loss = run.loss(number)
+            if more:
+                loss = loss + run.loss(number + 1)
+            loss.backward()
+            return loss.detach()
+
+        self.both(act)
+
+    @rule(number=numbers)
+    def learn_twice_from_one_graph(self, number):
+        def act(run):
+            loss = run.loss(number)
+            loss.backward(retain_graph=True)
+            loss.backward()
+            return loss.detach()
+
+        self.both(act)
+
+    @rule(number=numbers)
+    def learn_from_the_input(self, number):
+        def act(run):
+            x = run.batch(number).requires_grad_()
+            run.model(x).square().mean().backward()
+            return x.grad
+
+        self.both(act)
+
+    @precondition(lambda self: self.held < 2)
+    @rule(number=numbers)
+    def hold(self, number):
+        self.both(lambda run: run.losses.append(run.loss(number)))
+        self.held += 1
+
+    @precondition(lambda self: self.held)
+    @rule(first=st.booleans())
+    def let_go(self, first):
+        def act(run):
+            loss = run.losses.pop(0 if first else -1)
+            loss.backward()
+            return loss.detach()
+
+        self.both(act)
+        self.held -= 1
+
+    @rule(place=st.integers(0, 6), number=numbers, backward=st.booleans())
+    def fail(self, place, number, backward):
+        def stop(*_):
+            raise Interrupted
+
+        def stop_later(_module, _inputs, output):
+            if output.requires_grad:
+                output.register_hook(stop)
+
+        def act(run):
+            children = [run.model.entry, *run.model.blocks, run.model.head]
+            hook = stop_later if backward else stop
+            handle = children[place].register_forward_hook(hook)
+            with suppress(Interrupted):
+                run.loss(number).backward()
+            handle.remove()
+            # Autograd's thread may be behind: the next pass begins when it is done.
+            run.model(run.batch(number).requires_grad_()).sum().backward()
+            run.model.zero_grad()
+
+        for run in self.runs:
+            run.model.zero_grad()
+        self.both(act)
+
+    # What is between them
+
+    def drop_losses(self):
+        """Weights are about to change: backward could not run any more."""
+        self.held = 0
+        for run in self.runs:
+            run.losses.clear()
+
+    @rule(kind=st.sampled_from(list(OPTIMIZERS)))
+    def take_optimizer(self, kind):
+        for run in self.runs:
+            run.steps = OPTIMIZERS[kind](run.model.parameters())
+        self.optimizes = True
+
+    @precondition(lambda self: self.optimizes)
+    @rule(clear=st.sampled_from(["no", "to none", "to zero"]))
+    def step(self, clear):
+        self.drop_losses()
+        for run in self.runs:
+            run.steps.step()
+            if clear != "no":
+                run.steps.zero_grad(set_to_none=clear == "to none")
+
+    @rule(to_none=st.booleans())
+    def clear(self, to_none):
+        for run in self.runs:
+            run.model.zero_grad(set_to_none=to_none)
+
+    @rule(place=places)
+    def clear_one(self, place):
+        for run in self.runs:
+            self.one(run, place).grad = None
+
+    @rule()
+    def scale_gradients(self):
+        self.of_all(lambda p: None if p.grad is None else p.grad.mul_(0.5))
+
+    @rule(place=places, way=st.sampled_from(list(EDITS)))
+    def edit(self, place, way):
+        self.drop_losses()
+        with torch.no_grad():
+            for run in self.runs:
+                EDITS[way](self.one(run, place))
+
+    @rule(place=places, trains=st.booleans())
+    def freeze(self, place, trains):
+        self.drop_losses()
+        for run in self.runs:
+            self.one(run, place).requires_grad_(trains)
+
+    @rule()
+    def load_state(self):
+        self.drop_losses()
+        for run in self.runs:
+            state = run.model.state_dict()
+            run.model.load_state_dict({k: v.clone() for k, v in state.items()})
+
+    @rule(trains=st.booleans())
+    def set_mode(self, trains):
+        for run in self.runs:
+            run.model.train(trains)
+
+    @rule(place=places)
+    def hook_gradient(self, place):
+        for run in self.runs:
+            weight = self.one(run, place)
+            if weight.requires_grad:
+                run.handles.append(weight.register_hook(lambda grad: grad * 0.5))
+
+    @rule()
+    def remove_hooks(self):
+        for run in self.runs:
+            while run.handles:
+                run.handles.pop().remove()
+
+    # The streamed one
+
+    @rule(setting=SETTINGS)
+    def set_budget(self, setting):
+        run = self.runs[1]
+        run.runtime.set_budget(max(run.budget, setting.bytes_for(self.build)))
+
+    @rule(setting=SETTINGS)
+    def stream_anew(self, setting):
+        self.drop_losses()
+        self.runs[1].runtime.shutdown()
+        self.stream(setting)
+
+    @rule()
+    def compare(self):
+        plain, mine = self.runs
+        for (name, expected), found in zip(
+            plain.model.named_parameters(), mine.model.parameters(), strict=True
+        ):
+            assert_bitwise_equal(found.grad, expected.grad, f"gradient of {name}")
+        self.both(lambda run: run.model.state_dict())
+
+    def teardown(self):
+        if not hasattr(self, "runs"):
+            return
+        try:
+            self.compare()
+        finally:
+            self.drop_losses()
+            self.remove_hooks()
+            self.runs[1].runtime.shutdown()
+        self.compare()
+        torch.accelerator.synchronize()
+        assert [race for race in sim_device.races() if _EDITED not in race] == []
+
+
+AnyOrder.TestCase.settings = settings(max_examples=30, stateful_step_count=25)
+TestAnyOrder = AnyOrder.TestCase
