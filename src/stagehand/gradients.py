@@ -48,6 +48,7 @@ from stagehand.torch_private import (
     has_more_hooks,
     is_last_hook,
     keeps_graph,
+    make_last_hook,
     storage_use_count,
     tensor_use_count,
     use_count_of,
@@ -196,7 +197,7 @@ class Gradients:
         self._homes: dict[int, _Home] = {}  # by the parameter's id
         self._touched: list[_Home] = []  # since this backward pass began
         self._graded: list[Block] = []  # for which gradients came
-        self._late: list[tuple[_Home, Stream]] = []
+        self._late: dict[_Home, Stream] = {}
         self._sent = False
         self._arrivals: deque[_Arrival] = deque()
         self._arriving_bytes = 0
@@ -419,10 +420,10 @@ class Gradients:
             maker = self._device.current_stream()
             if is_last_hook(parameter, home.handles[1].id):
                 if self._late:
-                    self._late = [late for late in self._late if late[0] is not home]
+                    self._late.pop(home, None)
                 self._send(home, grad, maker)
             else:  # hooks that were registered later shall see it first
-                self._late.append((home, maker))
+                self._late[home] = maker
 
     def _touch(self, home: _Home, earlier: torch.Tensor | None) -> None:
         """This backward pass has come to a parameter, with that gradient."""
@@ -436,7 +437,8 @@ class Gradients:
 
     def _send_late(self) -> None:
         while self._late:
-            home, maker = self._late.pop()
+            home, maker = self._late.popitem()
+            make_last_hook(home.parameter, home.handles[1].id)
             grad = home.parameter.grad
             if grad is None:
                 home.grad, home.whole = None, False

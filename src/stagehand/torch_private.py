@@ -90,6 +90,7 @@ __all__ = [
     "keeps_graph",
     "load_places",
     "looked_through",
+    "make_last_hook",
     "negated",
     "place_of",
     "pop_saved_hooks",
@@ -312,17 +313,28 @@ def has_more_hooks(tensor: torch.Tensor) -> bool:
 
 
 def is_last_hook(tensor: torch.Tensor, number: int) -> bool:
-    """Let a post-accumulate hook be the last of its tensor; return whether it was.
+    """Return whether a post-accumulate hook is the last of its tensor.
 
     Args:
         tensor: Whose hooks.
         number: The hook's, as its handle knows it.
     """
     hooks: Any = getattr(tensor, "_post_accumulate_grad_hooks", None)
-    if not hooks or next(reversed(hooks)) == number:
-        return True
-    hooks.move_to_end(number)
-    return False
+    return not hooks or next(reversed(hooks)) == number
+
+
+def make_last_hook(tensor: torch.Tensor, number: int) -> None:
+    """Let a post-accumulate hook be the last of its tensor; not while they are called.
+
+    Autograd goes by the order in which they were put in: `move_to_end` is not seen.
+
+    Args:
+        tensor: Whose hooks.
+        number: The hook's, as its handle knows it.
+    """
+    hooks: Any = getattr(tensor, "_post_accumulate_grad_hooks", None)
+    if hooks and number in hooks:
+        hooks[number] = hooks.pop(number)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Whatever a training script does, in any order, it does the same with a streamed model.
+"""Whatever a script of training does, in any order: it does the same when streamed.
 
 The same is done with a model that is all on the device, and outputs, gradients and
 weights are compared bit by bit.
@@ -17,13 +17,15 @@ from hypothesis.stateful import (
 )
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from training import WIDTH, Net, Run, Setting, built
 
 from architectures.trees import assert_bitwise_equal
 from simulated import sim_device
+from stagehand.errors import StagehandOOMError
 from streamed import GRAD_MODES
+from training import WIDTH, Net, Run, Setting, built
 
 LR = 0.125
+JOINING = 4096  # bytes of a layer that joins, with gradient and rounding
 
 # Who edits weights while they are loaded ahead has them loaded again.
 _EDITED = "host buffer rewritten before its copy ran"
@@ -101,6 +103,10 @@ def _assign(tensor, other):
     tensor.data = other.clone()
 
 
+def _halve_sum(weight):
+    weight.grad.mul_(0.5)
+
+
 EDITS = {
     "in place": lambda tensor: tensor.mul_(0.5),
     "behind its counter": lambda tensor: tensor.data.mul_(0.5),
@@ -121,6 +127,7 @@ class AnyOrder(RuleBasedStateMachine):
         self.seed = 0
         self.optimizes = False
         self.held = 0  # losses that wait for backward
+        self.joined = 0  # layers that were not there at first
 
     @initialize(kind=st.sampled_from(list(MAKERS)), setting=SETTINGS)
     def begin(self, kind, setting):
@@ -133,8 +140,11 @@ class AnyOrder(RuleBasedStateMachine):
 
     def stream(self, setting):
         run = self.runs[1]
-        run.budget = setting.bytes_for(self.build)
+        run.budget = self.budget(setting)
         run.runtime = setting.stream(run.model, run.budget)
+
+    def budget(self, setting):
+        return setting.bytes_for(self.build) + self.joined * JOINING
 
     def both(self, act):
         """Do the same with both models, and compare what that gives."""
@@ -305,6 +315,14 @@ class AnyOrder(RuleBasedStateMachine):
             if weight.requires_grad:
                 run.handles.append(weight.register_hook(lambda grad: grad * 0.5))
 
+    @rule(place=places)
+    def hook_sum(self, place):
+        for run in self.runs:
+            weight = self.one(run, place)
+            if weight.requires_grad:
+                hook = weight.register_post_accumulate_grad_hook
+                run.handles.append(hook(_halve_sum))
+
     @rule()
     def remove_hooks(self):
         for run in self.runs:
@@ -315,8 +333,38 @@ class AnyOrder(RuleBasedStateMachine):
 
     @rule(setting=SETTINGS)
     def set_budget(self, setting):
-        run = self.runs[1]
-        run.runtime.set_budget(max(run.budget, setting.bytes_for(self.build)))
+        run, budget = self.runs[1], self.budget(setting)
+        with suppress(StagehandOOMError):  # it was cut for a larger one
+            run.runtime.set_budget(budget)
+            run.budget = budget
+
+    @precondition(lambda self: self.joined < 4)
+    @rule(place=st.integers(0, 4), trains=st.booleans())
+    def adapt(self, place, trains):
+        self.drop_losses()
+        self.joined += 1
+        self.runs[1].budget += JOINING
+        self.runs[1].runtime.set_budget(self.runs[1].budget)
+        generator = torch.Generator().manual_seed(place)
+        values = torch.randn(WIDTH, WIDTH, generator=generator) / 8
+        for run in self.runs:
+            block = run.model.blocks[place]
+            block.norm = nn.Sequential(block.norm, nn.Linear(WIDTH, WIDTH))
+            block.norm[1].weight = nn.Parameter(values.clone())
+            block.norm[1].bias = None
+            block.norm[1].requires_grad_(trains)
+        self.runs[0].model.to("hpu")
+        self.optimizes = False
+
+    @rule()
+    def park(self):
+        self.drop_losses()
+        self.runs[1].runtime.park()
+
+    @rule(device=st.sampled_from(["cpu", "hpu"]))
+    def move(self, device):
+        self.drop_losses()
+        self.runs[1].model.to(device)
 
     @rule(setting=SETTINGS)
     def stream_anew(self, setting):

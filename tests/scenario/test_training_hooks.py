@@ -60,6 +60,23 @@ def test_hooks_registered_on_the_streamed_model_see_the_sum_beside_the_weight(
 
 @over(SOME)
 @pytest.mark.parametrize("kind", ["tensor", "post"])
+def test_hooks_registered_between_passes_see_the_sum_beside_the_weight(
+    sim, setting, kind
+):
+    """The library's own are there first, and autograd goes by that order."""
+
+    def script(run):
+        train(run, steps=1)
+        run.handles = hook_everything(run.model, kind, [run])
+        train(run)
+        run.handles += hook_everything(run.model, kind, [run])
+        train(run)
+
+    assert_trains_equally(net, script, setting)
+
+
+@over(SOME)
+@pytest.mark.parametrize("kind", ["tensor", "post"])
 def test_hooks_registered_before_streaming_see_the_sum_beside_the_weight(
     sim, setting, kind
 ):
