@@ -313,8 +313,9 @@ def test_adapters_are_trained_and_frozen_weights_never_come_home(rehearse):
 def test_saved_tensors_leave_under_a_budget_and_save_memory(rehearse):
     found = _ways(rehearse("--cells", "activations/llama*/20%/*"), "activations")
     assert set(found) == {"stagehand-activations", "save_on_cpu", "none"}
-    assert all(line["equal"] for line in found.values())
     ours, none = found["stagehand-activations"], found["none"]
+    assert ours["equal"]
+    assert none["equal"]  # save_on_cpu loses strides, and with them the order of sums
     assert ours["d2h_bytes"] > 0.5 * ours["weight_bytes"]
     assert ours["allocated_bytes"] < none["allocated_bytes"]
     assert none["d2h_bytes"] == 0

@@ -38,7 +38,7 @@ from stagehand.errors import (
     StagehandWarning,
     TensorMismatchError,
 )
-from streamed import original, weight_bytes
+from streamed import aligned, original, weight_bytes
 
 
 @pytest.fixture(autouse=True)
@@ -110,7 +110,7 @@ def test_directory_streams_bitwise_as_from_pretrained(
     architecture, device, dtype, shard, sim, saved
 ):
     folder = saved(architecture, dtype, shard)
-    expected = opened(architecture, folder, dtype)
+    expected = aligned(opened(architecture, folder, dtype))
     names = [name for name, _ in expected.named_parameters()]
     state, held = torch.get_rng_state(), sim.allocated_bytes()
     needed = least(folder, device=device)

@@ -85,7 +85,7 @@ def test_gradients_that_a_look_brings_along_are_added_to(sim, setting):
     assert_trains_equally(net, script, setting)
 
 
-@over(SOME)
+@over([TIGHT, Setting("cpu", "layers", "smallest"), Setting("cpu", "blocks", "third")])
 @pytest.mark.parametrize("foreach", [None, False])
 def test_gradients_are_clipped_together(sim, setting, foreach):
     def script(run):
@@ -99,6 +99,25 @@ def test_gradients_are_clipped_together(sim, setting, foreach):
             step(optimizer)
 
     assert_trains_equally(net, script, setting)
+
+
+@over([Setting("hpu", mode, "third") for mode in ("layers", "blocks")])
+@pytest.mark.parametrize("foreach", [None, False])
+def test_gradients_on_both_sides_are_clipped_to_one_norm(sim, setting, foreach):
+    """Their norms are added side by side: the last bits of the sum may differ."""
+    norms = []
+
+    def script(run):
+        run.backward(run.loss())
+        for limit in (0.01, 1.0):
+            parameters = run.model.parameters()
+            norms.append(nn.utils.clip_grad_norm_(parameters, limit, foreach=foreach))
+
+    assert_trains_equally(net, script, setting)
+    resident, clipped = norms[:2], norms[2:]
+    torch.testing.assert_close(clipped, resident, check_device=False)
+    assert clipped[0] > 0.1
+    assert clipped[1].item() == pytest.approx(0.01, rel=1e-4)
 
 
 @over(FEW)

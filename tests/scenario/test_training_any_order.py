@@ -131,7 +131,7 @@ class AnyOrder(RuleBasedStateMachine):
 
     @initialize(kind=st.sampled_from(list(MAKERS)), setting=SETTINGS)
     def begin(self, kind, setting):
-        self.build = MAKERS[kind]
+        self.kind, self.build = kind, MAKERS[kind]
         plain = Run(model=self.build().to("hpu"), place="hpu")
         self.runs = [plain, Run(model=self.build(), place="hpu")]
         for run in self.runs:
@@ -177,6 +177,8 @@ class AnyOrder(RuleBasedStateMachine):
 
     @rule(number=numbers, more=st.booleans())
     def learn(self, number, more):
+        more = more and not self.runs[0].handles  # see docs/training.md
+
         def act(run):
             loss = run.loss(number)
             if more:
@@ -308,6 +310,7 @@ class AnyOrder(RuleBasedStateMachine):
         for run in self.runs:
             run.model.train(trains)
 
+    @precondition(lambda self: self.kind not in ("turning", "tied"))
     @rule(place=places)
     def hook_gradient(self, place):
         for run in self.runs:
@@ -315,6 +318,7 @@ class AnyOrder(RuleBasedStateMachine):
             if weight.requires_grad:
                 run.handles.append(weight.register_hook(lambda grad: grad * 0.5))
 
+    @precondition(lambda self: self.kind not in ("turning", "tied"))
     @rule(place=places)
     def hook_sum(self, place):
         for run in self.runs:
