@@ -66,6 +66,30 @@ def test_gradients_are_cleared_either_way(sim, setting, to_none):
     assert_trains_equally(net, script, setting)
 
 
+@over([*ALL, Setting("hpu", "layers", "most"), Setting("hpu", "blocks", "most")])
+@pytest.mark.parametrize("moved", [True, False], ids=["moved", "looked at"])
+def test_edits_of_what_stays_on_the_device_are_kept_when_training_begins(
+    sim, setting, moved
+):
+    """Until it trains, what stays is edited where it is, which may leave no trace."""
+
+    def script(run):
+        optimizer = sgd(run)
+        for number in range(3):
+            for each in range(2):
+                with torch.no_grad():
+                    run.note("a look", run.model(run.batch(each)))
+            if moved:
+                run.model.to(run.place)
+            torch.accelerator.synchronize()  # what is loaded ahead is loaded again
+            for parameter in run.model.parameters():
+                parameter.data.mul_(0.5)
+            run.backward(run.loss(number))
+            step(optimizer)
+
+    assert_trains_equally(net, script, setting)
+
+
 @over(SOME)
 def test_gradients_that_a_look_brings_along_are_added_to(sim, setting):
     """Whoever looks in inference mode makes no inference tensors of them."""
