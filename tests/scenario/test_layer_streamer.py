@@ -394,32 +394,63 @@ def raising(error):
     return fail
 
 
-@pytest.mark.parametrize(
-    ("place", "depths"),
-    [("hpu", {}), ("hpu", {"n_cpu": 1}), ("cpu", {"n_cpu": 1})],
-    ids=["pinned", "pinned and ordinary", "ordinary"],
-)
-def test_layers_past_the_page_cache_are_read_where_they_wait_without_a_copy(
-    sim, stream, tmp_path, monkeypatch, place, depths
-):
-    """A memory copy of each byte would cost what the disk has to wait for."""
-    layers = {f"layers.{n}.w": torch.full((1 << 18,), float(n)) for n in range(LAYERS)}
-    save_file(layers, tmp_path / "model.safetensors", metadata={"note": "x" * 37})
-    streamer = stream(place, tmp_path, past_cache=True, **depths)
-    if not streamer._files._descriptor(tmp_path / "model.safetensors").is_direct:
+def past_the_cache(stream, place, path, monkeypatch, **options):
+    """A streamer of a file that no page of is in the cache, as far as it knows."""
+    monkeypatch.setattr(reading.OpenFile, "_is_cached", lambda self, chunk: False)
+    streamer = stream(place, path.parent, past_cache=True, **options)
+    if not streamer._files._descriptor(path).is_direct:
         pytest.skip("the file system of the tests has no O_DIRECT")
+    return streamer
+
+
+def save_behind(path, tensors, past, of=512):
+    """Save tensors of one type, the first of them `past` bytes after a sector."""
+    for count in range(0, of + 8, 8):
+        save_file(tensors, path, metadata={"note": "x" * count})
+        if (8 + int.from_bytes(path.read_bytes()[:8], "little")) % of == past:
+            return path
+    raise AssertionError("no header is as long")
+
+
+def count_copied(monkeypatch):
+    """A list to which the bytes of each copy behind a read are added."""
     copied, real = [], ctypes.memmove
 
     def memmove(target, source, nbytes):
         copied.append(nbytes)
         real(target, source, nbytes)
 
+    monkeypatch.setattr(ctypes, "memmove", memmove)
+    return copied
+
+
+@pytest.mark.parametrize(
+    ("place", "depths", "dtype"),
+    [
+        ("hpu", {}, torch.float32),
+        ("hpu", {"n_cpu": 1}, torch.float32),
+        ("cpu", {"n_cpu": 1}, torch.float32),
+        ("cpu", {}, torch.bfloat16),
+        ("cpu", {"n_gpu": 0}, torch.bfloat16),
+    ],
+    ids=["pinned", "pinned and ordinary", "ordinary", "where used", "nothing ahead"],
+)
+def test_layers_past_the_page_cache_are_read_where_they_wait_without_a_copy(
+    sim, stream, tmp_path, monkeypatch, place, depths, dtype
+):
+    """A memory copy of each byte would cost what the disk has to wait for."""
+    layers = {
+        f"layers.{n}.w": torch.full((1 << 19,), float(n), dtype=dtype)
+        for n in range(LAYERS)
+    }
+    path = save_behind(tmp_path / "model.safetensors", layers, past=216)
+    streamer = past_the_cache(stream, place, path, monkeypatch, **depths)
+    copied = count_copied(monkeypatch)
+
     def check(x, found, layer):
         assert found["w"].unique().tolist() == [layer]
         return x
 
-    monkeypatch.setattr(reading.OpenFile, "_is_cached", lambda self, chunk: False)
-    monkeypatch.setattr(ctypes, "memmove", memmove)
     for _ in range(2):
         streamer.run_pass(0, check)
     streamer.settle()
@@ -427,6 +458,46 @@ def test_layers_past_the_page_cache_are_read_where_they_wait_without_a_copy(
     read += streamer.telemetry.totals()["disk_bytes"]
     assert read >= 2 * streamer.read_bytes
     assert 0 < sum(copied) < 0.01 * read, "only the ends that share sectors"
+    pieces, sector = streamer._pipeline._pieces, streamer._files.sectors(path).memory
+    for account, count in (
+        (streamer._pipeline.device_account, pieces.slots),
+        (streamer._pipeline.pinned_account, pieces.slabs),
+        (streamer._pipeline.host_account, pieces.buffers),
+    ):
+        assert account.peak_bytes <= count * (streamer.layer_bytes[0] + sector)
+
+
+def test_disk_is_measured_as_it_is_read_and_no_copy_with_it(
+    stream, tmp_path, monkeypatch
+):
+    """A search would give up what is faster than it takes the disk to be."""
+    layers = {f"layers.{n}.w": torch.ones(1 << 18) for n in range(LAYERS)}
+    path = save_behind(tmp_path / "model.safetensors", layers, past=216)
+    streamer = past_the_cache(stream, "cpu", path, monkeypatch)
+    copied = count_copied(monkeypatch)
+    assert streamer.measure_rates().disk > 0
+    assert 0 < sum(copied) < 0.01 * 2 * streamer.read_bytes
+
+
+@pytest.mark.parametrize("past", [0, 8, 64])
+def test_host_computes_the_same_bits_wherever_in_its_file_a_layer_begins(
+    stream, tmp_path, monkeypatch, past
+):
+    """A product with one row, of float32, depends on where the weights begin."""
+    layers = {f"layers.{n}.w": torch.randn(512, 512) / 16 for n in range(LAYERS)}
+    path = save_behind(tmp_path / "model.safetensors", layers, past)
+    streamer = past_the_cache(stream, "cpu", path, monkeypatch)
+    x = expected = torch.randn(1, 512)
+    for weight in layers.values():
+        expected = expected @ weight.clone().T
+
+    def layer_fn(x, found, layer):
+        assert found["w"].data_ptr() % 64 == 0
+        return x @ found["w"].T
+
+    with torch.no_grad():
+        for _ in range(2):
+            assert_bitwise_equal(streamer.run_pass(x, layer_fn), expected, "output")
 
 
 @places

@@ -7,6 +7,7 @@ from torch import nn
 from stagehand.core.layout import layout_of
 from stagehand.core.transfer import Slot
 from stagehand.residency.blocks import Block
+from stagehand.stores.base import Skew
 from stagehand.stores.module import ModuleStore
 
 
@@ -36,9 +37,9 @@ class Lease:
         self.buffer = torch.zeros(nbytes, dtype=torch.uint8)
 
 
-def slot_for(block):
-    slot = Slot(0, block.nbytes)
-    slot.lease = Lease(block.nbytes)
+def slot_for(block, spare=0):
+    slot = Slot(0, block.nbytes + spare)
+    slot.lease = Lease(slot.nbytes)
     return slot
 
 
@@ -59,6 +60,23 @@ def test_tensors_point_to_the_slot_and_back_and_stay_the_same_objects():
     assert not block.is_changed()
     block.set_views(None)
     assert (block.views, block.target) == ((), None)
+
+
+@pytest.mark.parametrize("past", [0, 24, 488])
+def test_image_begins_in_a_slot_where_files_write_it_and_leaves_room_for_others(past):
+    """Slots are used in turn, by blocks of one form that begin elsewhere each."""
+    weight = nn.Parameter(torch.ones(4, 4))
+    block, other = new_block(weight), new_block(weight.detach())
+    block.begin_at(Skew(past, 512))
+    slot = slot_for(block, spare=512)
+    for placed in (other, block, other, block):
+        placed.set_views(slot)
+    assert block.target.data_ptr() % 512 == past
+    assert other.target.data_ptr() == slot.lease.buffer.data_ptr()
+    assert block.target.numel() == other.target.numel() == block.nbytes
+    assert [view.data_ptr() % 512 for view in block.views] == [past]
+    block.set_views(slot_for(block))  # it may have one that was made for others
+    assert block.target.numel() == block.nbytes
 
 
 def test_assigned_data_is_seen_at_home_and_away():

@@ -1,6 +1,7 @@
 """LayerImage: a layer's tensors in one image, and the reads that fill it."""
 
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,10 +13,12 @@ from stagehand.errors import (
     TensorMismatchError,
     TruncatedShardError,
 )
-from stagehand.stores.checkpoint import Checkpoint
+from stagehand.stores.base import Skew
+from stagehand.stores.checkpoint import Checkpoint, Extent
 from stagehand.stores.converting import convert_to_packed
 from stagehand.stores.files import FileSet
 from stagehand.stores.packed_files import packed_weights
+from stagehand.stores.reading import Sectors
 from stagehand.streamer.images import LayerImage, read_tensor, wanted_dtype
 
 TENSORS = {
@@ -84,6 +87,40 @@ def test_layer_that_lies_together_is_one_read(opened):
         len(parts) for parts in LayerImage("l", together, None)._parts.values()
     ] == [1]
     assert list(LayerImage("l", together, None)._parts) == [path]
+
+
+@pytest.mark.parametrize(
+    ("past", "dtype", "wanted", "in_place"),
+    [
+        (8, torch.bfloat16, None, True),
+        (8, torch.int32, None, True),
+        (8, torch.float32, torch.bfloat16, True),
+        (8, torch.float32, None, False),
+        (64, torch.float32, None, True),
+        (32, torch.complex64, None, False),
+        (4, torch.bfloat16, None, False),
+    ],
+)
+def test_memory_in_which_tensors_are_used_begins_where_they_can_be(
+    past, dtype, wanted, in_place
+):
+    extent = Extent(
+        name="w",
+        path=Path("w"),
+        offset=1024 + past,
+        nbytes=64 * dtype.itemsize,
+        dtype=dtype,
+        shape=(64,),
+    )
+
+    class Files(FileSet):
+        def sectors(self, path):
+            return Sectors(512, 512)
+
+    files = Files({})
+    image = LayerImage("layers.0", {"w": extent}, wanted)
+    assert image.skew(files) == Skew(past, 512)
+    assert image.skew_in_use(files) == (Skew(past, 512) if in_place else None)
 
 
 def test_floats_are_cast_and_their_bytes_counted(opened):

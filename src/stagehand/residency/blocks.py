@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from stagehand.core.layout import BlockLayout
     from stagehand.core.transfer import Slot, Ticket
-    from stagehand.stores.base import Store, Wire
+    from stagehand.stores.base import Skew, Store, Wire
 
 
 __all__ = [
@@ -47,6 +47,7 @@ class Block(Residency):
     __slots__ = (
         "_hosts",
         "addresses",
+        "begins",
         "bindings",
         "bound",
         "changes",
@@ -101,6 +102,8 @@ class Block(Residency):
         """What a slot of its own takes of the device's memory."""
         self.form = _form(layout, self.tensors)
         """What blocks have in common that can share views."""
+        self.begins: Skew | None = None
+        """Where in a slot's memory the image begins, if not where the memory does."""
         self.store: Store | None = None
         self.image: torch.Tensor | None = None
         """The store's bytes, if they lie in pinned memory."""
@@ -193,6 +196,11 @@ class Block(Residency):
         """Send the image itself from now on, not the store's wire."""
         self._cross_by(None)
 
+    def begin_at(self, skew: Skew | None) -> None:
+        """Say where in a slot's memory the image begins. It must be off the device."""
+        self.begins = skew
+        self.form = skew, _form(self.layout, self.tensors)
+
     def set_views(self, slot: Slot | None) -> None:
         """Take the views of a slot's memory, made once for each form; or none."""
         if slot is None or slot.lease is None:
@@ -201,12 +209,18 @@ class Block(Residency):
             return
         shared = slot.views.get(self.form)
         if shared is None:
-            buffer = slot.lease.buffer
-            views = self._fitted(self.layout.views(buffer))
+            image = self._place_in(slot.lease.buffer)
+            views = self._fitted(self.layout.views(image))
             addresses = [view.data_ptr() for view in views]
-            shared = slot.views[self.form] = buffer[: self.nbytes], views, addresses
+            shared = slot.views[self.form] = image, views, addresses
         self.target, self.views, self.view_addresses = shared
         self.views_in = slot  # at last: an interrupt may come before
+
+    def _place_in(self, buffer: torch.Tensor) -> torch.Tensor:
+        start = 0 if self.begins is None else self.begins.start_in(buffer)
+        if start + self.nbytes > buffer.numel():  # somebody else's slot
+            start = 0
+        return buffer[start : start + self.nbytes]
 
     def _fitted(self, places: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         return tuple(map(_fitting, self.tensors, places))

@@ -38,6 +38,9 @@ if TYPE_CHECKING:
 
 __all__ = ["LayerImage", "footprint_of", "read_tensor", "wanted_dtype"]
 
+_HOST_ALIGNMENT = 64  # bytes: torch's own, for tensors in host memory
+_VIEW_ALIGNMENT = 8  # a tensor that begins so can be viewed as any type up to int64
+
 _Named = tuple[str, "Extent"]
 
 
@@ -129,6 +132,32 @@ class LayerImage:
         widest = max((p.dtype.itemsize for p in self._layout.entries), default=1)
         return files.skew(self._parts, widest)
 
+    def skew_in_use(self, files: FileSet) -> Skew | None:
+        """Return the same for memory in which the tensors are used: the host's.
+
+        Note "Bits and addresses". The processor's libraries add up the products of a
+        matrix and a vector of float32 or wider in an order that depends on where these
+        begin: results are the same bit for bit at multiples of 64 bytes, which is where
+        torch puts tensors. Of narrower types they are the same wherever a tensor
+        begins. So an image with wider ones, that are not cast, begins at such a
+        multiple, or it is copied there.
+
+        Raises:
+            CheckpointError: If a file changed or cannot be opened.
+        """
+        skew = self.skew(files)
+        return None if skew is None or skew.past % self._alignment else skew
+
+    @property
+    def _alignment(self) -> int:
+        is_wide = any(
+            (place.dtype.is_floating_point or place.dtype.is_complex)
+            and place.dtype.itemsize > 2
+            and self._dtypes[place.name] == place.dtype  # a cast has its own memory
+            for place in self._layout.entries
+        )
+        return _HOST_ALIGNMENT if is_wide else _VIEW_ALIGNMENT
+
     def _first_cut(self) -> str | None:
         """Return the first tensor that goes on where its file ends now."""
         for key, extent in self._in_files:
@@ -171,22 +200,26 @@ def footprint_of(
         CheckpointError: If a file changed or cannot be opened.
     """
     taken, on_host = device.taken_bytes, device.is_host
-    skews = [image.skew(files) for image in images]
+    waiting = [_with_skew(image.link_nbytes, image.skew(files)) for image in images]
+    used = [image.nbytes for image in images]
+    if on_host:
+        used = [_with_skew(image.nbytes, image.skew_in_use(files)) for image in images]
     packed = [image for image in images if image.form is not None]
     wire = max((image.link_nbytes for image in packed), default=0)
     kind = device.torch_device.type
     scratch = max((image.scratch_nbytes(kind) for image in packed), default=0)
     return Footprint(
-        slot=taken(max(image.nbytes for image in images)),
-        waiting=max(
-            image.link_nbytes + (skew.of if skew else 0)
-            for image, skew in zip(images, skews, strict=True)
-        ),
+        slot=taken(max(used)),
+        waiting=max(waiting),
         cast=max(image.cast_bytes for image in images),
         wire=0 if on_host else taken(wire),
         scratch=0 if on_host else taken(scratch),
         unpacked_from=wire if on_host else 0,
     )
+
+
+def _with_skew(nbytes: int, skew: Skew | None) -> int:
+    return nbytes + (skew.of if skew else 0)
 
 
 def wanted_dtype(

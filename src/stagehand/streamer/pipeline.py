@@ -58,8 +58,8 @@ class Pipeline:
 
     Memory, with `B` the bytes of the largest layer: at most `(n_gpu + 1) * B` on the
     device, and what a layer needs in another element type; `(n_cpu_pinned + 1) * B` of
-    pinned memory; `(n_cpu + 1) * B` of ordinary memory; for each layer that waits a
-    sector more where files are read past the page cache. Where layers are packed, all
+    pinned memory; `(n_cpu + 1) * B` of ordinary memory; for each layer that files fill
+    a sector more where they are read past the page cache. Where layers are packed, all
     but the device's is of their packed bytes, and the device has two more of those, and
     what the decoder works in; on the host each thread that loads has one. Without the
     pinned stage layers wait in ordinary memory for the device.
@@ -165,10 +165,10 @@ class Pipeline:
 
     def tensors(self, layer: int) -> dict[str, torch.Tensor]:
         """Return the tensors of a layer that is in use."""
-        slot = self._running().blocks[layer].slot
-        if slot is None or slot.lease is None:
+        block = self._running().blocks[layer]
+        if block.slot is None or block.target is None:
             raise ClosedError(f"layer {layer} is not on the device")
-        return self._images[layer].tensors(slot.lease.buffer)
+        return self._images[layer].tensors(block.target)
 
     def after(self, layer: int) -> None:
         """End the use of a layer, and load into its slot what comes next."""
@@ -233,6 +233,8 @@ class Pipeline:
             bare = BlockLayout(entries=(), nbytes=image.nbytes)
             block = Block(layer, image.name, bare, ())
             block.set_store(LayerStore(layer, source, self._wire(layer, source)))
+            if self._device.is_host and not pieces.buffers:  # files fill its slots
+                block.begin_at(image.skew_in_use(self._files))
             parts.blocks.append(block)
         if each.wire:
             self._engine.open_wires(

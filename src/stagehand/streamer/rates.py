@@ -65,9 +65,9 @@ def measure_rates(
     Raises:
         CheckpointError: If a layer cannot be read.
     """
-    largest = max(1, *(image.link_nbytes for image in images))
+    footprint = footprint_of(images, files, device)
     free = device.free_bytes(), free_host_bytes()
-    buffers = [host_memory(largest) for _ in range(2)]
+    buffers = [host_memory(max(1, footprint.waiting)) for _ in range(2)]
     disk = max(_read_rate(images, files, buffers) for _ in range(2))
     one, other = (buffer[:_COPY_BYTES] for buffer in buffers)
     link = pageable = math.inf
@@ -83,7 +83,7 @@ def measure_rates(
         pageable_link=pageable,
         device_free_bytes=free[0],
         host_free_bytes=free[1],
-        footprint=footprint_of(images, files, device),
+        footprint=footprint,
     )
 
 
@@ -99,7 +99,10 @@ def _read_rate(
             if total + image.read_bytes > _READ_BYTES and number >= len(buffers):
                 break
             turn = number % len(buffers)
-            jobs.append(workers[turn].submit(image.read, files, buffers[turn]))
+            skew, memory = image.skew(files), buffers[turn]
+            if skew:
+                memory = memory[skew.start_in(memory) :]
+            jobs.append(workers[turn].submit(image.read, files, memory))
             total += image.read_bytes
         for job in jobs:
             job.result()
