@@ -49,7 +49,7 @@ class FileSet:
     when their headers were read. A file that is closed while a thread still reads from
     it stays open until that read returns.
 
-    Memory: where reads pass the page cache, at most a buffer of 4 MiB for each of the
+    Memory: where reads pass the page cache, at most a buffer of 2 MiB for each of the
     threads that read, of which there are four at most.
     """
 
