@@ -437,6 +437,7 @@ class Runtime(Passing, Sharing, Storing, Conduct):
             with self._edges.lock:
                 self._take_additions()
                 self._place_rest()
+                self._parts.scheduler.rest()
                 self._resumes = False
 
     # Telling

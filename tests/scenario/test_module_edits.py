@@ -568,6 +568,26 @@ def test_a_state_dict_loaded_by_assignment_replaces_every_weight(place):
     assert_bitwise_equal(values(model), values(other), "after shutdown")
 
 
+@pytest.mark.parametrize("assign", [True, False])
+def test_a_state_dict_is_loaded_into_layers_that_others_were_replaced_by(place, assign):
+    """What was there before has left the model, or has another name, or no place."""
+    model, plain = streamed_stack(place)
+    for one in (model, plain):
+        one[0] = nn.Sequential(one[0], nn.Linear(WIDTH, WIDTH))
+        one[1], one[2] = one[2], one[1]
+        one[4] = nn.Linear(WIDTH, 7)
+        del one[5]
+    state = {k: 0.5 * torch.ones_like(v) for k, v in plain.state_dict().items()}
+    for one in (model, plain):
+        loaded = {k: v.clone() for k, v in state.items()}
+        one.load_state_dict(loaded, assign=assign)
+    expected = run_resident(plain, place, batch())
+    with torch.no_grad():
+        assert_bitwise_equal(model(batch()), expected, "loaded")
+    runtime_of(model).shutdown()
+    assert_bitwise_equal(values(model), state, "after shutdown")
+
+
 def test_a_swap_with_averaged_weights_and_back_leaves_no_trace(place):
     model, plain = streamed_stack(place)
     expected = run_resident(plain, place, batch())

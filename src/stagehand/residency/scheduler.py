@@ -429,12 +429,23 @@ class Scheduler:
         self._ahead.end_at(hands_over=False)
         came_back = self.recall()
         self._ahead.run_into_next_pass(self._device.current_stream())
+        self.rest()
+        return came_back
+
+    def rest(self) -> None:
+        """Between passes: let what trains be on the host, its copies on the device."""
+        stream = self._device.current_stream()
         for slot in self._memory.slots:
             block = slot.occupant
-            if block is not None and not block.bound:
+            if block is None:
+                continue
+            if block.bound and block.trains and not block.uses:
+                self._engine.release(slot, stream)
+                block.leave()
+            if not block.bound:
                 _seal(block)
         self._seal_staged()
-        return came_back
+        self._mover.passed += 1  # what is placed before the next pass notices edits
 
     # Plans
 

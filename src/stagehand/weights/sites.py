@@ -23,7 +23,7 @@ from stagehand.torch_private import (
 from stagehand.weights.edges import apart
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
     from types import FrameType
 
     from torch.utils.hooks import RemovableHandle
@@ -33,29 +33,6 @@ if TYPE_CHECKING:
     from stagehand.weights.rows import RowGather
 
 __all__ = ["SiteHooks", "is_hooked"]
-
-
-def _own_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return every parameter and buffer under each of its names."""
-    return {
-        **dict(model.named_parameters(remove_duplicate=False)),
-        **dict(model.named_buffers(remove_duplicate=False)),
-    }
-
-
-def _put_back(model: nn.Module, known: Mapping[str, torch.Tensor]) -> None:
-    """Let a model have the tensors it had, with the values of those put in their place.
-
-    `load_state_dict(assign=True)` replaces the tensors themselves.
-    """
-    for name, tensor in known.items():
-        path, _, leaf = name.rpartition(".")
-        module = model.get_submodule(path)
-        for place in (module._parameters, module._buffers):
-            given = place.get(leaf)
-            if given is not None and given is not tensor:
-                tensor.data = given.data
-                place[leaf] = tensor  # type: ignore[assignment]
 
 
 def _nothing(*_: Any) -> None:
@@ -128,14 +105,48 @@ class _StateGiven(_Hook):
             self._resume()
 
 
+class _StateLoading(_Hook):
+    """Notes where the tensors are that the model had when it was streamed.
+
+    They may be elsewhere by now, and others in their places.
+    """
+
+    __slots__ = ("_known", "places")
+
+    def __init__(self, model: nn.Module) -> None:
+        self._known = {
+            id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())
+        }
+        self.places: list[tuple[dict[str, Any], str, torch.Tensor]] = []
+
+    def __call__(self, module: nn.Module, *_: Any) -> None:
+        self.places = [
+            (place, name, tensor)
+            for part in module.modules()
+            for place in (part._parameters, part._buffers)
+            for name, tensor in place.items()
+            if tensor is not None and id(tensor) in self._known
+        ]
+
+
 class _StateLoaded(_Hook):
-    __slots__ = ("_known",)
+    """Lets a model have the tensors it had, with the values of those in their places.
 
-    def __init__(self, known: Mapping[str, torch.Tensor]) -> None:
-        self._known = known
+    `load_state_dict(assign=True)` replaces the tensors themselves.
+    """
 
-    def __call__(self, module: nn.Module, incompatible_keys: Any) -> None:
-        _put_back(module, self._known)
+    __slots__ = ("_loading",)
+
+    def __init__(self, loading: _StateLoading) -> None:
+        self._loading = loading
+
+    def __call__(self, *_: Any) -> None:
+        places, self._loading.places = self._loading.places, []
+        for place, name, tensor in places:
+            given = place.get(name)
+            if given is not None and given is not tensor:
+                tensor.data = given.data
+                place[name] = tensor
 
 
 def _get_nothing() -> Callable[..., None]:
@@ -363,15 +374,17 @@ class SiteHooks:
         for edge in (model, *model.children()):
             if type(edge).forward is not nn.ModuleList.forward:
                 self._hook_edge(edge, settle)
-        loaded: RemovableHandle = model.register_load_state_dict_post_hook(  # type: ignore[no-untyped-call]
-            _StateLoaded(_own_tensors(model))
+        loading = _StateLoading(model)
+        self._handles += (
+            model.register_load_state_dict_pre_hook(loading),  # type: ignore[no-untyped-call]
+            model.register_load_state_dict_post_hook(_StateLoaded(loading)),  # type: ignore[no-untyped-call]
         )
         asking = _StateAsked(edges, settle)
         asked: RemovableHandle = model.register_state_dict_pre_hook(asking)  # type: ignore[no-untyped-call]
         given: RemovableHandle = model.register_state_dict_post_hook(  # type: ignore[no-untyped-call]
             _StateGiven(asking, resume)
         )
-        self._handles += (loaded, asked, given)
+        self._handles += (asked, given)
 
     def _hook_edge(self, module: nn.Module, settle: Callable[[], None]) -> None:
         begin = module.register_forward_pre_hook(
