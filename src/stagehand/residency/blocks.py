@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
@@ -107,7 +108,7 @@ class Block(Residency):
         self.store: Store | None = None
         self.image: torch.Tensor | None = None
         """The store's bytes, if they lie in pinned memory."""
-        self.sampled: torch.Tensor | None = None
+        self.sampled: memoryview | None = None
         """A few of them, spread over all."""
         self.wire: Wire | None = None
         """How the bytes cross the link, if not as the image."""
@@ -157,7 +158,7 @@ class Block(Residency):
         stays bound, and the versions of what it brings."""
         self.handles: dict[int, tuple[Any, ...]] = {}
         """What autograd keeps of its tensors, by where in the image they begin."""
-        self.seal: torch.Tensor | None = None
+        self.seal: torch.Tensor | bytes | None = None
         """A sample of the host bytes that the slot was filled from."""
 
     def __repr__(self) -> str:
@@ -361,9 +362,13 @@ def readers_of(sites: Sequence[tuple[nn.Module, Block]]) -> list[Reader]:
     return [Reader(own, tied=any(count[key] > 1 for key in own)) for own in read]
 
 
-def _some_of(image: torch.Tensor) -> torch.Tensor:
-    words = image.view(torch.int64)
-    return words[:: max(1, words.numel() // _SAMPLES)]
+def _some_of(image: torch.Tensor) -> memoryview:
+    # Torch takes several times as long to copy or compare so few.
+    if not image.numel():
+        return memoryview(b"")
+    memory = (ctypes.c_ubyte * image.numel()).from_address(image.data_ptr())
+    words = memoryview(memory).cast("B").cast("q")
+    return words[:: max(1, len(words) // _SAMPLES)]
 
 
 def _form(layout: BlockLayout, tensors: Sequence[torch.Tensor]) -> Hashable:

@@ -76,23 +76,23 @@ class Loader(Protocol):
         """Stop the threads and release what is staged. Idempotent."""
 
 
-def sample(block: Block) -> torch.Tensor:
+def sample(block: Block) -> torch.Tensor | bytes:
     """Return a few of the host bytes of a block, spread over all its tensors.
 
     An edit through `param.data` moves no version counter; one that changes most
     elements, as merging an adapter or swapping in averaged weights does, changes this.
     """
     if block.sampled is not None:
-        return block.sampled.clone()
+        return block.sampled.tobytes()
     return some_elements(store_of(block).hosts)
 
 
-def has_sample(block: Block, seal: torch.Tensor) -> bool:
+def has_sample(block: Block, seal: torch.Tensor | bytes) -> bool:
     """Return whether an earlier `sample` of a block is one of its bytes now."""
-    now = block.sampled
-    if now is None:
-        now = some_elements(store_of(block).hosts)
-    return torch.equal(seal, now)
+    now = sample(block)
+    if isinstance(now, torch.Tensor) and isinstance(seal, torch.Tensor):
+        return torch.equal(seal, now)
+    return isinstance(now, bytes) and isinstance(seal, bytes) and now == seal
 
 
 def store_of(block: Block) -> Store:
