@@ -29,7 +29,7 @@ import torch
 from torch import is_grad_enabled
 
 from stagehand.core.device import Device
-from stagehand.core.saved import Kept, modified
+from stagehand.core.saved import Kept, modified, unchanged
 from stagehand.core.transfer import Slot
 from stagehand.errors import StagehandInternalError
 from stagehand.residency.blocks import Block
@@ -328,8 +328,12 @@ class SavedTensors:
                     handle = self._cast(saved)
             if handle is not None:
                 return handle
-        packed, site = otherwise(saved), self.site
-        return packed if site is None else _OfSite(packed, site)
+        site = self.site
+        if site is None:
+            return otherwise(saved)
+        if otherwise is Kept:  # mostly: an object, and one in it, take 0.8 us more
+            return saved.detach(), saved._version, site
+        return _OfSite(otherwise(saved), site)
 
     @skipped
     def _unpack(self, packed: Any) -> torch.Tensor:
@@ -349,6 +353,10 @@ class SavedTensors:
             return self.bring(packed)
         if self.backward is None:
             self.note_backward()
+        if type(packed) is tuple:
+            tensor, version, block = packed
+            self.come_to(block)
+            return unchanged(tensor, version)
         if type(packed) is _OfSite:
             self.come_to(packed.block)
             packed = packed.packed
@@ -363,7 +371,7 @@ class SavedTensors:
 
     def come_to(self, block: Block) -> None:
         """Bring the block of a site that autograd goes back through."""
-        if not block.uses and in_backward():
+        if not block.uses and graph_task() != -1:
             self._fetch(block)
 
     def bring(self, packed: "WeightHandle | _Cast") -> torch.Tensor:

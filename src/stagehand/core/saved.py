@@ -10,7 +10,7 @@ import torch
 
 from stagehand.torch_private import dispatch_modes, without_modes
 
-__all__ = ["Kept", "emptied", "ghost_of", "modified", "versioned"]
+__all__ = ["Kept", "emptied", "ghost_of", "modified", "unchanged", "versioned"]
 
 
 def modified(what: str, found: int, expected: int) -> RuntimeError:
@@ -64,6 +64,18 @@ def _nothing(device: torch.device) -> torch.Tensor:
         return torch.empty(0, device=device)
 
 
+def unchanged(tensor: torch.Tensor, version: int) -> torch.Tensor:
+    """Return a tensor that was saved when it had that version.
+
+    Raises:
+        RuntimeError: If it was changed in place since.
+    """
+    if tensor._version != version:
+        what = f"a {tensor.dtype} tensor of shape {list(tensor.shape)}"
+        raise modified(what, tensor._version, version)
+    return tensor
+
+
 class Kept:
     """A saved tensor that is kept as it is.
 
@@ -82,8 +94,4 @@ class Kept:
         Raises:
             RuntimeError: If it was changed in place since it was saved.
         """
-        tensor = self.tensor
-        if tensor._version != self.version:
-            what = f"a {tensor.dtype} tensor of shape {list(tensor.shape)}"
-            raise modified(what, tensor._version, self.version)
-        return tensor
+        return unchanged(self.tensor, self.version)
