@@ -172,6 +172,7 @@ class Gradients:
         enter: Called before anything else in a hook: makes sure that a backward pass is
             known to run.
         fetch: Brings a block to the device.
+        begin: Called with each block of which gradients are taken from now on.
     """
 
     def __init__(
@@ -185,6 +186,7 @@ class Gradients:
         blocks: Callable[[], Iterable[Block]],
         enter: Callable[[], None],
         fetch: Callable[[Block], None],
+        begin: Callable[[Block], None],
     ) -> None:
         self._device = device
         self._engine = engine
@@ -194,6 +196,7 @@ class Gradients:
         self._blocks = blocks
         self._enter = enter
         self._fetch = fetch
+        self._begin = begin
         self._homes: dict[int, _Home] = {}  # by the parameter's id
         self._touched: list[_Home] = []  # since this backward pass began
         self._graded: list[Block] = []  # for which gradients came
@@ -285,6 +288,8 @@ class Gradients:
                         self._homes[id(tensor)] = self._hook(tensor, block)
                 elif self._homes and id(tensor) in self._homes and tensor.grad is None:
                     self._dismiss(self._homes.pop(id(tensor)))
+            if trains and not block.trains:
+                self._begin(block)
             block.trains = trains
 
     def _tell_lost(self) -> None:

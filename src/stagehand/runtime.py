@@ -191,6 +191,7 @@ class Runtime(Passing, Sharing, Storing, Conduct):
             blocks=lambda: parts.streamed,
             enter=self._edges.enter_backward,
             fetch=self._fetch,
+            begin=parts.scheduler.begin_training,
         )
 
     def _add_look(self, module: nn.Module, block: str) -> None:

@@ -102,6 +102,7 @@ class Storing:
         if compact is not None:
             wire_blocks(self._parts, self._wires, compact, model, key_map)
         self._place_rest()
+        self._parts.scheduler.rest()
         return count
 
     def convert_registry_to_squareq_backed(
@@ -152,6 +153,7 @@ class Storing:
             raise
         self._compact_files.add(slab.files, files)
         self._place_rest()
+        self._parts.scheduler.rest()
         return count
 
     def _scratch(self, nbytes: int, scratch_dir: str | Path | None) -> Path:

@@ -251,26 +251,12 @@ class Scheduler:
             for block in bound:
                 self._mover.take_in(block)
         for block in blocks:
-            if not block.trains:
-                continue
-            if block.bound and not block.uses:  # it trains from now on
-                self._leave_verified(block)
-            elif not block.bound and block.is_changed():
+            if block.trains and not block.bound and block.is_changed():
                 self._forget_stale(block, block.slot)
         for index in self._fixed:  # nobody tells of their uses
             block = self.blocks[index]
             if block.trains and not block.bound:
                 self._bring(block, self._device.current_stream())
-
-    def _leave_verified(self, block: Block) -> None:
-        """Bring home what was edited where the block stayed between passes.
-
-        A block that trains does not stay bound: what its passes leave on the device is
-        given up, unless a version counter tells of a change.
-        """
-        if block.awaited:
-            self._ahead.forget()
-        self._mover.evict(block, verify=True)
 
     def _forget_stale(self, block: Block, slot: Slot) -> None:
         """An optimizer has changed a block whose copy is still here, or will."""
@@ -531,6 +517,17 @@ class Scheduler:
     def take_in(self, block: Block) -> None:
         """See `Mover.take_in`."""
         self._mover.take_in(block)
+
+    def begin_training(self, block: Block) -> None:
+        """Bring home what was edited where a block stayed until now, between passes.
+
+        One that trains leaves at the end of each pass, and is taken for unchanged then
+        if no version counter moved. One that stays is edited in place, also by `.data`.
+        """
+        if block.bound and not block.uses:
+            if block.awaited:
+                self._ahead.forget()
+            self._mover.evict(block, verify=True)
 
     def send_home(self, block: Block) -> None:
         """Let a block's tensors point to the host now, in the middle of a pass."""
