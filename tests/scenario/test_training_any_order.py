@@ -86,9 +86,7 @@ MAKERS = {
     "tied": tied,
     "counting": counting,
 }
-SETTINGS = st.builds(
-    Setting,
-    st.just("hpu"),
+SETTINGS = st.tuples(
     st.sampled_from(["layers", "blocks"]),
     st.sampled_from(["smallest", "third", "most", "all"]),
 )
@@ -115,7 +113,7 @@ EDITS = {
     "one element": lambda tensor: tensor.view(-1)[:1].add_(1),
 }
 numbers = st.integers(0, 5)
-places = st.integers(0, 30)
+weights = st.integers(0, 30)
 
 
 class AnyOrder(RuleBasedStateMachine):
@@ -129,11 +127,15 @@ class AnyOrder(RuleBasedStateMachine):
         self.held = 0  # losses that wait for backward
         self.joined = 0  # layers that were not there at first
 
-    @initialize(kind=st.sampled_from(list(MAKERS)), setting=SETTINGS)
-    def begin(self, kind, setting):
-        self.kind, self.build = kind, MAKERS[kind]
-        plain = Run(model=self.build().to("hpu"), place="hpu")
-        self.runs = [plain, Run(model=self.build(), place="hpu")]
+    @initialize(
+        kind=st.sampled_from(list(MAKERS)),
+        place=st.sampled_from(["hpu", "hpu", "cpu"]),
+        setting=SETTINGS,
+    )
+    def begin(self, kind, place, setting):
+        self.kind, self.place, self.build = kind, place, MAKERS[kind]
+        plain = Run(model=self.build().to(place), place=place)
+        self.runs = [plain, Run(model=self.build(), place=place)]
         for run in self.runs:
             run.losses = []
         self.stream(setting)
@@ -141,10 +143,11 @@ class AnyOrder(RuleBasedStateMachine):
     def stream(self, setting):
         run = self.runs[1]
         run.budget = self.budget(setting)
-        run.runtime = setting.stream(run.model, run.budget)
+        run.runtime = Setting(self.place, *setting).stream(run.model, run.budget)
 
     def budget(self, setting):
-        return setting.bytes_for(self.build) + self.joined * JOINING
+        least = Setting(self.place, *setting).bytes_for(self.build)
+        return least + self.joined * JOINING
 
     def both(self, act):
         """Do the same with both models, and compare what that gives."""
@@ -161,9 +164,9 @@ class AnyOrder(RuleBasedStateMachine):
             for parameter in run.model.parameters():
                 act(parameter)
 
-    def one(self, run, place):
+    def one(self, run, which):
         parameters = list(run.model.parameters())
-        return parameters[place % len(parameters)]
+        return parameters[which % len(parameters)]
 
     # Passes
 
@@ -224,8 +227,8 @@ class AnyOrder(RuleBasedStateMachine):
         self.both(act)
         self.held -= 1
 
-    @rule(place=st.integers(0, 6), number=numbers, backward=st.booleans())
-    def fail(self, place, number, backward):
+    @rule(which=st.integers(0, 6), number=numbers, backward=st.booleans())
+    def fail(self, which, number, backward):
         def stop(*_):
             raise Interrupted
 
@@ -236,7 +239,7 @@ class AnyOrder(RuleBasedStateMachine):
         def act(run):
             children = [run.model.entry, *run.model.blocks, run.model.head]
             hook = stop_later if backward else stop
-            handle = children[place].register_forward_hook(hook)
+            handle = children[which].register_forward_hook(hook)
             with suppress(Interrupted):
                 run.loss(number).backward()
             handle.remove()
@@ -276,27 +279,27 @@ class AnyOrder(RuleBasedStateMachine):
         for run in self.runs:
             run.model.zero_grad(set_to_none=to_none)
 
-    @rule(place=places)
-    def clear_one(self, place):
+    @rule(which=weights)
+    def clear_one(self, which):
         for run in self.runs:
-            self.one(run, place).grad = None
+            self.one(run, which).grad = None
 
     @rule()
     def scale_gradients(self):
         self.of_all(lambda p: None if p.grad is None else p.grad.mul_(0.5))
 
-    @rule(place=places, way=st.sampled_from(list(EDITS)))
-    def edit(self, place, way):
+    @rule(which=weights, way=st.sampled_from(list(EDITS)))
+    def edit(self, which, way):
         self.drop_losses()
         with torch.no_grad():
             for run in self.runs:
-                EDITS[way](self.one(run, place))
+                EDITS[way](self.one(run, which))
 
-    @rule(place=places, trains=st.booleans())
-    def freeze(self, place, trains):
+    @rule(which=weights, trains=st.booleans())
+    def freeze(self, which, trains):
         self.drop_losses()
         for run in self.runs:
-            self.one(run, place).requires_grad_(trains)
+            self.one(run, which).requires_grad_(trains)
 
     @rule()
     def load_state(self):
@@ -311,18 +314,18 @@ class AnyOrder(RuleBasedStateMachine):
             run.model.train(trains)
 
     @precondition(lambda self: self.kind not in ("turning", "tied"))
-    @rule(place=places)
-    def hook_gradient(self, place):
+    @rule(which=weights)
+    def hook_gradient(self, which):
         for run in self.runs:
-            weight = self.one(run, place)
+            weight = self.one(run, which)
             if weight.requires_grad:
                 run.handles.append(weight.register_hook(lambda grad: grad * 0.5))
 
     @precondition(lambda self: self.kind not in ("turning", "tied"))
-    @rule(place=places)
-    def hook_sum(self, place):
+    @rule(which=weights)
+    def hook_sum(self, which):
         for run in self.runs:
-            weight = self.one(run, place)
+            weight = self.one(run, which)
             if weight.requires_grad:
                 hook = weight.register_post_accumulate_grad_hook
                 run.handles.append(hook(_halve_sum))
@@ -343,21 +346,21 @@ class AnyOrder(RuleBasedStateMachine):
             run.budget = budget
 
     @precondition(lambda self: self.joined < 4)
-    @rule(place=st.integers(0, 4), trains=st.booleans())
-    def adapt(self, place, trains):
+    @rule(which=st.integers(0, 4), trains=st.booleans())
+    def adapt(self, which, trains):
         self.drop_losses()
         self.joined += 1
         self.runs[1].budget += JOINING
         self.runs[1].runtime.set_budget(self.runs[1].budget)
-        generator = torch.Generator().manual_seed(place)
+        generator = torch.Generator().manual_seed(which)
         values = torch.randn(WIDTH, WIDTH, generator=generator) / 8
         for run in self.runs:
-            block = run.model.blocks[place]
+            block = run.model.blocks[which]
             block.norm = nn.Sequential(block.norm, nn.Linear(WIDTH, WIDTH))
             block.norm[1].weight = nn.Parameter(values.clone())
             block.norm[1].bias = None
             block.norm[1].requires_grad_(trains)
-        self.runs[0].model.to("hpu")
+        self.runs[0].model.to(self.place)
         self.optimizes = False
 
     @rule()
@@ -365,10 +368,10 @@ class AnyOrder(RuleBasedStateMachine):
         self.drop_losses()
         self.runs[1].runtime.park()
 
-    @rule(device=st.sampled_from(["cpu", "hpu"]))
-    def move(self, device):
+    @rule(home=st.booleans())
+    def move(self, home):
         self.drop_losses()
-        self.runs[1].model.to(device)
+        self.runs[1].model.to("cpu" if home else self.place)
 
     @rule(setting=SETTINGS)
     def stream_anew(self, setting):
