@@ -584,7 +584,8 @@ class Runtime(Passing, Sharing, Storing, Conduct):
         for module in model.modules():
             for name, buffer in module._buffers.items():
                 if buffer is not None and buffer.device == place:
-                    module._buffers[name] = buffer.to(self._home)
+                    with torch.inference_mode(buffer.is_inference()):
+                        module._buffers[name] = buffer.to(self._home)
 
     def _check_open(self) -> nn.Module:
         model = self._model_ref()

@@ -349,7 +349,10 @@ class Masters:
         if lease is not None:
             hosts = _plain_copies(block, hosts)
         for number, (tensor, host) in enumerate(zip(block.tensors, hosts, strict=True)):
-            point_to(tensor, host if origin is None else host.to(origin[number]))
+            if origin is not None:
+                with torch.inference_mode(tensor.is_inference()):
+                    host = host.to(origin[number])
+            point_to(tensor, host)
         block.set_store(None)
         if lease is not None:
             lease.let_go(self._alone)  # somebody may keep a tensor of it, say to save
