@@ -10,7 +10,7 @@ from torch import nn
 
 from stagehand.core.arena import Arena
 from stagehand.core.device import Device
-from stagehand.core.layout import layout_of
+from stagehand.core.layout import layout_of, moved
 from stagehand.core.ledger import Grant, SubAccount, Watermarks
 from stagehand.core.telemetry import Counters
 from stagehand.core.transfer import TransferEngine
@@ -155,7 +155,7 @@ class Parts:
             raise self._no_room_for_odd(self.odd_bytes)
         for tensor in self.odd[len(self.odd_origin) :]:
             self.odd_origin.append(tensor.device)
-            _move(tensor, self.device.torch_device)
+            tensor.data = moved(tensor.data, self.device.torch_device)
         return True
 
     def _no_room_for_odd(self, nbytes: int) -> StagehandOOMError:
@@ -182,7 +182,7 @@ class Parts:
     def take_home_odd(self) -> None:
         """Move it back to where it came from."""
         for tensor, origin in zip(self.odd, self.odd_origin, strict=False):
-            _move(tensor, origin)
+            tensor.data = moved(tensor.data, origin)
         self.odd_origin = []
         if self.odd_grant is not None:
             self.odd_grant.release()
@@ -331,12 +331,6 @@ def _most_wire_bytes(blocks: Iterable[Block], settings: Settings) -> int:
     kind = device.torch_device.type
     sizes = (most_bytes(block.layout, kind) for block in blocks)
     return max((sum(map(device.taken_bytes, each)) for each in sizes), default=0)
-
-
-def _move(tensor: torch.Tensor, place: torch.device) -> None:
-    """Let a tensor lie elsewhere, and be of inference mode only if it was."""
-    with torch.inference_mode(tensor.is_inference()):
-        tensor.data = tensor.data.to(place)
 
 
 def _odd_bytes(tensors: Iterable[torch.Tensor], device: Device) -> int:

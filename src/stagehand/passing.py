@@ -416,6 +416,11 @@ class Passing(PassListener):
     def _missing_for_gradients(self) -> int:
         return 0 if self._gradients is None else self._gradients.missing_bytes
 
+    def _place_between_passes(self) -> None:
+        """Do as `_place_rest` where users may edit before the next pass."""
+        self._place_rest()
+        self._parts.scheduler.rest()
+
     def _place_rest(self) -> None:
         """Bring what always stays to the device; what has no values yet comes later.
 

@@ -16,6 +16,7 @@ from stagehand.autocast import Casts
 from stagehand.compact import CompactFiles
 from stagehand.conducted import Conduct
 from stagehand.core.clock import Phase
+from stagehand.core.layout import moved
 from stagehand.core.limits import Bounds
 from stagehand.core.steps import Steps
 from stagehand.core.telemetry import Telemetry
@@ -437,8 +438,7 @@ class Runtime(Passing, Sharing, Storing, Conduct):
         if not self._edges.running():
             with self._edges.lock:
                 self._take_additions()
-                self._place_rest()
-                self._parts.scheduler.rest()
+                self._place_between_passes()
                 self._resumes = False
 
     # Telling
@@ -584,8 +584,7 @@ class Runtime(Passing, Sharing, Storing, Conduct):
         for module in model.modules():
             for name, buffer in module._buffers.items():
                 if buffer is not None and buffer.device == place:
-                    with torch.inference_mode(buffer.is_inference()):
-                        module._buffers[name] = buffer.to(self._home)
+                    module._buffers[name] = moved(buffer, self._home)
 
     def _check_open(self) -> nn.Module:
         model = self._model_ref()

@@ -38,7 +38,7 @@ class Storing:
     def _check_open(self) -> nn.Module:
         raise NotImplementedError
 
-    def _place_rest(self) -> None:
+    def _place_between_passes(self) -> None:
         raise NotImplementedError
 
     def park(self) -> None:
@@ -101,8 +101,7 @@ class Storing:
         self._files = files
         if compact is not None:
             wire_blocks(self._parts, self._wires, compact, model, key_map)
-        self._place_rest()
-        self._parts.scheduler.rest()
+        self._place_between_passes()
         return count
 
     def convert_registry_to_squareq_backed(
@@ -152,8 +151,7 @@ class Storing:
             slab.files.close()
             raise
         self._compact_files.add(slab.files, files)
-        self._place_rest()
-        self._parts.scheduler.rest()
+        self._place_between_passes()
         return count
 
     def _scratch(self, nbytes: int, scratch_dir: str | Path | None) -> Path:

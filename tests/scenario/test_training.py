@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 from stagehand.errors import StagehandWarning
@@ -86,6 +87,33 @@ def test_edits_of_what_stays_on_the_device_are_kept_when_training_begins(
                 parameter.data.mul_(0.5)
             run.backward(run.loss(number))
             step(optimizer)
+
+    assert_trains_equally(net, script, setting)
+
+
+@over([Setting("hpu", "layers", "third"), Setting("hpu", "layers", "all")])
+@pytest.mark.parametrize("how", ["moved", "converted"])
+def test_edits_are_kept_of_what_is_placed_between_steps(sim, setting, how, tmp_path):
+    """What trains is on the host then, as after a pass: an edit leaves a sample."""
+
+    def script(run):
+        optimizer = sgd(run)
+        for number in range(3):
+            run.backward(run.loss(number))
+            step(optimizer)
+            with torch.no_grad():
+                run.note("a look", run.model(run.batch(number)))
+            if run.runtime is not None and how == "moved":
+                run.model.to(run.place)
+            elif run.runtime is not None and number == 1:
+                file = tmp_path / "model.safetensors"
+                save_file(
+                    {k: v.clone() for k, v in run.model.state_dict().items()}, file
+                )
+                run.runtime.convert_registry_to_file_backed_sharded(tmp_path)
+            torch.accelerator.synchronize()  # what is loaded ahead is loaded again
+            for parameter in run.model.parameters():
+                parameter.data.mul_(0.5)
 
     assert_trains_equally(net, script, setting)
 

@@ -26,6 +26,7 @@ __all__ = [
     "contiguous_stride",
     "copy_values",
     "layout_of",
+    "moved",
     "own_storage",
     "placed",
     "plain_tensors",
@@ -284,6 +285,12 @@ def can_cast(one: torch.dtype, other: torch.dtype) -> bool:
     except NotImplementedError:
         return False
     return True
+
+
+def moved(tensor: torch.Tensor, place: torch.device) -> torch.Tensor:
+    """Return a tensor elsewhere; it is one of inference mode only if it was."""
+    with torch.inference_mode(tensor.is_inference()):
+        return tensor.to(place)
 
 
 @contextmanager

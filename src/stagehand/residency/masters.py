@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from stagehand.core.layout import copy_values, plain_tensors
+from stagehand.core.layout import copy_values, moved, plain_tensors
 from stagehand.core.states import BlockState
 from stagehand.errors import StagehandOOMError
 from stagehand.residency.blocks import point_to, staged_bytes
@@ -349,10 +349,7 @@ class Masters:
         if lease is not None:
             hosts = _plain_copies(block, hosts)
         for number, (tensor, host) in enumerate(zip(block.tensors, hosts, strict=True)):
-            if origin is not None:
-                with torch.inference_mode(tensor.is_inference()):
-                    host = host.to(origin[number])
-            point_to(tensor, host)
+            point_to(tensor, host if origin is None else moved(host, origin[number]))
         block.set_store(None)
         if lease is not None:
             lease.let_go(self._alone)  # somebody may keep a tensor of it, say to save

@@ -201,12 +201,15 @@ class Scheduler:
         slot = block.home
         if slot is None or (slot.occupant is not None and slot.occupant.uses):
             slot = self._memory.for_now(block)
-        other = slot.occupant
-        if other is not None:
-            if other.awaited:
-                self._ahead.forget()
-            self._mover.evict(other)
+        if slot.occupant is not None:
+            self._evict(slot.occupant)
         return slot
+
+    def _evict(self, block: Block, *, verify: bool = False) -> None:
+        """See `Mover.evict`; it may be one that was loaded ahead."""
+        if block.awaited:
+            self._ahead.forget()
+        self._mover.evict(block, verify=verify)
 
     def _free_idle(self) -> None:
         """Give back the memory of all slots that nobody uses, against the plan.
@@ -293,9 +296,7 @@ class Scheduler:
             if block.uses:
                 continue
             if block.bound and not block.leave():
-                if block.awaited:
-                    self._ahead.forget()
-                self._mover.evict(block)
+                self._evict(block)
                 continue
             if block.graded:
                 self._forget_stale(block, slot)
@@ -525,9 +526,7 @@ class Scheduler:
         if no version counter moved. One that stays is edited in place, also by `.data`.
         """
         if block.bound and not block.uses:
-            if block.awaited:
-                self._ahead.forget()
-            self._mover.evict(block, verify=True)
+            self._evict(block, verify=True)
 
     def send_home(self, block: Block) -> None:
         """Let a block's tensors point to the host now, in the middle of a pass."""
