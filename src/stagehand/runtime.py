@@ -236,7 +236,8 @@ class Runtime(Passing, Sharing, Storing, Conduct):
     def _settle(self) -> None:
         """Bring all home for one who reads every tensor, until `resume`."""
         if self.is_open:
-            resumes = self._resumes or self._ready
+            rest = self._parts.blocks[0]  # it is there before the first pass, too
+            resumes = self._resumes or self._ready or rest.bound
             self.park()
             self._resumes = resumes
 

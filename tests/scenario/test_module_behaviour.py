@@ -272,6 +272,22 @@ def test_a_state_dict_is_whole_whenever_it_is_taken(place, streamed):
     expect(streamed, place)
 
 
+@pytest.mark.parametrize("passes", [0, 2])
+@pytest.mark.parametrize("way", [nn.Module.state_dict, deepcopy, pickle.dumps])
+def test_what_stays_is_there_again_after_a_copy(sim, way, passes):
+    model = stack()
+    model[1].norm = nn.LayerNorm(WIDTH)
+    expected = run_resident(model[1], "hpu", batch())
+    stagehand.layer(model, vram_budget="1MB", device="hpu")
+    with torch.no_grad():
+        for _ in range(passes):
+            model(batch())
+        way(model)
+        assert model[1].norm.weight.device.type == "hpu"
+        assert_bitwise_equal(model[1](batch().to("hpu")), expected, "a part alone")
+    runtime_of(model).shutdown()
+
+
 def test_a_state_dict_taken_between_layers_of_a_pass_is_whole(place):
     model = stagehand.layer(stack(), vram_budget=BUDGET, device=place)
     expect(model, place)  # in its first pass the runtime learns who reads which weight
