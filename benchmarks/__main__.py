@@ -2,7 +2,9 @@
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -24,7 +26,7 @@ from benchmarks import (
     training,
     virtual,
 )
-from benchmarks.results import Result, as_lines, as_table
+from benchmarks.results import HEAD, Result, as_line, as_row, met
 
 _HEADING = """\
 Costs on the host, each measured in turns with what it is compared to, on one thread.
@@ -32,17 +34,18 @@ The smallest of many repetitions counts; a median far above it tells of a busy m
 A block is a linear layer of 16 x 16: two parameters. Copies and streams cost
 nothing here, so what is left is the library's own work.
 """
+_INTERRUPTED = 130  # as shells have it
 
 Suite = Callable[[], Iterator[Result]]
 
 SUITES: dict[str, tuple[Suite, Suite]] = {
     "overhead": (
         overhead.measure,
-        lambda: overhead.measure((10, 30, 100), blocks_timed=100),
+        lambda: overhead.measure((10, 30, 100), rounds=1),
     ),
     "training": (
         training.measure,
-        lambda: training.measure((10, 20, 30), blocks_timed=100),
+        lambda: training.measure((10, 20, 30), rounds=1),
     ),
     "peers": (peers.measure, lambda: peers.measure((10,), blocks_timed=100)),
     "planning": (
@@ -78,20 +81,55 @@ SUITES: dict[str, tuple[Suite, Suite]] = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, print, and return the exit status."""
+    """Measure, print each figure as it is found, and return the exit status."""
     options = _parser().parse_args(arguments)
     torch.set_num_threads(1)
-    results = list(_measure(options.only or list(SUITES), quick=options.quick))
-    if options.json:
-        print(as_lines(results))
-    else:
-        print(_HEADING)
-        print(as_table(results))
-    if options.out is not None:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(as_lines(results) + "\n", encoding="utf-8")
-    missed = any(not (result.ok or result.why) for result in results)
-    return 1 if options.check and missed else 0
+    names = options.only or list(SUITES)
+    seconds: dict[str, float] = {}
+    results: list[Result] = []
+    is_interrupted = False
+    if not options.json:
+        print(_HEADING, HEAD, sep="\n", flush=True)
+    with _lines_to(options.out) as write:
+        try:
+            for result in _measure(names, seconds, quick=options.quick):
+                results.append(result)
+                line = as_line(result)
+                write(line)
+                print(line if options.json else as_row(result), flush=True)
+        except KeyboardInterrupt:
+            is_interrupted = True
+    if not options.json:
+        print(*_ending(results, seconds), sep="\n")
+    if is_interrupted:
+        print("interrupted", file=sys.stderr)
+        return _INTERRUPTED
+    return 1 if options.check and not met(results) else 0
+
+
+@contextmanager
+def _lines_to(path: Path | None) -> Iterator[Callable[[str], None]]:
+    """Yield what writes a line to a file, where it is at once, or nowhere."""
+    if path is None:
+        yield lambda _: None
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", encoding="utf-8") as file:
+        yield lambda line: print(line, file=file, flush=True)
+
+
+def _ending(results: Sequence[Result], seconds: Mapping[str, float]) -> Iterator[str]:
+    """Yield what a user looks for when all is done."""
+    missed = [result for result in results if not met([result])]
+    explained = sum(not result.ok and bool(result.why) for result in results)
+    with_target = sum(result.target is not None for result in results)
+    yield (
+        f"\n{with_target} of {len(results)} figures have a target: {len(missed)} miss"
+        f" it, {explained} more for the reason that is named"
+    )
+    yield from map(as_row, missed)
+    each = ", ".join(f"{name} {took:.0f}" for name, took in seconds.items())
+    yield f"\nseconds: {each}; {sum(seconds.values()):.0f} in all"
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -112,10 +150,17 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _measure(names: Sequence[str], *, quick: bool) -> Iterator[Result]:
+def _measure(
+    names: Sequence[str], seconds: dict[str, float], *, quick: bool
+) -> Iterator[Result]:
+    """Run suites, and note how long each took."""
     for name in names:
         full, short = SUITES[name]
-        yield from (short if quick else full)()
+        start = time.monotonic()
+        try:
+            yield from (short if quick else full)()
+        finally:
+            seconds[name] = time.monotonic() - start
 
 
 if __name__ == "__main__":

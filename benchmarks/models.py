@@ -1,6 +1,8 @@
 """What the benchmarks stream: stacks of tiny blocks on a device that costs nothing."""
 
 import gc
+import time
+from itertools import islice
 from typing import Any
 
 import torch
@@ -17,7 +19,7 @@ __all__ = [
     "FreeDevice",
     "Stack",
     "make_runtime",
-    "make_stacks",
+    "make_stack",
     "streamed_blocks",
 ]
 
@@ -85,31 +87,49 @@ class Stack(nn.Module):
     def __init__(self, depth: int, layers: int = 1) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(_Block(layers) for _ in range(depth))
+        self.part = depth
+        """So many blocks are a part, at whose ends the clock is read."""
+        self.marks: list[float] | None = None
+        """What the thread's clock said there, forward and then backward, if asked."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Apply all blocks."""
-        for block in self.blocks:
-            x = block(x)
+        blocks = iter(self.blocks)
+        while part := list(islice(blocks, self.part)):
+            for block in part:
+                x = block(x)
+            if self.marks is not None:
+                self._mark()
+                if x.requires_grad:
+                    x.register_hook(self._mark)
         return x
 
+    def _mark(self, _: torch.Tensor | None = None) -> None:
+        if self.marks is not None:
+            self.marks.append(time.thread_time())
 
-def make_stacks(depth: int, layers: int = 1) -> tuple[Stack, Stack]:
-    """Return two equal stacks that lie in memory as in a process of their own.
+
+def make_stack(depth: int, layers: int = 1) -> Stack:
+    """Return a stack that lies in memory as in a process of its own.
 
     What earlier models have left is collected first: in the gaps between that, the
     blocks of a new one are far apart, and a use takes up to a third longer.
     """
     gc.collect()
-    return Stack(depth, layers), Stack(depth, layers)
+    return Stack(depth, layers)
 
 
 def make_runtime(model: Stack, *, budget_bytes: int = _PLENTY) -> Runtime:
-    """Stream a stack block by block on a free device."""
+    """Stream a stack block by block on a free device that is its own.
+
+    So several models can take turns, and none gives way to another.
+    """
     settings = Settings(
         device=FreeDevice(),
         budget_bytes=budget_bytes,
         pinned_bytes=_PLENTY,
         lookahead=LOOKAHEAD,
+        shared=False,
     )
     return Runtime(model, find_blocks(model, r"^blocks\.\d+$"), settings)
 

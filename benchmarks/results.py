@@ -1,13 +1,13 @@
-"""What a benchmark found, held against its target, as a table or as JSON lines."""
+"""What a benchmark found, held against its target, as a row or as a JSON line."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from benchmarks.timing import Times
 
-__all__ = ["Result", "as_lines", "as_table", "ratio", "shown"]
+__all__ = ["HEAD", "Result", "as_line", "as_row", "met", "ratio", "shown"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,7 +47,7 @@ class Result:
 
     @classmethod
     def of_line(cls, line: Mapping[str, Any]) -> "Result":
-        """Return what a line of `as_lines` was made from."""
+        """Return what a line of `as_line` was made from."""
         return cls(**{name: value for name, value in line.items() if name != "ok"})
 
     @property
@@ -74,41 +74,40 @@ def ratio(
     )
 
 
-def as_lines(results: Sequence[Result]) -> str:
-    """Return one JSON object a line."""
-    return "\n".join(json.dumps({**asdict(r), "ok": r.ok}) for r in results)
+def met(results: Iterable[Result]) -> bool:
+    """Return whether no target is missed without a reason."""
+    return all(result.ok or result.why for result in results)
 
 
-def as_table(results: Sequence[Result]) -> str:
-    """Return a table with one line a result."""
-    head = ("", "min", "median", "target", "unit", "")
-    rows = [head, *(_cells(result) for result in results)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
-    return "\n".join(_line(row, widths) for row in rows)
+def as_line(result: Result) -> str:
+    """Return a JSON object."""
+    return json.dumps({**asdict(result), "ok": result.ok})
+
+
+def as_row(result: Result) -> str:
+    """Return a row of a table that is printed while it grows: names come last."""
+    if not result.unit:
+        return _row("", "", "", "", "", result.name)
+    return _row(
+        shown(result.value, result.unit),
+        shown(result.median, result.unit),
+        "" if result.target is None else f"<= {result.target:g}",
+        result.unit,
+        "" if result.target is None else "ok" if result.ok else "miss",
+        f"{result.name}: {result.why}" if result.why and not result.ok else result.name,
+    )
+
+
+def _row(*cells: str) -> str:
+    smallest, median, target, unit, verdict, name = cells
+    numbers = f"{smallest:>9}  {median:>9}  {target:>10}"
+    return f"{numbers}  {unit:<13}  {verdict:<4}  {name}"
+
+
+HEAD = _row("min", "median", "target", "unit", "", "what")
+"""What stands above rows."""
 
 
 def shown(value: float, unit: str) -> str:
     """Return a figure as tables have it; of ratios thousandths count."""
     return f"{value:.4g}" if unit == "x" else f"{value:.3g}"
-
-
-def _cells(result: Result) -> tuple[str, ...]:
-    if not result.unit:
-        return result.name, "", "", "", "", ""
-    target = "" if result.target is None else f"<= {result.target:g}"
-    return (
-        result.name,
-        shown(result.value, result.unit),
-        shown(result.median, result.unit),
-        target,
-        result.unit,
-        result.verdict,
-    )
-
-
-def _line(row: Sequence[str], widths: Sequence[int]) -> str:
-    name, *numbers, unit, verdict = row
-    middle = (
-        text.rjust(width) for text, width in zip(numbers, widths[1:], strict=False)
-    )
-    return "  ".join([name.ljust(widths[0]), *middle, unit.ljust(widths[4]), verdict])

@@ -1,14 +1,22 @@
 """Times of functions that take turns, so that they share the machine's moods."""
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
-__all__ = ["Times", "by_the_wall", "take_turns"]
+__all__ = ["Times", "by_the_wall", "in_turns", "take_turns"]
+
+_PATIENCE = 3.0  # times as long again for what misses a target
+_PATIENCE_SECONDS = 10.0  # at most
 
 _T = TypeVar("_T")
+
+Until = Callable[[dict[str, "Times"]], bool]
+"""Whether what was found is enough."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,31 +28,32 @@ class Times:
 
     smallest: float
     median: float
-    lasting: float
-    """The smallest mean of a group of calls, one after the other."""
 
     def over(self, other: "Times", count: int = 1) -> "Times":
         """Return by how much these are longer, for each of `count`."""
         return Times(
             (self.smallest - other.smallest) / count,
             (self.median - other.median) / count,
-            (self.lasting - other.lasting) / count,
         )
 
     def part_of(self, other: "Times") -> "Times":
         """Return the ratio of these to the other's."""
-        return Times(
-            self.smallest / other.smallest,
-            self.median / other.median,
-            self.lasting / other.lasting,
-        )
+        return Times(self.smallest / other.smallest, self.median / other.median)
 
     @classmethod
-    def of(cls, seconds: Sequence[float], group: int = 1) -> "Times":
-        """Return those of many calls, of which `group` are a group."""
-        starts = range(0, len(seconds) - group + 1, group)
-        lasting = min(sum(seconds[start : start + group]) for start in starts) / group
-        return cls(min(seconds), statistics.median(seconds), lasting)
+    def of(cls, seconds: Sequence[float]) -> "Times":
+        """Return those of many calls."""
+        return cls(min(seconds), statistics.median(seconds))
+
+    @classmethod
+    def of_parts(cls, calls: Sequence[Sequence[float]]) -> "Times":
+        """Return those of calls of which each part was timed.
+
+        The smallest is the sum of each part's smallest, in whichever call it was: all
+        of a long call is never in a moment in which the machine is fast.
+        """
+        parts = [cls.of(part) for part in zip(*calls, strict=True)]
+        return cls(sum(p.smallest for p in parts), sum(p.median for p in parts))
 
     @classmethod
     def ratio(cls, mine: Sequence[float], other: Sequence[float]) -> "Times":
@@ -53,8 +62,7 @@ class Times:
         A turn is short, so both of its times are of the same mood of the machine.
         """
         turns = zip(mine, other, strict=True)
-        smallest = min(mine) / min(other)
-        return cls(smallest, statistics.median(m / o for m, o in turns), smallest)
+        return cls(min(mine) / min(other), statistics.median(m / o for m, o in turns))
 
 
 def by_the_wall(
@@ -90,7 +98,7 @@ def take_turns(
     *,
     rounds: int,
     calls: int = 1,
-    group: int = 1,
+    until: Until | None = None,
 ) -> dict[str, Times]:
     """Time functions in turn, after one call of each that is not counted.
 
@@ -99,17 +107,49 @@ def take_turns(
 
     Args:
         functions: What to time, by name.
-        rounds: How many times each is measured.
+        rounds: How many times each is measured, at least.
         calls: How many calls one measurement takes; times are of one call.
-        group: How many measurements make one of `Times.lasting`.
+        until: See `in_turns`.
     """
-    seconds: dict[str, list[float]] = {name: [] for name in functions}
     for function in functions.values():
         function()
-    for _ in range(rounds):
-        for name, function in functions.items():
-            start = time.thread_time()
-            for _ in range(calls):
-                function()
-            seconds[name].append((time.thread_time() - start) / calls)
-    return {name: Times.of(values, group) for name, values in seconds.items()}
+    timed = {
+        name: partial(_time, function, calls) for name, function in functions.items()
+    }
+    return in_turns(timed, rounds=rounds, until=until)
+
+
+def _time(function: Callable[[], object], calls: int) -> list[float]:
+    start = time.thread_time()
+    for _ in range(calls):
+        function()
+    return [(time.thread_time() - start) / calls]
+
+
+def in_turns(
+    timed: Mapping[str, Callable[[], Sequence[float]]],
+    *,
+    rounds: int,
+    until: Until | None = None,
+) -> dict[str, Times]:
+    """Call in turn what times itself.
+
+    Args:
+        timed: By name, what returns the seconds of a call, by its parts.
+        rounds: How often each has its turn, at least.
+        until: Goes on, for a while, until this is true of the times so far. A smallest
+            time only gets nearer to what a machine takes that does nothing else: what
+            misses its target has not met it yet, or never will.
+    """
+    found: dict[str, list[Sequence[float]]] = {name: [] for name in timed}
+    more, began, end = rounds, time.monotonic(), math.inf
+    while True:
+        for _ in range(more):
+            for name, function in timed.items():
+                found[name].append(function())
+        times = {name: Times.of_parts(calls) for name, calls in found.items()}
+        if until is None or until(times) or time.monotonic() >= end:
+            return times
+        now = time.monotonic()
+        end = min(end, now + min(_PATIENCE * (now - began), _PATIENCE_SECONDS))
+        more = max(1, rounds // 4)

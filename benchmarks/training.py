@@ -1,12 +1,12 @@
 """What streaming costs the host for each block in training, over the modules alone."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 
-from benchmarks.models import Stack, make_runtime, make_stacks
-from benchmarks.overhead import SHARES, growth, over_bare
+from benchmarks.depths import Pair, growth, over_bare
+from benchmarks.models import Stack, make_runtime, make_stack
 from benchmarks.results import Result
 from benchmarks.timing import Times
 
@@ -18,7 +18,7 @@ _CACHED = "what a step of 100 touches stays in the caches"
 
 
 def measure(
-    depths: tuple[int, int, int] = (100, 1_000, 10_000), *, blocks_timed: int = 30_000
+    depths: tuple[int, int, int] = (100, 1_000, 10_000), *, rounds: int = 3
 ) -> Iterator[Result]:
     """Yield the overhead of forward and backward, with frozen and trained weights.
 
@@ -27,37 +27,41 @@ def measure(
 
     Args:
         depths: Blocks of three models; the last is compared with the others.
-        blocks_timed: How many blocks of steps to time for each figure.
+        rounds: How often each is timed, at least.
     """
     few, thousand, many = depths
     for kind, trains in (("frozen", False), ("trained", True)):
-        found: dict[str, dict[int, Times]] = {name: {} for name in SHARES}
-        for depth in depths:
-            what = f"{depth:,} {kind} blocks"
-            for name, times in _overheads(depth, blocks_timed, trains=trains):
-                found[name][depth] = times
+
+        def rows(
+            share: str, costs: Mapping[int, Times], kind: str = kind
+        ) -> Iterator[Result]:
+            trains = kind == "trained"
+            for depth, times in costs.items():
+                what = f"{depth:,} {kind} blocks, {share} resident"
                 yield Result.of(
-                    f"training overhead a block, {what}, {name} resident",
+                    f"training overhead a block, {what}",
                     times,
                     "us",
                     scale=1e6,
                     target=_TARGET_US if depth == thousand else None,
                     why=_WHY if trains else "",
                 )
-        for fewer in (few, thousand):
-            what = f"training at {many:,} over {fewer:,} {kind} blocks"
-            why = _CACHED if trains and fewer == few else ""
-            yield from growth(what, found, fewer, many, why=why)
+            for fewer in (few, thousand):
+                what = f"{many:,} over {fewer:,} {kind} blocks, {share} resident"
+                why = _CACHED if trains and fewer == few else ""
+                yield growth(f"training at {what}", costs, fewer, many, why=why)
+
+        pairs = [_pair(depth, trains=trains) for depth in depths]
+        yield from over_bare(pairs, rows, part=thousand, rounds=rounds)
+        del pairs
 
 
-def _overheads(
-    depth: int, blocks_timed: int, *, trains: bool
-) -> Iterator[tuple[str, Times]]:
-    bare, model = (stack.requires_grad_(trains) for stack in make_stacks(depth))
+def _pair(depth: int, *, trains: bool) -> Pair:
+    bare, model = (make_stack(depth).requires_grad_(trains) for _ in range(2))
     runtime = make_runtime(model)
     # Memory on the host cannot be marked as read by a stream: that is left out.
     runtime._parts.engine.carry_home = _carry_nothing  # type: ignore[method-assign]
-    return over_bare(runtime, bare, model, _step, blocks_timed=blocks_timed)
+    return Pair(bare, model, runtime, _step, uses=2)
 
 
 def _carry_nothing(*_: Any, **__: Any) -> None:

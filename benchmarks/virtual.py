@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks import headlines
 from benchmarks.headlines import small_blocks
-from benchmarks.results import Result, as_lines, ratio
+from benchmarks.results import Result, as_line, ratio
 from benchmarks.simulated import ROOT, load_simulated_device
 
 if TYPE_CHECKING:
@@ -42,6 +42,7 @@ _MODELS = {
     "FLUX.1, 2048^2, PCIe 5": (14.7e-3, 7.5e-3, 57, 4),
 }
 _PIECES = 8
+_COMMAND = [sys.executable, "-m", "benchmarks.virtual"]
 _SHORT = 8  # this part of the blocks, to see that it runs
 
 
@@ -51,21 +52,18 @@ def measure(*, cells: int | None = None) -> Iterator[Result]:
     Args:
         cells: How many of the cells to run; None runs all.
     """
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "benchmarks.virtual",
-            *([] if cells is None else [str(cells)]),
-        ],
+    with subprocess.Popen(
+        [*_COMMAND, *([] if cells is None else [str(cells)])],
         cwd=ROOT,
         env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
-        check=True,
         stdout=subprocess.PIPE,
         text=True,
-    )
-    for line in done.stdout.splitlines():
-        yield Result.of_line(json.loads(line))
+    ) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            yield Result.of_line(json.loads(line))
+    if process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, process.args)
 
 
 def _cells(cells: int | None) -> Iterator[Result]:
@@ -147,4 +145,5 @@ if __name__ == "__main__":
             print(json.dumps(span))
     else:
         chosen = int(sys.argv[1]) if len(sys.argv) > 1 else None
-        print(as_lines(list(_cells(chosen))))
+        for cell in _cells(chosen):
+            print(as_line(cell), flush=True)

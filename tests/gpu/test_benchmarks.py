@@ -1,12 +1,15 @@
 """The host's benchmarks run to their end, and the page is made of what they write."""
 
 import json
+import os
 import subprocess
+import sys
 from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -51,20 +54,163 @@ def test_host_benchmark_prints_a_line_for_each_figure(capsys):
     assert [row for row in ROWS if row not in names] == []
 
 
-def test_growth_is_that_of_as_many_blocks_not_of_the_luckiest_short_pass():
-    from benchmarks.overhead import growth
+def _figure(name, value=1.0):
+    from benchmarks.results import Result
+
+    return Result(name=name, value=value, median=value, unit="us", target=2.0)
+
+
+@pytest.mark.parametrize("options", [[], ["--json"]], ids=["table", "lines"])
+def test_each_figure_is_printed_and_in_the_file_before_the_next_is_measured(
+    monkeypatch, capsys, tmp_path, options
+):
+    from benchmarks import __main__ as command
+
+    out, seen = tmp_path / "new" / "out.jsonl", []
+
+    def suite():
+        for name in ("first", "second", "third"):
+            seen.append((capsys.readouterr().out, out.read_text()))
+            yield _figure(name)
+
+    monkeypatch.setattr(command, "SUITES", {"one": (suite, suite)})
+    assert command.main(["--out", str(out), *options]) == 0
+    for number, before in ((1, ["first"]), (2, ["first", "second"])):
+        printed, written = seen[number]
+        assert before[-1] in printed
+        assert [json.loads(line)["name"] for line in written.splitlines()] == before
+
+
+@pytest.mark.parametrize("options", [["--check"], ["--json"]], ids=["table", "lines"])
+def test_what_was_found_before_an_interrupt_is_kept(
+    monkeypatch, capsys, tmp_path, options
+):
+    """Somebody presses Ctrl-C while the third figure is measured: the second missed."""
+    from benchmarks import __main__ as command
+
+    out = tmp_path / "out.jsonl"
+
+    def suite():
+        yield _figure("first")
+        yield _figure("late", 3.0)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "SUITES", {"one": (suite, suite)})
+    assert command.main(["--out", str(out), *options]) == 130
+    names = [json.loads(line)["name"] for line in out.read_text().splitlines()]
+    assert names == ["first", "late"]
+    printed = capsys.readouterr().out
+    if options == ["--json"]:
+        assert [json.loads(line)["name"] for line in printed.splitlines()] == names
+    else:
+        assert printed.count("late") == 2  # where it was found, and at the end
+        assert "1 miss" in printed
+
+
+def test_figures_in_virtual_time_come_while_the_other_process_goes_on(
+    monkeypatch, tmp_path
+):
+    from benchmarks import virtual
+    from benchmarks.results import as_line
+
+    fifo = tmp_path / "go on"
+    os.mkfifo(fifo)
+    child = f"print({as_line(_figure('first'))!r}, flush=True); open({str(fifo)!r})"
+    monkeypatch.setattr(virtual, "_COMMAND", [sys.executable, "-c", child])
+    found = virtual.measure()
+    assert next(found).name == "first"
+    fifo.write_text("")  # only now can it end
+    assert list(found) == []
+
+
+def test_failure_of_the_process_of_virtual_time_is_one_here(monkeypatch):
+    from benchmarks import virtual
+
+    monkeypatch.setattr(virtual, "_COMMAND", [sys.executable, "-c", "exit(3)"])
+    with pytest.raises(subprocess.CalledProcessError, match="status 3"):
+        list(virtual.measure())
+
+
+def test_smallest_time_of_a_long_call_is_that_of_each_part_on_its_own():
     from benchmarks.timing import Times
 
-    few = Times.of([1.0, 3.0, 3.0, 3.0], group=2)  # of ten blocks, twenty in a group
-    many = Times.of([4.0, 4.4])
-    (found,) = growth("growth", {"all": {10: few, 20: many}}, 10, 20)
-    assert (found.value, found.ok) == (2.0, False)
-    assert found.median == pytest.approx(1.4)
+    times = Times.of_parts([[1.0, 4.0], [3.0, 2.0], [3.0, 3.0]])
+    assert (times.smallest, times.median) == (1.0 + 2.0, 3.0 + 3.0)
+
+
+@pytest.mark.parametrize("depth", [2, 8])
+@pytest.mark.parametrize("uses", [1, 2])
+def test_as_many_uses_of_blocks_are_timed_as_one_at_each_depth(
+    monkeypatch, depth, uses
+):
+    """A clock that only blocks move: 4 uses a part, there and back."""
+    from benchmarks import depths, models
+
+    now, calls = [0], []
+
+    class Block(nn.Module):
+        def forward(self, x):
+            self.move()
+            x = x * 1
+            if x.requires_grad:
+                x.register_hook(self.move)
+            return x * 1
+
+        def move(self, _=None):
+            now[0] += 1
+
+    def run():
+        calls.append(depth)
+        if uses == 1:
+            model(torch.ones(1))
+        else:
+            model(torch.ones(1, requires_grad=True)).backward()
+
+    for module in (depths, models):
+        monkeypatch.setattr(module.time, "thread_time", lambda: now[0])
+    model = models.Stack(depth)
+    model.blocks = nn.ModuleList(Block() for _ in range(depth))
+    pair = depths.Pair(model, model, None, lambda _: run, uses)
+    parts = depths._timed(pair, model, part=4)()
+    if depth == 2:
+        # After a step that is not counted, 4 uses each time; they count as one step.
+        assert parts == [depth * uses / 3] * 3
+        assert len(calls) == 1 + 3 * 4 // (depth * uses)
+    else:
+        assert [part for part in parts if part] == [4] * 2 * uses
+        assert len(calls) == 1
+
+
+@pytest.mark.parametrize(
+    ("met_after", "rounds"), [(1, 4), (6, 6), (None, 12)], ids=["met", "late", "never"]
+)
+def test_what_misses_its_target_is_measured_for_longer_but_not_for_ever(
+    monkeypatch, met_after, rounds
+):
+    """Each call takes a second; four rounds do, or as many again, and a little more."""
+    from benchmarks import timing
+
+    now = [0.0]
+
+    def call():
+        now[0] += 1.0
+        return [now[0]]
+
+    monkeypatch.setattr(timing.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(timing, "_PATIENCE", 2.0)
+    found = []
+
+    def enough(times):
+        found.append(times["one"])
+        return met_after is not None and now[0] >= met_after
+
+    times = timing.in_turns({"one": call}, rounds=4, until=enough)
+    assert (now[0], times["one"]) == (rounds, found[-1])
 
 
 @pytest.mark.parametrize(
     ("value", "why", "status", "said"),
-    [(1.0, "", 0, "ok"), (3.0, "", 1, "miss"), (3.0, "too wide", 0, "miss: too wide")],
+    [(1.0, "", 0, "ok"), (3.0, "", 1, "miss"), (3.0, "too wide", 0, "one: too wide")],
 )
 def test_host_benchmark_fails_on_an_unexplained_miss_only_if_it_is_asked_to(
     monkeypatch, capsys, value, why, status, said

@@ -1,0 +1,157 @@
+"""What a block costs over the bare model's, in models of several depths in turns.
+
+A step of few blocks fits into a moment in which the machine is fast, and one of many
+does not. So what is timed is as many blocks at each depth: a part of a deep model's
+step, or several steps of a shallow one. The smallest time of each part counts, and all
+depths have their turn in each round.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+
+from benchmarks.models import LOOKAHEAD, Stack, streamed_blocks
+from benchmarks.results import Result, met
+from benchmarks.timing import Times, in_turns
+from stagehand.runtime import Runtime
+
+__all__ = ["SHARES", "Pair", "growth", "over_bare"]
+
+_SETTLING = 6  # steps until the order is learned, timed once and planned for good
+_REPLANNED = 3  # until what another budget keeps has moved
+_TURNS = 3  # of a shallow model in each round, after one that is not counted
+_TARGET_GROWTH = 1.2
+
+# Parts of all blocks' bytes; with none, only the ring of slots is left.
+SHARES = {"all": 2.0, "a third": 1 / 3, "none": 0.0}
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Two equal models of which one streams, and what is timed of both."""
+
+    bare: Stack
+    model: Stack
+    runtime: Runtime
+    """Of `model`."""
+    run_of: Callable[[Stack], Callable[[], object]]
+    """Returns one step of a model."""
+    uses: int = 1
+    """How often a step uses each block."""
+
+    @property
+    def depth(self) -> int:
+        """The number of blocks."""
+        return len(self.model.blocks)
+
+    def settle(self, share: float, steps: int) -> None:
+        """Keep this part of all bytes, and run some steps."""
+        sizes = [block.nbytes for block in streamed_blocks(self.runtime)]
+        ring = (LOOKAHEAD + 1) * max(sizes)
+        self.runtime.set_budget(max(ring, int(share * sum(sizes))))
+        run = self.run_of(self.model)
+        for _ in range(steps):
+            run()
+
+
+def over_bare(
+    pairs: Sequence[Pair],
+    rows_of: Callable[[str, Mapping[int, Times]], Iterable[Result]],
+    *,
+    part: int,
+    rounds: int,
+) -> Iterator[Result]:
+    """Yield what is made of a block's cost at each depth, share by share.
+
+    All runtimes are shut down at the end.
+
+    Args:
+        pairs: One for each depth.
+        rows_of: Makes results of a share's name and the costs, by depth.
+        part: How many uses of blocks are timed as one.
+        rounds: How often each model has its turn; more often where a
+            target is missed.
+    """
+    settling = _SETTLING
+    try:
+        for name, share in SHARES.items():
+            for pair in pairs:
+                pair.settle(share, settling)
+            settling = _REPLANNED
+            timed = {
+                f"{kind} {pair.depth}": _timed(pair, model, part)
+                for pair in pairs
+                for kind, model in (("bare", pair.bare), ("streamed", pair.model))
+            }
+
+            def rows(times: Mapping[str, Times], name: str = name) -> Iterable[Result]:
+                costs = {
+                    n: times[f"streamed {n}"].over(times[f"bare {n}"], n)
+                    for n in (pair.depth for pair in pairs)
+                }
+                return rows_of(name, costs)
+
+            yield from rows(
+                in_turns(timed, rounds=rounds, until=lambda found: met(rows(found)))
+            )
+    finally:
+        for pair in pairs:
+            pair.runtime.shutdown()
+
+
+def growth(
+    what: str,
+    costs: Mapping[int, Times],
+    few: int,
+    many: int,
+    *,
+    why: str = "",
+) -> Result:
+    """Return what a block of many costs over one of few."""
+    return Result.of(
+        what, costs[many].part_of(costs[few]), "x", target=_TARGET_GROWTH, why=why
+    )
+
+
+def _timed(pair: Pair, model: Stack, part: int) -> Callable[[], Sequence[float]]:
+    """Return what times steps of one model, by parts of as many uses of blocks."""
+    run = pair.run_of(model)
+    uses = pair.depth * pair.uses
+    if uses > part:
+        once = partial(_by_parts, model, run, part)
+    else:
+        once = partial(_together, run, part // uses)
+    if pair.depth > part:
+        return once
+    return partial(_again, run, once)
+
+
+def _by_parts(model: Stack, run: Callable[[], object], part: int) -> list[float]:
+    """Time one step by its parts, there and back."""
+    model.part, model.marks = part, (marks := [time.thread_time()])
+    run()
+    marks.append(time.thread_time())
+    model.marks = None
+    return [end - start for start, end in pairwise(marks)]
+
+
+def _together(run: Callable[[], object], steps: int) -> list[float]:
+    """Time several steps as one."""
+    start = time.thread_time()
+    for _ in range(steps):
+        run()
+    return [(time.thread_time() - start) / steps]
+
+
+def _again(
+    run: Callable[[], object], once: Callable[[], Sequence[float]]
+) -> list[float]:
+    """Time a shallow model's step several times, each as a part of their mean.
+
+    So the smallest time of a part is that of as many as in a deep model: one a round.
+    What other models have pushed out of the caches comes back first.
+    """
+    run()
+    return [seconds / _TURNS for _ in range(_TURNS) for seconds in once()]
