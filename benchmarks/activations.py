@@ -1,14 +1,15 @@
 """What keeping saved tensors under a budget costs the host, for each tensor saved."""
 
 import ctypes
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
-from benchmarks.results import Result
+from benchmarks.pace import PACE
+from benchmarks.results import Result, until_met
 from benchmarks.timing import Times, take_turns
 from stagehand.activations.carrier import Carrier
 from stagehand.activations.pool import SlabPool
@@ -33,7 +34,7 @@ _TARGET_COPIES = 1.1
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # options of glibc's `mallopt`
 
 
-def measure(rounds: int = 100) -> Iterator[Result]:
+def measure(rounds: int = 60) -> Iterator[Result]:
     """Yield the time of forward and backward for each saved tensor, over no hooks.
 
     On the host, where a copy is a copy in memory. What the library itself takes is the
@@ -52,11 +53,17 @@ def measure(rounds: int = 100) -> Iterator[Result]:
         "half of it copied": _step(copies.hooks),
         "save_on_cpu": _step(save_on_cpu),
     }
-    times = take_turns(functions, rounds=rounds)
+    yield from _rows(take_turns(functions, rounds=rounds, until=until_met(_rows)))
     for spill in spills:
         spill.close()
-    for name in functions:
-        if name != "no hooks":
+    yield _of_fewer(3 * rounds)
+    yield from _over_copies(rounds)
+
+
+def _rows(times: Mapping[str, Times]) -> Iterator[Result]:
+    pace = times.get(PACE)
+    for name in times:
+        if name not in ("no hooks", PACE):
             yield _each(
                 f"no hooks, {name}", times[name].over(times["no hooks"], _LAYERS)
             )
@@ -64,19 +71,19 @@ def measure(rounds: int = 100) -> Iterator[Result]:
         "identity hooks, everything stays",
         times["everything stays"].over(times["identity"], _LAYERS),
         _TARGET_US,
+        pace,
     )
     yield _each(
         "copies of the same bytes, half of it leaves",
         times["half of it leaves"].over(times["half of it copied"], _LAYERS),
     )
-    yield _of_fewer(3 * rounds)
-    yield _over_copies(rounds)
 
 
-def _each(over: str, times: Times, target: float | None = None) -> Result:
-    return Result.of(
-        f"a saved tensor over {over}", times, "us", scale=1e6, target=target
-    )
+def _each(
+    over: str, times: Times, target: float | None = None, pace: Times | None = None
+) -> Result:
+    name = f"a saved tensor over {over}"
+    return Result.of(name, times, "us", scale=1e6, target=target, pace=pace)
 
 
 def _of_fewer(rounds: int) -> Result:
@@ -94,8 +101,8 @@ def _of_fewer(rounds: int) -> Result:
     )
 
 
-def _over_copies(rounds: int) -> Result:
-    """Return what a MiB that leaves costs, over copying it there and back.
+def _over_copies(rounds: int) -> Iterator[Result]:
+    """Yield what a MiB that leaves costs, over copying it there and back.
 
     The copies have memory of their own, there and back; what the library brings back
     lies in new memory of torch's allocator, which can be warm in the caches. It comes
@@ -112,12 +119,19 @@ def _over_copies(rounds: int) -> Result:
             "leaves": _step(lambda: _Entered(saving), _LARGE_LAYERS, _LARGE_ROWS),
         },
         rounds=rounds,
+        until=until_met(_row),
     )
     spill.close()
-    over = {name: times[name].over(times["no hooks"]) for name in ("leaves", "copies")}
-    return Result.of(
+    yield from _row(times)
+
+
+def _row(times: Mapping[str, Times]) -> Iterator[Result]:
+    leaves, copies = (
+        times[name].over(times["no hooks"]) for name in ("leaves", "copies")
+    )
+    yield Result.of(
         "a saved MiB that leaves, fetched on demand, over a copy there and back",
-        over["leaves"].part_of(over["copies"]),
+        leaves.part_of(copies),
         "x",
         target=_TARGET_COPIES,
     )

@@ -1,10 +1,11 @@
 """What a conductor costs the host: for each copy that is queued, and for each step."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 from benchmarks.models import FreeDevice, Stack, make_runtime
-from benchmarks.results import Result
-from benchmarks.timing import take_turns
+from benchmarks.pace import PACE
+from benchmarks.results import Result, until_met
+from benchmarks.timing import Times, take_turns
 from stagehand.conductor.config import ConductorConfig
 from stagehand.conductor.runtime import ConductorRuntime
 from stagehand.core.telemetry import Counters
@@ -23,11 +24,11 @@ _TARGET_DISABLED_US = 1.0
 
 def measure(rounds: int = 100) -> Iterator[Result]:
     """Yield the cost of a copy, and of a step's five calls, enabled and disabled."""
-    yield _copies(rounds)
+    yield from _copies(rounds)
     yield from _steps(rounds)
 
 
-def _copies(rounds: int) -> Result:
+def _copies(rounds: int) -> Iterator[Result]:
     """A prefetch and the use that waits for it, in shared slots and in none."""
     functions = {}
     for name in ("alone", "conducted"):
@@ -35,14 +36,18 @@ def _copies(rounds: int) -> Result:
         if name == "conducted":
             engine.join(Traffic(h2d_slots=_SLOTS, d2h_slots=_SLOTS))
         functions[name] = _load_all(engine)
-    times = take_turns(functions, rounds=rounds)
-    return Result.of(
-        "a conductor's cost for a queued copy",
-        times["conducted"].over(times["alone"], _COPIES),
-        "us",
-        scale=1e6,
-        target=_TARGET_COPY_US,
-    )
+
+    def rows(times: Mapping[str, Times]) -> Iterator[Result]:
+        yield Result.of(
+            "a conductor's cost for a queued copy",
+            times["conducted"].over(times["alone"], _COPIES),
+            "us",
+            scale=1e6,
+            target=_TARGET_COPY_US,
+            pace=times.get(PACE),
+        )
+
+    yield from rows(take_turns(functions, rounds=rounds, until=until_met(rows)))
 
 
 def _load_all(engine: TransferEngine) -> Callable[[], None]:
@@ -69,22 +74,27 @@ def _steps(rounds: int) -> Iterator[Result]:
     enabled.attach(runtime)
     functions = {"nothing": _call_nothing, "disabled": _step_all(disabled)}
     functions["enabled"] = _step_all(enabled)
+
+    def rows(times: Mapping[str, Times]) -> Iterator[Result]:
+        for name, target in (
+            ("enabled", _TARGET_STEP_US),
+            ("disabled", _TARGET_DISABLED_US),
+        ):
+            yield Result.of(
+                f"a step's five phases with the conductor {name}",
+                times[name].over(times["nothing"], _STEPS),
+                "us",
+                scale=1e6,
+                target=target,
+                pace=times.get(PACE),
+            )
+
     try:
-        times = take_turns(functions, rounds=rounds)
+        times = take_turns(functions, rounds=rounds, until=until_met(rows))
     finally:
         enabled.shutdown()
         runtime.shutdown()
-    for name, target in (
-        ("enabled", _TARGET_STEP_US),
-        ("disabled", _TARGET_DISABLED_US),
-    ):
-        yield Result.of(
-            f"a step's five phases with the conductor {name}",
-            times[name].over(times["nothing"], _STEPS),
-            "us",
-            scale=1e6,
-            target=target,
-        )
+    yield from rows(times)
 
 
 def _call_nothing() -> None:

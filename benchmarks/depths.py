@@ -13,7 +13,8 @@ from functools import partial
 from itertools import pairwise
 
 from benchmarks.models import LOOKAHEAD, Stack, streamed_blocks
-from benchmarks.results import Result, met
+from benchmarks.pace import PACE
+from benchmarks.results import Result, until_met
 from benchmarks.timing import Times, in_turns
 from stagehand.runtime import Runtime
 
@@ -58,7 +59,7 @@ class Pair:
 
 def over_bare(
     pairs: Sequence[Pair],
-    rows_of: Callable[[str, Mapping[int, Times]], Iterable[Result]],
+    rows_of: Callable[[str, Mapping[int, Times], Times | None], Iterable[Result]],
     *,
     part: int,
     rounds: int,
@@ -69,7 +70,8 @@ def over_bare(
 
     Args:
         pairs: One for each depth.
-        rows_of: Makes results of a share's name and the costs, by depth.
+        rows_of: Makes results of a share's name, the costs by depth, and the machine's
+            pace, if it is to count.
         part: How many uses of blocks are timed as one.
         rounds: How often each model has its turn; more often where a
             target is missed.
@@ -91,11 +93,9 @@ def over_bare(
                     n: times[f"streamed {n}"].over(times[f"bare {n}"], n)
                     for n in (pair.depth for pair in pairs)
                 }
-                return rows_of(name, costs)
+                return rows_of(name, costs, times.get(PACE))
 
-            yield from rows(
-                in_turns(timed, rounds=rounds, until=lambda found: met(rows(found)))
-            )
+            yield from rows(in_turns(timed, rounds=rounds, until=until_met(rows)))
     finally:
         for pair in pairs:
             pair.runtime.shutdown()

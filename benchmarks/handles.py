@@ -1,7 +1,8 @@
 """What it costs that autograd keeps handles of weights, and not the weights."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,8 +10,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
 
 from benchmarks.models import Stack, make_runtime, streamed_blocks
-from benchmarks.results import Result
-from benchmarks.timing import take_turns
+from benchmarks.pace import PACE
+from benchmarks.results import Result, until_met
+from benchmarks.timing import Times, take_turns
 
 __all__ = ["measure"]
 
@@ -19,7 +21,7 @@ _FEWER = 100  # what a pass costs once shows
 _TARGET_US = 2.0
 
 
-def measure(rounds: int = 200) -> Iterator[Result]:
+def measure(rounds: int = 60) -> Iterator[Result]:
     """Yield the time of one pack and one unpack over hooks that do nothing."""
     model = Stack(2).requires_grad_(False)  # what trains is at home between passes
     runtime = make_runtime(model)
@@ -28,33 +30,34 @@ def measure(rounds: int = 200) -> Iterator[Result]:
             model(torch.zeros(1, 16))  # now all blocks are there
         # Frozen, so that it is all that a layer saves.
         weight = streamed_blocks(runtime)[0].tensors[0]
-        each, fewer = (
-            take_turns(
-                {
-                    "identity": _step(
-                        weight, lambda: saved_tensors_hooks(_same, _same), layers
-                    ),
-                    "handle": _step(weight, runtime._saved.hooks, layers),
-                },
-                rounds=rounds,
-            )
-            for layers in (_LAYERS, _FEWER)
-        )
+        for layers, rows in (
+            (_LAYERS, partial(_rows, _LAYERS, target=_TARGET_US)),
+            (_FEWER, partial(_rows, _FEWER, said=f", {_FEWER} in a pass")),
+        ):
+            identity = partial(saved_tensors_hooks, _same, _same)
+            steps = {
+                "identity": _step(weight, identity, layers),
+                "handle": _step(weight, runtime._saved.hooks, layers),
+            }
+            yield from rows(take_turns(steps, rounds=rounds, until=until_met(rows)))
     finally:
         runtime.shutdown()
-    name = "pack and unpack a weight, over identity hooks"
+
+
+def _rows(
+    layers: int,
+    times: Mapping[str, Times],
+    *,
+    said: str = "",
+    target: float | None = None,
+) -> Iterator[Result]:
     yield Result.of(
-        name,
-        each["handle"].over(each["identity"], _LAYERS),
+        f"pack and unpack a weight, over identity hooks{said}",
+        times["handle"].over(times["identity"], layers),
         "us",
         scale=1e6,
-        target=_TARGET_US,
-    )
-    yield Result.of(
-        f"{name}, {_FEWER} in a pass",
-        fewer["handle"].over(fewer["identity"], _FEWER),
-        "us",
-        scale=1e6,
+        target=target,
+        pace=times.get(PACE),
     )
 
 

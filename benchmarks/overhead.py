@@ -27,17 +27,19 @@ def measure(
     """
     few, thousand, many = depths
 
-    def rows(share: str, costs: Mapping[int, Times]) -> Iterator[Result]:
+    def rows(
+        share: str, costs: Mapping[int, Times], pace: Times | None
+    ) -> Iterator[Result]:
         for depth, times in costs.items():
             target = _TARGET_US if depth == thousand else None
-            yield _result(f"{depth:,} blocks, {share} resident", times, target)
+            yield _result(f"{depth:,} blocks, {share} resident", times, target, pace)
         for fewer in (few, thousand):
             what = f"overhead at {many:,} over {fewer:,} blocks, {share} resident"
             yield growth(what, costs, fewer, many)
 
-    def larger(share: str, costs: Mapping[int, Times]) -> Iterator[Result]:
+    def larger(share: str, costs: Mapping[int, Times], _: object) -> Iterator[Result]:
         what = f"{thousand:,} blocks of 4 parameters, {share} resident"
-        yield _result(what, costs[thousand], None)
+        yield _result(what, costs[thousand])
 
     pairs = [_pair(depth, 1) for depth in depths]
     yield from over_bare(pairs, rows, part=thousand, rounds=rounds)
@@ -45,9 +47,11 @@ def measure(
     yield from over_bare([_pair(thousand, 2)], larger, part=thousand, rounds=rounds)
 
 
-def _result(what: str, times: Times, target: float | None) -> Result:
+def _result(
+    what: str, times: Times, target: float | None = None, pace: Times | None = None
+) -> Result:
     name = f"host overhead a block, {what}"
-    return Result.of(name, times, "us", scale=1e6, target=target)
+    return Result.of(name, times, "us", scale=1e6, target=target, pace=pace)
 
 
 def _pair(depth: int, layers: int) -> Pair:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,7 +18,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from benchmarks.disk import Rival, drop_cache
-from benchmarks.results import Result
+from benchmarks.results import Result, met
 from benchmarks.timing import Times, by_the_wall
 from stagehand.core.device import host_memory
 from stagehand.core.layout import layout_of
@@ -62,28 +63,43 @@ def measure(
         }
         copy: dict[str, _Way] = {"copy by two threads": rival.copy}
         parts = [range(blocks // 2), range(blocks // 2, blocks)]
-        turns = parts * (rounds + 1)
-        nbytes = path.stat().st_size // 2
-        uncounted = len(parts)
-        cold = by_the_wall(
-            {**ways, **raw}, turns, lambda: drop_cache(path), uncounted=uncounted
+        turns, nbytes = parts * (rounds + 1), path.stat().st_size // 2
+
+        def compare(
+            ways: Mapping[str, _Way],
+            prepare: Callable[[], object],
+            rows: Callable[[dict[str, list[float]]], Iterator[Result]],
+        ) -> Iterator[Result]:
+            found = by_the_wall(
+                ways,
+                turns,
+                prepare,
+                uncounted=len(parts),
+                until=lambda seconds: met(rows(seconds)),
+            )
+            return rows(found)
+
+        yield from compare(
+            {**ways, **raw},
+            lambda: drop_cache(path),
+            partial(_rows, "cold", raw, "best raw read", nbytes, _COLD_TARGET),
         )
-        yield from _compare("cold", cold, raw, "best raw read", nbytes, _COLD_TARGET)
-        warm = by_the_wall({**ways, **raw, **copy}, turns, uncounted=uncounted)
-        yield from _compare(
-            "warm", warm, copy, "copy by two threads", nbytes, _WARM_TARGET
+        yield from compare(
+            {**ways, **raw, **copy},
+            lambda: None,
+            partial(_rows, "warm", copy, next(iter(copy)), nbytes, _WARM_TARGET),
         )
         rival.close()
         reader.close()
 
 
-def _compare(
+def _rows(
     when: str,
-    seconds: dict[str, list[float]],
     best_of: Mapping[str, object],
     what: str,
     nbytes: int,
     target: float,
+    seconds: dict[str, list[float]],
 ) -> Iterator[Result]:
     best = min(best_of, key=lambda name: min(seconds[name]))
     times = Times.of(seconds[best])

@@ -1,13 +1,23 @@
 """What a benchmark found, held against its target, as a row or as a JSON line."""
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from benchmarks.timing import Times
+from benchmarks.pace import QUIET_SECONDS
+from benchmarks.timing import Times, Until
 
-__all__ = ["HEAD", "Result", "as_line", "as_row", "met", "ratio", "shown"]
+__all__ = [
+    "HEAD",
+    "Result",
+    "as_line",
+    "as_row",
+    "met",
+    "ratio",
+    "shown",
+    "until_met",
+]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,8 +44,14 @@ class Result:
         scale: float = 1.0,
         target: float | None = None,
         why: str = "",
+        pace: Times | None = None,
     ) -> "Result":
-        """Return a result from times, multiplied by `scale` for its unit."""
+        """Return a result from times, multiplied by `scale` for its unit.
+
+        With the times of `pace` a miss that is only the machine's says so.
+        """
+        if pace is not None and target is not None and not why:
+            why = _slow(times.smallest * scale, target, pace.smallest / QUIET_SECONDS)
         return cls(
             name=name,
             value=times.smallest * scale,
@@ -65,6 +81,16 @@ class Result:
         return f"miss: {self.why}" if self.why else "miss"
 
 
+def _slow(value: float, target: float, slower: float) -> str:
+    """Return why a target is missed, if it is a machine so much slower and no more."""
+    if value <= target or value / slower > target:
+        return ""
+    return (
+        f"the machine runs at {1 / slower:.0%} of a quiet one's pace,"
+        f" at which it would be {shown(value / slower, '')}"
+    )
+
+
 def ratio(
     name: str, value: float, target: float | None, unit: str = "x", *, why: str = ""
 ) -> Result:
@@ -77,6 +103,11 @@ def ratio(
 def met(results: Iterable[Result]) -> bool:
     """Return whether no target is missed without a reason."""
     return all(result.ok or result.why for result in results)
+
+
+def until_met(rows_of: Callable[[Mapping[str, Times]], Iterable[Result]]) -> Until:
+    """Return what asks whether what would be made of times is met."""
+    return lambda times: met(rows_of(times))
 
 
 def as_line(result: Result) -> str:

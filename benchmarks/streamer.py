@@ -23,7 +23,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from benchmarks.disk import Rival, drop_cache
-from benchmarks.results import Result
+from benchmarks.results import Result, met
 from benchmarks.timing import Times, by_the_wall
 from stagehand import LayerStreamer
 from stagehand.core.device import host_memory
@@ -59,6 +59,21 @@ def _compare(
     path: Path, rival: Rival, name: str, layers: range, rounds: int
 ) -> Iterator[Result]:
     is_cold = name == "cold"
+    nbytes = path.stat().st_size
+
+    def rows(seconds: dict[str, list[float]]) -> Iterator[Result]:
+        best = seconds[min(raw, key=lambda way: min(seconds[way]))]
+        yield Result.of(
+            f"raw read of a GB, {name}", Times.of(best), "ms", scale=1e12 / nbytes
+        )
+        for way in ways:
+            yield Result.of(
+                f"layers by {way} over the raw read, {name}",
+                Times.ratio(seconds[way], best),
+                "x",
+                target=_TARGET if way == "streamed" and is_cold else None,
+            )
+
     with LayerStreamer.from_pretrained(
         path, device="cpu", track_progress=False, past_cache=is_cold
     ) as streamer:
@@ -75,19 +90,9 @@ def _compare(
             {**raw, **ways},
             [layers] * (rounds + 1),
             (lambda: drop_cache(path)) if is_cold else (lambda: None),
+            until=lambda seconds: met(rows(seconds)),
         )
-    best = seconds[min(raw, key=lambda way: min(seconds[way]))]
-    nbytes = path.stat().st_size
-    yield Result.of(
-        f"raw read of a GB, {name}", Times.of(best), "ms", scale=1e12 / nbytes
-    )
-    for way in ways:
-        yield Result.of(
-            f"layers by {way} over the raw read, {name}",
-            Times.ratio(seconds[way], best),
-            "x",
-            target=_TARGET if way == "streamed" and is_cold else None,
-        )
+    yield from rows(seconds)
 
 
 def _stream(streamer: LayerStreamer) -> None:

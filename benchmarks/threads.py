@@ -9,35 +9,38 @@ that shall wake, for tenths of a second at a time, all delays of a batch are tha
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from statistics import median
 
 import torch
 
-from benchmarks.results import Result
-from benchmarks.timing import Times
+from benchmarks.results import Result, until_met
+from benchmarks.timing import Times, in_turns
 from stagehand.core.workers import WorkerGroup
 
 __all__ = ["measure"]
 
 _TARGET_US = 100.0
 _BATCH = 30
+_NAME = "delay of a reader thread while operators run"
 
 
-def measure(*, rounds: int = 40) -> Iterator[Result]:
+def measure(*, rounds: int = 20) -> Iterator[Result]:
     """Yield the time from giving a thread a job to its beginning."""
     workers = WorkerGroup("benchmark", 1)
     try:
-        delays = [median(_delays(workers)) for _ in range(rounds)]
+        times = in_turns(
+            {_NAME: lambda: [median(_delays(workers))]},
+            rounds=rounds,
+            until=until_met(_rows),
+        )
     finally:
         workers.close()
-    yield Result.of(
-        "delay of a reader thread while operators run",
-        Times.of(delays),
-        "us",
-        scale=1e6,
-        target=_TARGET_US,
-    )
+    yield from _rows(times)
+
+
+def _rows(times: Mapping[str, Times]) -> Iterator[Result]:
+    yield Result.of(_NAME, times[_NAME], "us", scale=1e6, target=_TARGET_US)
 
 
 def _delays(workers: WorkerGroup) -> Iterator[float]:

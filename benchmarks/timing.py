@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
-__all__ = ["Times", "by_the_wall", "in_turns", "take_turns"]
+from benchmarks import pace
+
+__all__ = ["Times", "Until", "by_the_wall", "in_turns", "take_turns", "timed"]
 
 _PATIENCE = 3.0  # times as long again for what misses a target
 _PATIENCE_SECONDS = 10.0  # at most
@@ -71,6 +73,7 @@ def by_the_wall(
     prepare: Callable[[], object] = lambda: None,
     *,
     uncounted: int = 1,
+    until: Callable[[dict[str, list[float]]], bool] = lambda _: False,
 ) -> dict[str, list[float]]:
     """Time by the wall clock what waits for a disk: each way in each turn.
 
@@ -79,7 +82,10 @@ def by_the_wall(
         turns: What each way is called with, turn for turn.
         prepare: Called before each.
         uncounted: The first turns do not count: memory is touched for the first time.
+        until: When half of the others have been, and this is true of what was found,
+            the rest is left out.
     """
+    enough = uncounted + (len(turns) - uncounted + 1) // 2
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     names = list(ways)
     for number, turn in enumerate(turns):
@@ -90,6 +96,8 @@ def by_the_wall(
             if number >= uncounted:
                 seconds[name].append(time.perf_counter() - start)
         names.append(names.pop(0))  # nobody always comes after the same one
+        if number + 1 >= enough and until(seconds):
+            break
     return seconds
 
 
@@ -113,13 +121,14 @@ def take_turns(
     """
     for function in functions.values():
         function()
-    timed = {
-        name: partial(_time, function, calls) for name, function in functions.items()
+    each = {
+        name: partial(timed, function, calls) for name, function in functions.items()
     }
-    return in_turns(timed, rounds=rounds, until=until)
+    return in_turns(each, rounds=rounds, until=until)
 
 
-def _time(function: Callable[[], object], calls: int) -> list[float]:
+def timed(function: Callable[[], object], calls: int = 1) -> list[float]:
+    """Call a function some times; return the seconds of one call, for `in_turns`."""
     start = time.thread_time()
     for _ in range(calls):
         function()
@@ -127,7 +136,7 @@ def _time(function: Callable[[], object], calls: int) -> list[float]:
 
 
 def in_turns(
-    timed: Mapping[str, Callable[[], Sequence[float]]],
+    functions: Mapping[str, Callable[[], Sequence[float]]],
     *,
     rounds: int,
     until: Until | None = None,
@@ -135,21 +144,26 @@ def in_turns(
     """Call in turn what times itself.
 
     Args:
-        timed: By name, what returns the seconds of a call, by its parts.
+        functions: By name, what returns the seconds of a call, by its parts.
         rounds: How often each has its turn, at least.
         until: Goes on, for a while, until this is true of the times so far. A smallest
             time only gets nearer to what a machine takes that does nothing else: what
             misses its target has not met it yet, or never will.
+
+    Returns:
+        Times by name, and those of `PACE` in the same rounds.
     """
-    found: dict[str, list[Sequence[float]]] = {name: [] for name in timed}
+    found: dict[str, list[Sequence[float]]] = {name: [] for name in functions}
+    paces = []
     more, began, end = rounds, time.monotonic(), math.inf
     while True:
         for _ in range(more):
-            for name, function in timed.items():
+            paces.append(pace.sample())
+            for name, function in functions.items():
                 found[name].append(function())
         times = {name: Times.of_parts(calls) for name, calls in found.items()}
         if until is None or until(times) or time.monotonic() >= end:
-            return times
+            return {**times, pace.PACE: Times.of(paces)}
         now = time.monotonic()
         end = min(end, now + min(_PATIENCE * (now - began), _PATIENCE_SECONDS))
         more = max(1, rounds // 4)

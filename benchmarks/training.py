@@ -33,7 +33,10 @@ def measure(
     for kind, trains in (("frozen", False), ("trained", True)):
 
         def rows(
-            share: str, costs: Mapping[int, Times], kind: str = kind
+            share: str,
+            costs: Mapping[int, Times],
+            pace: Times | None,
+            kind: str = kind,
         ) -> Iterator[Result]:
             trains = kind == "trained"
             for depth, times in costs.items():
@@ -45,6 +48,7 @@ def measure(
                     scale=1e6,
                     target=_TARGET_US if depth == thousand else None,
                     why=_WHY if trains else "",
+                    pace=pace,
                 )
             for fewer in (few, thousand):
                 what = f"{many:,} over {fewer:,} {kind} blocks, {share} resident"
