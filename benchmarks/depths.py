@@ -15,18 +15,22 @@ from itertools import pairwise
 from benchmarks.models import LOOKAHEAD, Stack, streamed_blocks
 from benchmarks.pace import PACE
 from benchmarks.results import Result, until_met
-from benchmarks.timing import Times, in_turns
+from benchmarks.timing import Times, in_turns, take_turns
 from stagehand.runtime import Runtime
 
-__all__ = ["SHARES", "Pair", "growth", "over_bare"]
+__all__ = ["SHARES", "Pair", "alone", "by_parts", "growth", "over_bare"]
 
 _SETTLING = 6  # steps until the order is learned, timed once and planned for good
-_REPLANNED = 3  # until what another budget keeps has moved
+_REPLANNED = 2  # until what another budget keeps has moved
 _TURNS = 3  # of a shallow model in each round, after one that is not counted
+_ALONE = 5  # times as many turns of a model that is timed alone
 _TARGET_GROWTH = 1.2
 
 # Parts of all blocks' bytes; with none, only the ring of slots is left.
 SHARES = {"all": 2.0, "a third": 1 / 3, "none": 0.0}
+
+RowOf = Callable[[str, int, Times, Times | None], Result]
+"""Of the name of a share, a depth, a block's cost, and the pace if it is to count."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,58 +51,106 @@ class Pair:
         """The number of blocks."""
         return len(self.model.blocks)
 
-    def settle(self, share: float, steps: int) -> None:
-        """Keep this part of all bytes, and run some steps."""
+    def settle(self, share: float) -> None:
+        """Keep this part of all bytes, and run until that is so."""
         sizes = [block.nbytes for block in streamed_blocks(self.runtime)]
         ring = (LOOKAHEAD + 1) * max(sizes)
         self.runtime.set_budget(max(ring, int(share * sum(sizes))))
         run = self.run_of(self.model)
-        for _ in range(steps):
+        is_timed = self.runtime._parts.steering.compute_seconds is not None
+        for _ in range(_REPLANNED if is_timed else _SETTLING):
             run()
+
+    def timed(self, part: int) -> dict[str, Callable[[], Sequence[float]]]:
+        """Return what times steps of both models, by name."""
+        return {
+            f"bare {self.depth}": _timed(self, self.bare, part),
+            f"streamed {self.depth}": _timed(self, self.model, part),
+        }
+
+    def cost(self, times: Mapping[str, Times]) -> Times:
+        """Return what a block costs, of times by name."""
+        streamed, bare = times[f"streamed {self.depth}"], times[f"bare {self.depth}"]
+        return streamed.over(bare, self.depth)
 
 
 def over_bare(
     pairs: Sequence[Pair],
-    rows_of: Callable[[str, Mapping[int, Times], Times | None], Iterable[Result]],
+    row_of: RowOf,
+    grown: Callable[[str, Mapping[int, Times]], Iterable[Result]],
     *,
     part: int,
     rounds: int,
 ) -> Iterator[Result]:
     """Yield what is made of a block's cost at each depth, share by share.
 
-    All runtimes are shut down at the end.
+    Models that are a part long are timed once more, alone, as in `alone`. All runtimes
+    are shut down at the end.
 
     Args:
         pairs: One for each depth.
-        rows_of: Makes results of a share's name, the costs by depth, and the machine's
-            pace, if it is to count.
+        row_of: Makes a result for each depth.
+        grown: Makes results of a share's name and the costs at all depths.
         part: How many uses of blocks are timed as one.
-        rounds: How often each model has its turn; more often where a
-            target is missed.
+        rounds: How often each model has its turn; more often where a target is missed.
     """
-    settling = _SETTLING
     try:
-        for name, share in SHARES.items():
+        for share in SHARES:
             for pair in pairs:
-                pair.settle(share, settling)
-            settling = _REPLANNED
+                pair.settle(SHARES[share])
+
+            def growths(
+                times: Mapping[str, Times], share: str = share
+            ) -> Iterable[Result]:
+                return grown(share, {pair.depth: pair.cost(times) for pair in pairs})
+
             timed = {
-                f"{kind} {pair.depth}": _timed(pair, model, part)
+                name: function
                 for pair in pairs
-                for kind, model in (("bare", pair.bare), ("streamed", pair.model))
+                for name, function in pair.timed(part).items()
             }
-
-            def rows(times: Mapping[str, Times], name: str = name) -> Iterable[Result]:
-                costs = {
-                    n: times[f"streamed {n}"].over(times[f"bare {n}"], n)
-                    for n in (pair.depth for pair in pairs)
-                }
-                return rows_of(name, costs, times.get(PACE))
-
-            yield from rows(in_turns(timed, rounds=rounds, until=until_met(rows)))
+            times = in_turns(timed, rounds=rounds, until=until_met(growths))
+            for pair in pairs:
+                if pair.depth == part:
+                    yield _alone(pair, partial(row_of, share, part), rounds=rounds)
+                else:
+                    yield row_of(share, pair.depth, pair.cost(times), None)
+            yield from growths(times)
     finally:
         for pair in pairs:
             pair.runtime.shutdown()
+
+
+def alone(pair: Pair, row_of: RowOf, *, rounds: int) -> Iterator[Result]:
+    """Yield what is made of a block's cost in a model that is timed with no other.
+
+    It has the processor's caches for itself, and more turns. Otherwise as `over_bare`.
+    """
+    try:
+        for share in SHARES:
+            pair.settle(SHARES[share])
+            yield _alone(pair, partial(row_of, share, pair.depth), rounds=rounds)
+    finally:
+        pair.runtime.shutdown()
+
+
+def _alone(
+    pair: Pair, row_of: Callable[[Times, Times | None], Result], *, rounds: int
+) -> Result:
+    def rows(times: Mapping[str, Times]) -> Iterator[Result]:
+        yield row_of(pair.cost(times), times.get(PACE))
+
+    (row,) = rows(
+        take_turns(
+            {
+                f"bare {pair.depth}": pair.run_of(pair.bare),
+                f"streamed {pair.depth}": pair.run_of(pair.model),
+            },
+            rounds=_ALONE * rounds,
+            until=until_met(rows),
+        )
+    )
+    return row
 
 
 def growth(
@@ -120,7 +172,7 @@ def _timed(pair: Pair, model: Stack, part: int) -> Callable[[], Sequence[float]]
     run = pair.run_of(model)
     uses = pair.depth * pair.uses
     if uses > part:
-        once = partial(_by_parts, model, run, part)
+        once = partial(by_parts, model, run, part)
     else:
         once = partial(_together, run, part // uses)
     if pair.depth > part:
@@ -128,7 +180,7 @@ def _timed(pair: Pair, model: Stack, part: int) -> Callable[[], Sequence[float]]
     return partial(_again, run, once)
 
 
-def _by_parts(model: Stack, run: Callable[[], object], part: int) -> list[float]:
+def by_parts(model: Stack, run: Callable[[], object], part: int) -> list[float]:
     """Time one step by its parts, there and back."""
     model.part, model.marks = part, (marks := [time.thread_time()])
     run()

@@ -1,10 +1,11 @@
 """What streaming costs the host for each block, over the same modules left alone."""
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 
 import torch
 
-from benchmarks.depths import Pair, growth, over_bare
+from benchmarks.depths import Pair, alone, growth, over_bare
 from benchmarks.models import Stack, make_runtime, make_stack
 from benchmarks.results import Result
 from benchmarks.timing import Times
@@ -27,31 +28,28 @@ def measure(
     """
     few, thousand, many = depths
 
-    def rows(
-        share: str, costs: Mapping[int, Times], pace: Times | None
-    ) -> Iterator[Result]:
-        for depth, times in costs.items():
-            target = _TARGET_US if depth == thousand else None
-            yield _result(f"{depth:,} blocks, {share} resident", times, target, pace)
+    def row(
+        share: str, depth: int, times: Times, pace: Times | None, kind: str = "blocks"
+    ) -> Result:
+        return Result.of(
+            f"host overhead a block, {depth:,} {kind}, {share} resident",
+            times,
+            "us",
+            scale=1e6,
+            target=_TARGET_US if (depth, kind) == (thousand, "blocks") else None,
+            pace=pace,
+        )
+
+    def grown(share: str, costs: Mapping[int, Times]) -> Iterator[Result]:
         for fewer in (few, thousand):
             what = f"overhead at {many:,} over {fewer:,} blocks, {share} resident"
             yield growth(what, costs, fewer, many)
 
-    def larger(share: str, costs: Mapping[int, Times], _: object) -> Iterator[Result]:
-        what = f"{thousand:,} blocks of 4 parameters, {share} resident"
-        yield _result(what, costs[thousand])
-
     pairs = [_pair(depth, 1) for depth in depths]
-    yield from over_bare(pairs, rows, part=thousand, rounds=rounds)
+    yield from over_bare(pairs, row, grown, part=thousand, rounds=rounds)
     del pairs
-    yield from over_bare([_pair(thousand, 2)], larger, part=thousand, rounds=rounds)
-
-
-def _result(
-    what: str, times: Times, target: float | None = None, pace: Times | None = None
-) -> Result:
-    name = f"host overhead a block, {what}"
-    return Result.of(name, times, "us", scale=1e6, target=target, pace=pace)
+    larger = partial(row, kind="blocks of 4 parameters")
+    yield from alone(_pair(thousand, 2), larger, rounds=rounds)
 
 
 def _pair(depth: int, layers: int) -> Pair:

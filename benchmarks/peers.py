@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from benchmarks.depths import by_parts
 from benchmarks.models import (
     LOOKAHEAD,
     Stack,
@@ -22,12 +24,13 @@ from benchmarks.models import (
     streamed_blocks,
 )
 from benchmarks.results import Result
-from benchmarks.timing import Times, take_turns
+from benchmarks.timing import Times, in_turns
 
 __all__ = ["PEERS", "measure"]
 
 _CPU = torch.device("cpu")
 _LAYERS = 2  # of each block
+_PART = 1_000  # blocks that are timed as one, of deeper models
 _OURS = "stagehand"
 _SETTLING = {_OURS: 6}  # passes until a plan is made for good; others make none
 
@@ -134,7 +137,7 @@ PEERS: dict[str, tuple[str, Prepare]] = {
 
 
 def measure(
-    depths: tuple[int, ...] = (10, 100, 1_000, 10_000), *, blocks_timed: int = 10_000
+    depths: tuple[int, ...] = (10, 100, 1_000, 10_000), *, blocks_timed: int = 5_000
 ) -> Iterator[Result]:
     """Yield each library's overhead over the bare modules, and ours over the best.
 
@@ -172,12 +175,15 @@ def _overhead(name: str, bare: Stack, blocks_timed: int) -> Times | str:
     model = make_stack(depth, _LAYERS)
     try:
         end = prepare(model)
-        passes = {"bare": _pass(bare), "other": _pass(model)}
+        timed = {
+            which: partial(by_parts, stack, _pass(stack), _PART)
+            for which, stack in (("bare", bare), ("other", model))
+        }
         for _ in range(_SETTLING.get(name, 1)):
-            passes["other"]()
+            timed["other"]()
     except (RuntimeError, AssertionError, ValueError, OSError) as error:
         return f"it fails without a GPU ({str(error).splitlines()[0]})"
-    times = take_turns(passes, rounds=max(1, blocks_timed // depth))
+    times = in_turns(timed, rounds=max(2, blocks_timed // depth))
     end()
     return times["other"].over(times["bare"], depth)
 

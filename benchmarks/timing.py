@@ -12,8 +12,10 @@ from benchmarks import pace
 
 __all__ = ["Times", "Until", "by_the_wall", "in_turns", "take_turns", "timed"]
 
+_BOX_SECONDS = 10.0  # until no further round is begun, but for the second
 _PATIENCE = 3.0  # times as long again for what misses a target
 _PATIENCE_SECONDS = 10.0  # at most
+_PACES = 20  # samples of the machine's pace, where there are as many rounds
 
 _T = TypeVar("_T")
 
@@ -145,7 +147,8 @@ def in_turns(
 
     Args:
         functions: By name, what returns the seconds of a call, by its parts.
-        rounds: How often each has its turn, at least.
+        rounds: How often each has its turn, at least, on a machine that is not slow: a
+            round takes as long as it takes, and ten seconds are enough.
         until: Goes on, for a while, until this is true of the times so far. A smallest
             time only gets nearer to what a machine takes that does nothing else: what
             misses its target has not met it yet, or never will.
@@ -157,8 +160,11 @@ def in_turns(
     paces = []
     more, began, end = rounds, time.monotonic(), math.inf
     while True:
-        for _ in range(more):
-            paces.append(pace.sample())
+        for number in range(more):
+            if number > 1 and time.monotonic() - began > _BOX_SECONDS:
+                break
+            if number % max(1, rounds // _PACES) == 0:
+                paces.append(pace.sample())
             for name, function in functions.items():
                 found[name].append(function())
         times = {name: Times.of_parts(calls) for name, calls in found.items()}

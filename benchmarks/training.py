@@ -1,6 +1,7 @@
 """What streaming costs the host for each block in training, over the modules alone."""
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,33 +31,35 @@ def measure(
         rounds: How often each is timed, at least.
     """
     few, thousand, many = depths
-    for kind, trains in (("frozen", False), ("trained", True)):
 
-        def rows(
-            share: str,
-            costs: Mapping[int, Times],
-            pace: Times | None,
-            kind: str = kind,
-        ) -> Iterator[Result]:
-            trains = kind == "trained"
-            for depth, times in costs.items():
-                what = f"{depth:,} {kind} blocks, {share} resident"
-                yield Result.of(
-                    f"training overhead a block, {what}",
-                    times,
-                    "us",
-                    scale=1e6,
-                    target=_TARGET_US if depth == thousand else None,
-                    why=_WHY if trains else "",
-                    pace=pace,
-                )
-            for fewer in (few, thousand):
-                what = f"{many:,} over {fewer:,} {kind} blocks, {share} resident"
-                why = _CACHED if trains and fewer == few else ""
-                yield growth(f"training at {what}", costs, fewer, many, why=why)
+    def row(
+        kind: str, share: str, depth: int, times: Times, pace: Times | None
+    ) -> Result:
+        return Result.of(
+            f"training overhead a block, {depth:,} {kind} blocks, {share} resident",
+            times,
+            "us",
+            scale=1e6,
+            target=_TARGET_US if depth == thousand else None,
+            why=_WHY if kind == "trained" else "",
+            pace=pace,
+        )
 
-        pairs = [_pair(depth, trains=trains) for depth in depths]
-        yield from over_bare(pairs, rows, part=thousand, rounds=rounds)
+    def grown(kind: str, share: str, costs: Mapping[int, Times]) -> Iterator[Result]:
+        for fewer in (few, thousand):
+            what = f"{many:,} over {fewer:,} {kind} blocks, {share} resident"
+            why = _CACHED if (kind, fewer) == ("trained", few) else ""
+            yield growth(f"training at {what}", costs, fewer, many, why=why)
+
+    for kind in ("frozen", "trained"):
+        pairs = [_pair(depth, trains=kind == "trained") for depth in depths]
+        yield from over_bare(
+            pairs,
+            partial(row, kind),
+            partial(grown, kind),
+            part=thousand,
+            rounds=rounds,
+        )
         del pairs
 
 

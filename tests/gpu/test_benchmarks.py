@@ -211,6 +211,22 @@ def test_what_misses_its_target_is_measured_for_longer_but_not_for_ever(
     assert set(times) == {"one", pace.PACE}
 
 
+@pytest.mark.parametrize(("box", "rounds"), [(9.0, 9), (4.5, 5), (0.5, 2)])
+def test_rounds_of_a_slow_machine_are_fewer_but_never_one(monkeypatch, box, rounds):
+    from benchmarks import timing
+
+    now = [0.0]
+
+    def call():
+        now[0] += 1.0
+        return [1.0]
+
+    monkeypatch.setattr(timing.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(timing, "_BOX_SECONDS", box)
+    timing.in_turns({"one": call}, rounds=9)
+    assert now[0] == rounds
+
+
 @pytest.mark.parametrize(("is_met", "turns"), [(True, 1 + 4), (False, 1 + 7)])
 def test_rest_of_the_turns_at_a_disk_is_left_out_once_targets_are_met(is_met, turns):
     from benchmarks.timing import by_the_wall
