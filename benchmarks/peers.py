@@ -179,11 +179,11 @@ def _overhead(name: str, bare: Stack, blocks_timed: int) -> Times | str:
             which: partial(by_parts, stack, _pass(stack), _PART)
             for which, stack in (("bare", bare), ("other", model))
         }
-        for _ in range(_SETTLING.get(name, 1)):
+        for _ in range(_SETTLING.get(name, 0)):
             timed["other"]()
+        times = in_turns(timed, rounds=max(2, blocks_timed // depth))
     except (RuntimeError, AssertionError, ValueError, OSError) as error:
         return f"it fails without a GPU ({str(error).splitlines()[0]})"
-    times = in_turns(timed, rounds=max(2, blocks_timed // depth))
     end()
     return times["other"].over(times["bare"], depth)
 
