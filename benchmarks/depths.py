@@ -23,7 +23,7 @@ __all__ = ["SHARES", "Pair", "alone", "by_parts", "growth", "over_bare"]
 _SETTLING = 6  # steps until the order is learned, timed once and planned for good
 _REPLANNED = 2  # until what another budget keeps has moved
 _TURNS = 3  # of a shallow model in each round, after one that is not counted
-_ALONE = 5  # times as many turns of a model that is timed alone
+_ALONE = 8  # times as many turns of a model that is timed alone
 _TARGET_GROWTH = 1.2
 
 # Parts of all blocks' bytes; with none, only the ring of slots is left.

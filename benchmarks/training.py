@@ -19,7 +19,7 @@ _CACHED = "what a step of 100 touches stays in the caches"
 
 
 def measure(
-    depths: tuple[int, int, int] = (100, 1_000, 10_000), *, rounds: int = 3
+    depths: tuple[int, int, int] = (100, 1_000, 10_000), *, rounds: int = 2
 ) -> Iterator[Result]:
     """Yield the overhead of forward and backward, with frozen and trained weights.
 
