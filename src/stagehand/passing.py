@@ -113,20 +113,22 @@ class Passing(PassListener):
             self._next_step(None)
         self._tell(Phase.FORWARD)
         self._measure.begin_pass()
+        takes_gradients = self._takes_gradients()
+        self._parts.scheduler.expect_changes(follow=not takes_gradients)
         self._hands_over = self._tenancy.begin()
         self._take_additions()
         stepped = self._steps.came()
         if self._gradients is not None:
             self._gradients.begin_pass()
             self._gradients.note_steps(stepped=stepped)
-            if self._takes_gradients():
+            if takes_gradients:
                 self._watch()
         elif self._took_gradients or stepped:
             self._note_steps()
-        self._took_gradients = self._takes_gradients()
+        self._took_gradients = takes_gradients
         parts = self._parts
-        parts.trains = parts.trains or self._took_gradients
-        self._begin_uses(changes_follow=not self._took_gradients)
+        parts.trains = parts.trains or takes_gradients
+        self._begin_uses(changes_follow=not takes_gradients)
         return self._pass_context(module)
 
     def _note_steps(self) -> None:
@@ -166,6 +168,7 @@ class Passing(PassListener):
         self._saved.backward = graph_task()
         self._casts.turn_back()
         self._tell(Phase.BACKWARD)
+        self._parts.scheduler.expect_changes(follow=True)
         self._hands_over = self._tenancy.begin()
         if not self._took_gradients:  # as in a region around all of the model
             self._watch()
@@ -271,9 +274,7 @@ class Passing(PassListener):
         if measure.stopwatch.is_over():
             parts.steering.note(*measure.collect())
             parts.steering.learns = parts.loader.pin_on is None
-        parts.scheduler.begin_pass(
-            changes_follow=changes_follow, hands_over=self._hands_over
-        )
+        parts.scheduler.begin_pass(hands_over=self._hands_over)
         if not parts.scheduler.in_use and parts.steering.steer():
             if parts.weights.overdraft_bytes:
                 parts.device_arena.trim()  # what was kept for reuse under the old limit

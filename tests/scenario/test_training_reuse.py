@@ -17,6 +17,7 @@ from training import (
     FEW,
     SOME,
     WIDTH,
+    Net,
     Residual,
     Run,
     Setting,
@@ -160,6 +161,44 @@ def test_gradients_of_a_kept_graph_are_added_before_they_are_accumulated(sim, se
         run.backward(second.sum())
 
     assert_trains_equally(built(lambda: Reusing(Residual, [0, 1])), script, setting)
+
+
+def look_at_all(run):
+    """Read every weight, as who saves the model does."""
+    run.note("weights", run.model.state_dict())
+
+
+def park(run):
+    if run.runtime is not None:
+        run.runtime.park()
+
+
+def adapt(run):
+    run.model.blocks[0].down = nn.Sequential(
+        run.model.blocks[0].down, built(lambda: nn.Linear(WIDTH, WIDTH))()
+    )
+    if run.runtime is None:
+        run.model.to(run.place)
+
+
+@pytest.mark.parametrize(
+    ("setting", "between"),
+    [
+        *((setting, each) for setting in SETTINGS for each in (look_at_all, park)),
+        (Setting("hpu", "blocks", "all"), adapt),
+    ],
+    ids=lambda each: str(getattr(each, "__name__", each)),
+)
+def test_sums_of_losses_are_accumulated_whatever_was_between(sim, setting, between):
+    """What a pass has to bring before it begins is a weight of its graph, too."""
+
+    def script(run):
+        for number in range(2):
+            run.backward(run.loss(number) + run.loss(number + 10))
+            between(run)
+            run.backward(run.loss(number + 20) + run.loss(number + 30))
+
+    assert_trains_equally(built(Net), script, setting)
 
 
 @over(FEW)

@@ -231,19 +231,24 @@ class Scheduler:
 
     # Passes
 
-    def begin_pass(
-        self, *, changes_follow: bool = False, hands_over: bool = False
-    ) -> None:
+    def expect_changes(self, *, follow: bool) -> None:
+        """Say what pass comes, before anything is brought to the device for it.
+
+        Args:
+            follow: Whether weights may change after it, where gradients are taken for
+                them: nothing of these is loaded ahead for the next one. Else its graph
+                has a node for each of them that comes.
+        """
+        self._ahead.changes_follow = follow
+
+    def begin_pass(self, *, hands_over: bool = False) -> None:
         """The model is entered from outside, or autograd begins to go back through it.
 
         Args:
-            changes_follow: Whether weights may change after the pass, where gradients
-                are taken for them: nothing of these is loaded ahead for the next one.
             hands_over: Whether another model is expected to run next on the device:
                 nothing at all is loaded ahead for this one's next pass.
         """
         self.release_fetched()
-        self._ahead.changes_follow = changes_follow
         self._ahead.end_at(hands_over=hands_over)
         self._latest = None  # each pass has the same uses, whatever came before it
         self._ahead.turn()
