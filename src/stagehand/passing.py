@@ -144,19 +144,32 @@ class Passing(PassListener):
         if not self._additions.may_have_joined():
             return
         weights = self._parts.weights
-        share = weights.limit_bytes
-        weights.set_limit(self._marked_bytes)  # what joins may need more than that
+        share, marked = weights.limit_bytes, self._marked_bytes
         taken = False
         try:
-            taken = self._additions.take_in()
+            taken = self._take_in_additions()
         finally:
             if not taken:
+                self._marked_bytes = marked
                 weights.set_limit(share)
         if taken:
             if self._edges.is_busy:
                 self._hands_over = self._tenancy.begin()
             self._place_rest()
             self._measure.know(self._parts.scheduler.blocks)
+
+    def _take_in_additions(self) -> bool:
+        """See `Additions.take_in`. What joins may need more than is had now."""
+        weights = self._parts.weights
+        while True:
+            weights.set_limit(self._marked_bytes)
+            try:
+                return self._additions.take_in()
+            except StagehandOOMError as error:
+                if self._marked_bytes >= self._budget_bytes:
+                    raise
+                # Watermarks leave what cannot be done without, within the budget.
+                self._marked_bytes = min(error.needed_bytes, self._budget_bytes)
 
     def _turn_back(self) -> None:
         """Something is unpacked: autograd goes back, if it is through this model."""

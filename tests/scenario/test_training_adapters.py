@@ -187,6 +187,23 @@ def test_adapters_without_room_are_refused_until_the_budget_is_raised(sim):
     runtime.shutdown()
 
 
+def test_adapters_have_room_where_other_tensors_have_pushed_the_weights_out(sim):
+    """Watermarks lower what weights have to the least, which counts what joins."""
+    budget = budget_of("hpu", "blocks")
+    others = torch.empty(2 * budget, dtype=torch.uint8, device="hpu")
+    model = base()
+    runtime = stream(model, LLAMA, "blocks", "hpu", budget)
+    answer(model, "hpu")
+    least = runtime._marked_bytes
+    assert least < budget
+    model = adapted(model)
+    expected, _ = train(adapted(base()).to("hpu"), "hpu")
+    assert train(model, "hpu")[0] == expected
+    assert least < runtime._marked_bytes < budget
+    runtime.shutdown()
+    del others
+
+
 def test_refused_adapters_may_be_taken_off_again(sim):
     model = base()
     least = smallest_budget(LLAMA, "layers", "hpu")
