@@ -47,7 +47,10 @@ SUITES: dict[str, tuple[Suite, Suite]] = {
         training.measure,
         lambda: training.measure((10, 20, 30), rounds=1),
     ),
-    "peers": (peers.measure, lambda: peers.measure((10,), blocks_timed=100)),
+    "peers": (
+        peers.measure,
+        lambda: peers.measure((10,), trained=(10,), blocks_timed=100),
+    ),
     "planning": (
         planning.measure,
         lambda: planning.measure(blocks=1_000, rounds=1),

@@ -2,15 +2,16 @@
 
 Each gets the same stack of tiny blocks, with the CPU as the place to compute, so that
 nobody copies a byte and what is left is each library's own work. A library that is not
-installed, or that wants a GPU, is left out and named.
+installed, or that wants a GPU, is left out and named. Few train weights that are
+elsewhere: most of them only run.
 """
 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -25,21 +26,33 @@ from benchmarks.models import (
 )
 from benchmarks.results import Result
 from benchmarks.timing import Times, in_turns
+from benchmarks.training import make_training_runtime, step_of
 
-__all__ = ["PEERS", "measure"]
+if TYPE_CHECKING:
+    from stagehand.runtime import Runtime
+
+__all__ = ["PEERS", "TRAINERS", "measure"]
 
 _CPU = torch.device("cpu")
 _LAYERS = 2  # of each block
 _PART = 1_000  # blocks that are timed as one, of deeper models
 _OURS = "stagehand"
+_HOOKS = "hooks that do nothing"
 _SETTLING = {_OURS: 6}  # passes until a plan is made for good; others make none
 
 Prepare = Callable[[Stack], Callable[[], object]]
+"""Lets a stack's weights be elsewhere; returns what ends that."""
+
+Step = Callable[[], object]
+Make = Callable[[Stack], tuple[Step, Step]]
+"""Makes a step of a stack, and what ends it all."""
 
 
-def _stagehand(model: Stack) -> Callable[[], object]:
+def _stagehand(
+    model: Stack, make: Callable[[Stack], Runtime] = make_runtime
+) -> Callable[[], object]:
     """A third of the blocks stays, the rest is streamed."""
-    runtime = make_runtime(model)
+    runtime = make(model)
     sizes = [block.nbytes for block in streamed_blocks(runtime)]
     runtime.set_budget(max((LOOKAHEAD + 1) * max(sizes), sum(sizes) // 3))
     return runtime.shutdown
@@ -124,7 +137,7 @@ def _nothing(*_: Any) -> None:
 
 
 PEERS: dict[str, tuple[str, Prepare]] = {
-    "hooks that do nothing": ("torch", _hooks_alone),
+    _HOOKS: ("torch", _hooks_alone),
     _OURS: ("stagehand", _stagehand),
     "diffusers group offloading": ("diffusers", _diffusers),
     "accelerate cpu_offload": ("accelerate", _accelerate),
@@ -136,48 +149,119 @@ PEERS: dict[str, tuple[str, Prepare]] = {
 """How each is prepared, and the package that it needs, by the name it is printed as."""
 
 
+def _prepared(prepare: Prepare, run_of: Callable[[Stack], Step]) -> Make:
+    """Return what makes the same step as the bare model's."""
+
+    def make(model: Stack) -> tuple[Step, Step]:
+        end = prepare(model)
+        return run_of(model), end
+
+    return make
+
+
+def _ramtorch_trains(model: Stack) -> tuple[Step, Step]:
+    """In a step of its own; it keeps activations, which is faster than recomputing."""
+    from ramtorch import OffloadModel
+
+    streamed = OffloadModel(
+        list(model.blocks), device="cpu", window=2, keep_activations=True
+    )
+    x, ones = torch.zeros(1, 16), torch.ones(1, 16)
+    parameters = list(model.parameters())
+
+    def step() -> None:
+        streamed.step(x, grad_outputs=ones)
+        streamed.flush_grads()
+        for parameter in parameters:
+            parameter.grad = None
+
+    return step, streamed.close
+
+
+TRAINERS: dict[str, tuple[str, Make]] = {
+    _OURS: (
+        "stagehand",
+        _prepared(partial(_stagehand, make=make_training_runtime), step_of),
+    ),
+    "FSDP2 CPU offload": ("torch", _prepared(_fsdp, step_of)),
+    "RamTorch": ("ramtorch", _ramtorch_trains),
+}
+"""Those that train weights, all of them: the package, and what makes a step."""
+
+
 def measure(
-    depths: tuple[int, ...] = (10, 100, 1_000, 10_000), *, blocks_timed: int = 5_000
+    depths: tuple[int, ...] = (10, 100, 1_000, 10_000),
+    *,
+    trained: tuple[int, ...] = (100, 1_000),
+    blocks_timed: int = 5_000,
 ) -> Iterator[Result]:
     """Yield each library's overhead over the bare modules, and ours over the best.
 
     Args:
-        depths: Blocks of each model.
+        depths: Blocks of each model that runs.
+        trained: Blocks of each model whose weights are all trained.
         blocks_timed: How many uses of blocks to time for each figure.
     """
+    runners = {
+        name: (package, _prepared(prepare, _pass))
+        for name, (package, prepare) in PEERS.items()
+    }
     for depth in depths:
-        found: dict[str, Times] = {}
         bare = make_stack(depth, _LAYERS)
-        for name in PEERS:
-            times = _overhead(name, bare, blocks_timed)
-            if isinstance(times, str):
-                yield _left_out(f"{name}, {depth:,} blocks: left out, {times}")
-                continue
-            found[name] = times
-            what = f"overhead a block, {name}, {depth:,} blocks"
-            yield Result.of(what, times, "us", scale=1e6)
-        best = min(
-            (found[name] for name in list(PEERS)[2:] if name in found),
-            key=lambda times: times.smallest,
-            default=None,
-        )
-        if best is not None:
-            ratio = found[_OURS].part_of(best)
-            what = f"overhead over the best other library's, {depth:,} blocks"
-            yield Result.of(what, ratio, "x", target=1.0)
+        yield from _compared("overhead", runners, bare, _pass(bare), blocks_timed)
+    for depth in trained:
+        bare, what = make_stack(depth, _LAYERS), "training overhead"
+        yield from _compared(what, TRAINERS, bare, step_of(bare), blocks_timed)
 
 
-def _overhead(name: str, bare: Stack, blocks_timed: int) -> Times | str:
-    package, prepare = PEERS[name]
+def _compared(
+    what: str,
+    ways: Mapping[str, tuple[str, Make]],
+    bare: Stack,
+    bare_step: Step,
+    blocks_timed: int,
+) -> Iterator[Result]:
+    """Yield what each way takes over the bare step, and ours over the best other's."""
+    found: dict[str, Times] = {}
+    blocks = f"{len(bare.blocks):,} blocks"
+    for name, (package, make) in ways.items():
+        times = _overhead(name, package, make, bare, bare_step, blocks_timed)
+        if isinstance(times, str):
+            yield _left_out(f"{what}, {name}, {blocks}: left out, {times}")
+            continue
+        found[name] = times
+        yield Result.of(f"{what} a block, {name}, {blocks}", times, "us", scale=1e6)
+    best = min(
+        (times for name, times in found.items() if name not in (_OURS, _HOOKS)),
+        key=lambda times: times.smallest,
+        default=None,
+    )
+    if best is not None:
+        ratio = found[_OURS].part_of(best)
+        name = f"{what} over the best other library's, {blocks}"
+        yield Result.of(name, ratio, "x", target=1.0)
+
+
+def _overhead(
+    name: str,
+    package: str,
+    make: Make,
+    bare: Stack,
+    bare_step: Step,
+    blocks_timed: int,
+) -> Times | str:
     if importlib.util.find_spec(package) is None:
         return "it is not installed"
     depth = len(bare.blocks)
     model = make_stack(depth, _LAYERS)
     try:
-        end = prepare(model)
+        step, end = make(model)
         timed = {
-            which: partial(by_parts, stack, _pass(stack), _PART)
-            for which, stack in (("bare", bare), ("other", model))
+            which: partial(by_parts, stack, run, _PART)
+            for which, stack, run in (
+                ("bare", bare, bare_step),
+                ("other", model, step),
+            )
         }
         for _ in range(_SETTLING.get(name, 0)):
             timed["other"]()

@@ -10,8 +10,9 @@ from benchmarks.depths import Pair, growth, over_bare
 from benchmarks.models import Stack, make_runtime, make_stack
 from benchmarks.results import Result
 from benchmarks.timing import Times
+from stagehand.runtime import Runtime
 
-__all__ = ["measure"]
+__all__ = ["make_training_runtime", "measure", "step_of"]
 
 _TARGET_US = 25.0
 _WHY = "two gradients a block, for which hooks that do nothing take 13 us"
@@ -65,17 +66,25 @@ def measure(
 
 def _pair(depth: int, *, trains: bool) -> Pair:
     bare, model = (make_stack(depth).requires_grad_(trains) for _ in range(2))
+    return Pair(bare, model, make_training_runtime(model), step_of, uses=2)
+
+
+def make_training_runtime(model: Stack) -> Runtime:
+    """Stream a stack without its gradients' copies home.
+
+    Memory on the host cannot be marked as read by a stream.
+    """
     runtime = make_runtime(model)
-    # Memory on the host cannot be marked as read by a stream: that is left out.
     runtime._parts.engine.carry_home = _carry_nothing  # type: ignore[method-assign]
-    return Pair(bare, model, runtime, _step, uses=2)
+    return runtime
 
 
 def _carry_nothing(*_: Any, **__: Any) -> None:
     """Copy no gradient."""
 
 
-def _step(model: Stack) -> Callable[[], None]:
+def step_of(model: Stack) -> Callable[[], None]:
+    """Return what runs a stack forward and backward, and drops its gradients."""
     x, ones = torch.zeros(1, 16, requires_grad=True), torch.ones(1, 16)
     parameters = list(model.parameters())
 
