@@ -4,7 +4,9 @@ The same is done with a model that is all on the device, and outputs, gradients 
 weights are compared bit by bit.
 """
 
+import pickle
 from contextlib import suppress
+from copy import deepcopy
 
 import torch
 from hypothesis import settings
@@ -112,12 +114,18 @@ EDITS = {
     "assigned": lambda tensor: _assign(tensor, tensor.data * 0.5),
     "one element": lambda tensor: tensor.view(-1)[:1].add_(1),
 }
+COPIES = {
+    "deep": deepcopy,
+    "pickled": lambda model: pickle.loads(pickle.dumps(model)),
+}
 numbers = st.integers(0, 5)
 weights = st.integers(0, 30)
 
 
 class AnyOrder(RuleBasedStateMachine):
     """A script that trains, looks, edits, fails, and streams anew."""
+
+    kind_of_run = Run
 
     def __init__(self):
         super().__init__()
@@ -134,8 +142,8 @@ class AnyOrder(RuleBasedStateMachine):
     )
     def begin(self, kind, place, setting):
         self.kind, self.place, self.build = kind, place, MAKERS[kind]
-        plain = Run(model=self.build().to(place), place=place)
-        self.runs = [plain, Run(model=self.build(), place=place)]
+        plain = self.kind_of_run(model=self.build().to(place), place=place)
+        self.runs = [plain, self.kind_of_run(model=self.build(), place=place)]
         for run in self.runs:
             run.losses = []
         self.stream(setting)
@@ -297,7 +305,6 @@ class AnyOrder(RuleBasedStateMachine):
 
     @rule(which=weights, trains=st.booleans())
     def freeze(self, which, trains):
-        self.drop_losses()
         for run in self.runs:
             self.one(run, which).requires_grad_(trains)
 
@@ -307,6 +314,13 @@ class AnyOrder(RuleBasedStateMachine):
         for run in self.runs:
             state = run.model.state_dict()
             run.model.load_state_dict({k: v.clone() for k, v in state.items()})
+
+    @rule(way=st.sampled_from(list(COPIES)))
+    def copy(self, way):
+        plain, mine = (run.model.state_dict() for run in self.runs)
+        found = COPIES[way](self.runs[1].model).state_dict()
+        assert_bitwise_equal(found, plain, "a copy")
+        assert_bitwise_equal(mine, plain, "the original")
 
     @rule(trains=st.booleans())
     def set_mode(self, trains):
@@ -348,7 +362,6 @@ class AnyOrder(RuleBasedStateMachine):
     @precondition(lambda self: self.joined < 4)
     @rule(which=st.integers(0, 4), trains=st.booleans())
     def adapt(self, which, trains):
-        self.drop_losses()
         self.joined += 1
         self.runs[1].budget += JOINING
         self.runs[1].runtime.set_budget(self.runs[1].budget)
@@ -365,12 +378,10 @@ class AnyOrder(RuleBasedStateMachine):
 
     @rule()
     def park(self):
-        self.drop_losses()
         self.runs[1].runtime.park()
 
     @rule(home=st.booleans())
     def move(self, home):
-        self.drop_losses()
         self.runs[1].model.to("cpu" if home else self.place)
 
     @rule(setting=SETTINGS)
