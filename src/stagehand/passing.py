@@ -117,19 +117,24 @@ class Passing(PassListener):
         self._parts.scheduler.expect_changes(follow=not takes_gradients)
         self._hands_over = self._tenancy.begin()
         self._take_additions()
-        stepped = self._steps.came()
+        self._note_changes()
         if self._gradients is not None:
             self._gradients.begin_pass()
-            self._gradients.note_steps(stepped=stepped)
-            if takes_gradients:
-                self._watch()
-        elif self._took_gradients or stepped:
-            self._note_steps()
+        if takes_gradients:
+            self._watch()
         self._took_gradients = takes_gradients
         parts = self._parts
         parts.trains = parts.trains or takes_gradients
         self._begin_uses(changes_follow=not takes_gradients)
         return self._pass_context(module)
+
+    def _note_changes(self) -> None:
+        """Take for changed what optimizers may have stepped since the latest pass."""
+        stepped = self._steps.came()
+        if self._gradients is not None:
+            self._gradients.note_steps(stepped=stepped)
+        elif self._took_gradients or stepped:
+            self._note_steps()
 
     def _note_steps(self) -> None:
         """See `Gradients.note_steps`: on the host nothing tells where gradients go."""
@@ -176,14 +181,17 @@ class Passing(PassListener):
         if self.is_open:
             self._edges.enter_backward()
 
-    def begin_backward(self) -> None:
+    def begin_backward(self, *, by_module: bool) -> None:
         """See `PassListener.begin_backward`."""
         self._saved.backward = graph_task()
         self._casts.turn_back()
         self._tell(Phase.BACKWARD)
         self._parts.scheduler.expect_changes(follow=True)
         self._hands_over = self._tenancy.begin()
-        if not self._took_gradients:  # as in a region around all of the model
+        if by_module:  # it may be the first that is seen of what users have done
+            self._take_additions()
+            self._note_changes()
+        if by_module or not self._took_gradients:  # a region may be around the model
             self._watch()
         self._begin_uses(changes_follow=True)
 

@@ -2,11 +2,15 @@
 
 import pytest
 import torch
+from torch import nn
 
 from training import (
     FEW,
     SOME,
+    WIDTH,
+    Setting,
     assert_trains_equally,
+    built,
     net,
     over,
     train,
@@ -192,5 +196,61 @@ def test_a_hook_that_was_removed_no_longer_holds_anything_up(sim, setting):
         for handle in handles:
             handle.remove()
         train(run)
+
+    assert_trains_equally(net, script, setting)
+
+
+def join(run):
+    """A layer joins."""
+    block = run.model.blocks[1]
+    block.norm = nn.Sequential(block.norm, built(lambda: nn.Linear(WIDTH, WIDTH))())
+    if run.runtime is None:
+        run.model.to(run.place)
+
+
+def step_unseen(run):
+    """An optimizer changes one element, after passes, and no version counter moves."""
+    optimizer = torch.optim.SGD(run.model.parameters(), lr=0.5, fused=True)
+    run.loss().backward()
+    grad = run.model.blocks[1].up.weight.grad
+    run.model.zero_grad(set_to_none=False)
+    grad[3, 5] = 1
+    for _ in range(2):
+        optimizer.step()
+        run.model(run.batch(1))
+    optimizer.step()
+
+
+def thaw(run):
+    """A weight trains that was frozen until now."""
+    run.model.requires_grad_(False)
+    run.model(run.batch())
+    run.model.blocks[2].requires_grad_(True)
+
+
+@pytest.mark.parametrize("change", [join, step_unseen, thaw])
+@over(
+    [
+        Setting("hpu", "layers", "third"),
+        Setting("hpu", "layers", "all"),
+        Setting("cpu", "layers", "all"),
+    ]
+)
+def test_a_model_that_runs_in_a_hook_of_another_graph_sees_what_was_done_to_it(
+    sim, setting, change
+):
+    def script(run):
+        def look(_):
+            with torch.enable_grad():
+                run.loss(2).backward()
+            with torch.no_grad():
+                run.note("in the hook", run.model(run.batch(3)))
+
+        run.model(run.batch())
+        change(run)
+        y = run.batch().requires_grad_() * 2
+        y.register_hook(look)
+        y.sum().backward()
+        run.look()
 
     assert_trains_equally(net, script, setting)

@@ -16,6 +16,7 @@ each edge notes its frame, and what a dead frame left open is closed at the next
 from __future__ import annotations
 
 import weakref
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -59,8 +60,13 @@ class PassListener:
         """Whether blocks are in use, in a pass or by hand."""
         raise NotImplementedError
 
-    def begin_backward(self) -> None:
-        """Autograd begins to go back through the model."""
+    def begin_backward(self, *, by_module: bool) -> None:
+        """Autograd begins to go back through the model.
+
+        Args:
+            by_module: Whether a module was entered: it is recomputed, or a hook of what
+                another model has computed runs this one.
+        """
 
     def end_backward(self, *, failed: bool) -> None:
         """It is over."""
@@ -169,7 +175,7 @@ class Edges:
             frame: The caller's frame, which lives as long as the module runs.
         """
         if in_backward():
-            self.enter_backward()
+            self.enter_backward(by_module=True)
             return self.moved_again(args, kwargs)
         if not self.inside():
             self._listener.check()
@@ -218,8 +224,12 @@ class Edges:
         finally:
             self.lock.release()
 
-    def enter_backward(self) -> None:
-        """Begin autograd's pass, unless it or another pass of this thread goes on."""
+    def enter_backward(self, *, by_module: bool = False) -> None:
+        """Begin autograd's pass, unless it or another pass of this thread goes on.
+
+        Args:
+            by_module: See `PassListener.begin_backward`.
+        """
         if self.thread is HERE.thread:
             return
         known = None if self._backward is None else self._backward()
@@ -229,7 +239,7 @@ class Edges:
             return  # a forward waits for this: it is part of its pass
         self._sort_out()
         self._queue_end()
-        apart(self._listener.begin_backward)
+        apart(partial(self._listener.begin_backward, by_module=by_module))
 
     def _queue_end(self) -> None:
         # Only autograd may hold it, not even the frame of a failure's traceback.
