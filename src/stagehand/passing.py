@@ -66,6 +66,7 @@ class Passing(PassListener):
     _compact_files: CompactFiles
     _model_ref: weakref.ref[nn.Module]
     _owners: Mapping[int, Block]
+    _readers: Sequence[Reader]
     _rows: RowGather
     _budget_bytes: int
     _marked_bytes: int
@@ -148,6 +149,8 @@ class Passing(PassListener):
             return
         if not self._additions.may_have_joined():
             return
+        for reader in self._readers:
+            reader.forget()
         weights = self._parts.weights
         share, marked = weights.limit_bytes, self._marked_bytes
         taken = False

@@ -148,7 +148,8 @@ class Runtime(Passing, Sharing, Storing, Conduct):
             settle=self._settle,
             resume=self.resume,
         )
-        for (site, block), reader in zip(sites, readers_of(sites), strict=True):
+        self._readers = readers_of(sites)
+        for (site, block), reader in zip(sites, self._readers, strict=True):
             self._hooks.add_site(site, block, reader)
             block.unseen = block.unseen or _is_read_unseen(site)
             self._add_look(site, block.name)

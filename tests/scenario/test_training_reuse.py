@@ -9,6 +9,7 @@ import random
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils.parametrize import register_parametrization
 from torch.utils.checkpoint import checkpoint
 
 import stagehand
@@ -196,6 +197,28 @@ def test_sums_of_losses_are_accumulated_whatever_was_between(sim, setting, betwe
         for number in range(2):
             run.backward(run.loss(number) + run.loss(number + 10))
             between(run)
+            run.backward(run.loss(number + 20) + run.loss(number + 30))
+
+    assert_trains_equally(built(Net), script, setting)
+
+
+class Mirrored(nn.Module):
+    """What a weight is read as: in two terms."""
+
+    def forward(self, weight):
+        return weight * 0.5 + weight.abs() * 0.25
+
+
+@over([*FEW, Setting("hpu", "blocks", "all")])
+def test_a_weight_that_begins_to_be_used_several_times_is_accumulated_exactly(
+    sim, setting
+):
+    def script(run):
+        for number in range(4):
+            if number == 2:
+                for block in run.model.blocks:
+                    register_parametrization(block.up, "weight", Mirrored())
+            run.backward(run.loss(number) + run.loss(number + 10))
             run.backward(run.loss(number + 20) + run.loss(number + 30))
 
     assert_trains_equally(built(Net), script, setting)

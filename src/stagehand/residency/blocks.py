@@ -334,18 +334,24 @@ class Reader:
         since: The number of the graph's next node then, if what the site adds to the
             graph is to be looked at when it ends.
         again: Whether what it reads may have been read before in the same binding.
-        several: Whether a use of the site reads a weight more than once.
+        several: Whether a use of the site reads a weight more than once; None if that
+            is not known yet.
     """
 
     __slots__ = ("_tied", "again", "binding", "own", "several", "since")
+    several: bool | None
 
     def __init__(self, own: Mapping[int, torch.Tensor], *, tied: bool) -> None:
         self.own = own
         self.binding = -1
         self.since: int | None = None
         self.again = False
-        self.several = True if tied else None  # not known yet
         self._tied = tied
+        self.forget()
+
+    def forget(self) -> None:
+        """The model's modules are others now: its uses may be, too."""
+        self.several = True if self._tied else None
 
     def begin(self, block: Block) -> None:
         """The site begins, for a backward pass to come."""
