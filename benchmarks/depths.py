@@ -153,18 +153,9 @@ def _alone(
     return row
 
 
-def growth(
-    what: str,
-    costs: Mapping[int, Times],
-    few: int,
-    many: int,
-    *,
-    why: str = "",
-) -> Result:
+def growth(what: str, costs: Mapping[int, Times], few: int, many: int) -> Result:
     """Return what a block of many costs over one of few."""
-    return Result.of(
-        what, costs[many].part_of(costs[few]), "x", target=_TARGET_GROWTH, why=why
-    )
+    return Result.of(what, costs[many].part_of(costs[few]), "x", target=_TARGET_GROWTH)
 
 
 def _timed(pair: Pair, model: Stack, part: int) -> Callable[[], Sequence[float]]:

@@ -86,7 +86,7 @@ def _slow(value: float, target: float, slower: float) -> str:
     if value <= target or value / slower > target:
         return ""
     return (
-        f"the machine runs at {1 / slower:.0%} of a quiet one's pace,"
+        f"the machine runs at {1 / slower:.0%} of the pace that targets are for,"
         f" at which it would be {shown(value / slower, '')}"
     )
 

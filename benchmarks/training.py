@@ -16,7 +16,6 @@ __all__ = ["make_training_runtime", "measure", "step_of"]
 
 _TARGET_US = 25.0
 _WHY = "two gradients a block, for which hooks that do nothing take 13 us"
-_CACHED = "what a step of 100 touches stays in the caches"
 
 
 def measure(
@@ -49,8 +48,7 @@ def measure(
     def grown(kind: str, share: str, costs: Mapping[int, Times]) -> Iterator[Result]:
         for fewer in (few, thousand):
             what = f"{many:,} over {fewer:,} {kind} blocks, {share} resident"
-            why = _CACHED if (kind, fewer) == ("trained", few) else ""
-            yield growth(f"training at {what}", costs, fewer, many, why=why)
+            yield growth(f"training at {what}", costs, fewer, many)
 
     for kind in ("frozen", "trained"):
         pairs = [_pair(depth, trains=kind == "trained") for depth in depths]

@@ -269,7 +269,7 @@ def test_miss_is_no_failure_if_the_machine_is_as_much_slower_as_that(
     assert found.ok is (value <= 2.0)
     monkeypatch.setattr(command, "_measure", lambda *_, **__: iter([found]))
     assert command.main(["--check"]) == status
-    said = "50% of a quiet one's pace, at which it would be 1.95"
+    said = "50% of the pace that targets are for, at which it would be 1.95"
     assert (said in capsys.readouterr().out) is (value == 3.9)
 
 
