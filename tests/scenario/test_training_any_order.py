@@ -5,6 +5,7 @@ weights are compared bit by bit.
 """
 
 import pickle
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from copy import deepcopy
 
@@ -88,6 +89,7 @@ MAKERS = {
     "tied": tied,
     "counting": counting,
 }
+SEVERAL = ("turning", "tied")  # a graph uses a weight several times
 SETTINGS = st.tuples(
     st.sampled_from(["layers", "blocks"]),
     st.sampled_from(["smallest", "third", "most", "all"]),
@@ -120,6 +122,16 @@ COPIES = {
 }
 numbers = st.integers(0, 5)
 weights = st.integers(0, 30)
+
+
+def parts_of(model):
+    return [model.entry, *model.blocks, model.head]
+
+
+def learn(run, number):
+    loss = run.loss(number)
+    loss.backward()
+    return loss.detach()
 
 
 class AnyOrder(RuleBasedStateMachine):
@@ -199,6 +211,43 @@ class AnyOrder(RuleBasedStateMachine):
 
         self.both(act)
 
+    @rule(which=st.integers(0, 6), number=numbers)
+    def learn_from_a_part(self, which, number):
+        def act(run):
+            output = parts_of(run.model)[which](run.batch(number))
+            if output.requires_grad:
+                output.square().mean().backward()
+            return output.detach()
+
+        self.both(act)
+
+    @rule(number=numbers)
+    def learn_in_a_thread(self, number):
+        def act(run):
+            with ThreadPoolExecutor(1) as threads:
+                return threads.submit(learn, run, number).result()
+
+        self.both(act)
+
+    @precondition(lambda self: self.kind not in SEVERAL)
+    @rule(number=numbers)
+    def learn_in_a_hook(self, number):
+        """Of a graph that is not the model's."""
+
+        def act(run):
+            given = []
+
+            def look(_):
+                with torch.enable_grad():
+                    given.append(learn(run, number))
+
+            other = run.batch(number).requires_grad_() * 2
+            other.register_hook(look)
+            other.sum().backward()
+            return given
+
+        self.both(act)
+
     @rule(number=numbers)
     def learn_twice_from_one_graph(self, number):
         def act(run):
@@ -245,9 +294,8 @@ class AnyOrder(RuleBasedStateMachine):
                 output.register_hook(stop)
 
         def act(run):
-            children = [run.model.entry, *run.model.blocks, run.model.head]
             hook = stop_later if backward else stop
-            handle = children[which].register_forward_hook(hook)
+            handle = parts_of(run.model)[which].register_forward_hook(hook)
             with suppress(Interrupted):
                 run.loss(number).backward()
             handle.remove()
@@ -327,7 +375,7 @@ class AnyOrder(RuleBasedStateMachine):
         for run in self.runs:
             run.model.train(trains)
 
-    @precondition(lambda self: self.kind not in ("turning", "tied"))
+    @precondition(lambda self: self.kind not in SEVERAL)
     @rule(which=weights)
     def hook_gradient(self, which):
         for run in self.runs:
@@ -335,7 +383,7 @@ class AnyOrder(RuleBasedStateMachine):
             if weight.requires_grad:
                 run.handles.append(weight.register_hook(lambda grad: grad * 0.5))
 
-    @precondition(lambda self: self.kind not in ("turning", "tied"))
+    @precondition(lambda self: self.kind not in SEVERAL)
     @rule(which=weights)
     def hook_sum(self, which):
         for run in self.runs:
@@ -375,6 +423,12 @@ class AnyOrder(RuleBasedStateMachine):
             block.norm[1].requires_grad_(trains)
         self.runs[0].model.to(self.place)
         self.optimizes = False
+
+    @rule(which=st.integers(0, 2))
+    def swap(self, which):
+        for run in self.runs:
+            blocks = run.model.blocks
+            blocks[which], blocks[which + 2] = blocks[which + 2], blocks[which]
 
     @rule()
     def park(self):
