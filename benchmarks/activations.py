@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
-from benchmarks.pace import PACE
 from benchmarks.results import Result, until_met
 from benchmarks.timing import Times, take_turns
 from stagehand.activations.carrier import Carrier
@@ -61,9 +60,8 @@ def measure(rounds: int = 60) -> Iterator[Result]:
 
 
 def _rows(times: Mapping[str, Times]) -> Iterator[Result]:
-    pace = times.get(PACE)
     for name in times:
-        if name not in ("no hooks", PACE):
+        if name != "no hooks":
             yield _each(
                 f"no hooks, {name}", times[name].over(times["no hooks"], _LAYERS)
             )
@@ -71,7 +69,6 @@ def _rows(times: Mapping[str, Times]) -> Iterator[Result]:
         "identity hooks, everything stays",
         times["everything stays"].over(times["identity"], _LAYERS),
         _TARGET_US,
-        pace,
     )
     yield _each(
         "copies of the same bytes, half of it leaves",
@@ -79,11 +76,9 @@ def _rows(times: Mapping[str, Times]) -> Iterator[Result]:
     )
 
 
-def _each(
-    over: str, times: Times, target: float | None = None, pace: Times | None = None
-) -> Result:
+def _each(over: str, times: Times, target: float | None = None) -> Result:
     name = f"a saved tensor over {over}"
-    return Result.of(name, times, "us", scale=1e6, target=target, pace=pace)
+    return Result.of(name, times, "us", scale=1e6, target=target)
 
 
 def _of_fewer(rounds: int) -> Result:

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator, Mapping
 
 from benchmarks.models import FreeDevice, Stack, make_runtime
-from benchmarks.pace import PACE
 from benchmarks.results import Result, until_met
 from benchmarks.timing import Times, take_turns
 from stagehand.conductor.config import ConductorConfig
@@ -44,7 +43,6 @@ def _copies(rounds: int) -> Iterator[Result]:
             "us",
             scale=1e6,
             target=_TARGET_COPY_US,
-            pace=times.get(PACE),
         )
 
     yield from rows(take_turns(functions, rounds=rounds, until=until_met(rows)))
@@ -86,7 +84,6 @@ def _steps(rounds: int) -> Iterator[Result]:
                 "us",
                 scale=1e6,
                 target=target,
-                pace=times.get(PACE),
             )
 
     try:

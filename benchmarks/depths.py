@@ -13,7 +13,6 @@ from functools import partial
 from itertools import pairwise
 
 from benchmarks.models import LOOKAHEAD, Stack, streamed_blocks
-from benchmarks.pace import PACE
 from benchmarks.results import Result, until_met
 from benchmarks.timing import Times, in_turns, take_turns
 from stagehand.runtime import Runtime
@@ -29,8 +28,8 @@ _TARGET_GROWTH = 1.2
 # Parts of all blocks' bytes; with none, only the ring of slots is left.
 SHARES = {"all": 2.0, "a third": 1 / 3, "none": 0.0}
 
-RowOf = Callable[[str, int, Times, Times | None], Result]
-"""Of the name of a share, a depth, a block's cost, and the pace if it is to count."""
+RowOf = Callable[[str, int, Times], Result]
+"""Of the name of a share, a depth, and a block's cost."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +113,7 @@ def over_bare(
                 if pair.depth == part:
                     yield _alone(pair, partial(row_of, share, part), rounds=rounds)
                 else:
-                    yield row_of(share, pair.depth, pair.cost(times), None)
+                    yield row_of(share, pair.depth, pair.cost(times))
             yield from growths(times)
     finally:
         for pair in pairs:
@@ -134,11 +133,9 @@ def alone(pair: Pair, row_of: RowOf, *, rounds: int) -> Iterator[Result]:
         pair.runtime.shutdown()
 
 
-def _alone(
-    pair: Pair, row_of: Callable[[Times, Times | None], Result], *, rounds: int
-) -> Result:
+def _alone(pair: Pair, row_of: Callable[[Times], Result], *, rounds: int) -> Result:
     def rows(times: Mapping[str, Times]) -> Iterator[Result]:
-        yield row_of(pair.cost(times), times.get(PACE))
+        yield row_of(pair.cost(times))
 
     (row,) = rows(
         take_turns(

@@ -10,7 +10,6 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
 
 from benchmarks.models import Stack, make_runtime, streamed_blocks
-from benchmarks.pace import PACE
 from benchmarks.results import Result, until_met
 from benchmarks.timing import Times, take_turns
 
@@ -57,7 +56,6 @@ def _rows(
         "us",
         scale=1e6,
         target=target,
-        pace=times.get(PACE),
     )
 
 

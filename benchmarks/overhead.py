@@ -28,16 +28,13 @@ def measure(
     """
     few, thousand, many = depths
 
-    def row(
-        share: str, depth: int, times: Times, pace: Times | None, kind: str = "blocks"
-    ) -> Result:
+    def row(share: str, depth: int, times: Times, kind: str = "blocks") -> Result:
         return Result.of(
             f"host overhead a block, {depth:,} {kind}, {share} resident",
             times,
             "us",
             scale=1e6,
             target=_TARGET_US if (depth, kind) == (thousand, "blocks") else None,
-            pace=pace,
         )
 
     def grown(share: str, costs: Mapping[int, Times]) -> Iterator[Result]:

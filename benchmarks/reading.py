@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import tempfile
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,7 +17,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from benchmarks.disk import Rival, drop_cache
-from benchmarks.results import Result, met
+from benchmarks.results import Result, ratio
 from benchmarks.timing import Times, by_the_wall
 from stagehand.core.device import host_memory
 from stagehand.core.layout import layout_of
@@ -65,30 +64,15 @@ def measure(
         parts = [range(blocks // 2), range(blocks // 2, blocks)]
         turns, nbytes = parts * (rounds + 1), path.stat().st_size // 2
 
-        def compare(
-            ways: Mapping[str, _Way],
-            prepare: Callable[[], object],
-            rows: Callable[[dict[str, list[float]]], Iterator[Result]],
-        ) -> Iterator[Result]:
-            found = by_the_wall(
-                ways,
-                turns,
-                prepare,
-                uncounted=len(parts),
-                until=lambda seconds: met(rows(seconds)),
-            )
-            return rows(found)
-
-        yield from compare(
+        seconds = by_the_wall(
             {**ways, **raw},
+            turns,
             lambda: drop_cache(path),
-            partial(_rows, "cold", raw, "best raw read", nbytes, _COLD_TARGET),
+            uncounted=len(parts),
         )
-        yield from compare(
-            {**ways, **raw, **copy},
-            lambda: None,
-            partial(_rows, "warm", copy, next(iter(copy)), nbytes, _WARM_TARGET),
-        )
+        yield from _rows("cold", raw, "best raw read", nbytes, _COLD_TARGET, seconds)
+        seconds = by_the_wall({**ways, **raw, **copy}, turns, uncounted=len(parts))
+        yield from _rows("warm", copy, next(iter(copy)), nbytes, _WARM_TARGET, seconds)
         rival.close()
         reader.close()
 
@@ -108,12 +92,8 @@ def _rows(
         if name not in best_of:
             # Where memory or a disk decides, each way has a best turn of its own.
             usual = Times.ratio(found, seconds[best]).median
-            yield Result.of(
-                f"{name} over the {what}, {when}",
-                Times(usual, usual),
-                "x",
-                target=target if name == "blocks" else None,
-            )
+            judged = target if name == "blocks" else None
+            yield ratio(f"{name} over the {what}, {when}", usual, judged)
 
 
 class _Blocks:

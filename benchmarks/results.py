@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from benchmarks.pace import QUIET_SECONDS
 from benchmarks.timing import Times, Until
 
 __all__ = [
@@ -44,14 +43,8 @@ class Result:
         scale: float = 1.0,
         target: float | None = None,
         why: str = "",
-        pace: Times | None = None,
     ) -> "Result":
-        """Return a result from times, multiplied by `scale` for its unit.
-
-        With the times of `pace` a miss that is only the machine's says so.
-        """
-        if pace is not None and target is not None and not why:
-            why = _slow(times.smallest * scale, target, pace.smallest / QUIET_SECONDS)
+        """Return a result from times, multiplied by `scale` for its unit."""
         return cls(
             name=name,
             value=times.smallest * scale,
@@ -79,16 +72,6 @@ class Result:
         if self.ok:
             return "ok"
         return f"miss: {self.why}" if self.why else "miss"
-
-
-def _slow(value: float, target: float, slower: float) -> str:
-    """Return why a target is missed, if it is a machine so much slower and no more."""
-    if value <= target or value / slower > target:
-        return ""
-    return (
-        f"the machine runs at {1 / slower:.0%} of the pace that targets are for,"
-        f" at which it would be {shown(value / slower, '')}"
-    )
 
 
 def ratio(

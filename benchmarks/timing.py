@@ -8,14 +8,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
-from benchmarks import pace
-
 __all__ = ["Times", "Until", "by_the_wall", "in_turns", "take_turns", "timed"]
 
 _BOX_SECONDS = 10.0  # until no further round is begun, but for the second
 _PATIENCE = 3.0  # times as long again for what misses a target
 _PATIENCE_SECONDS = 10.0  # at most
-_PACES = 20  # samples of the machine's pace, where there are as many rounds
 
 _T = TypeVar("_T")
 
@@ -154,22 +151,19 @@ def in_turns(
             misses its target has not met it yet, or never will.
 
     Returns:
-        Times by name, and those of `PACE` in the same rounds.
+        Times by name.
     """
     found: dict[str, list[Sequence[float]]] = {name: [] for name in functions}
-    paces = []
     more, began, end = rounds, time.monotonic(), math.inf
     while True:
         for number in range(more):
             if number > 1 and time.monotonic() - began > _BOX_SECONDS:
                 break
-            if number % max(1, rounds // _PACES) == 0:
-                paces.append(pace.sample())
             for name, function in functions.items():
                 found[name].append(function())
         times = {name: Times.of_parts(calls) for name, calls in found.items()}
         if until is None or until(times) or time.monotonic() >= end:
-            return {**times, pace.PACE: Times.of(paces)}
+            return times
         now = time.monotonic()
         end = min(end, now + min(_PATIENCE * (now - began), _PATIENCE_SECONDS))
         more = max(1, rounds // 4)

@@ -32,9 +32,7 @@ def measure(
     """
     few, thousand, many = depths
 
-    def row(
-        kind: str, share: str, depth: int, times: Times, pace: Times | None
-    ) -> Result:
+    def row(kind: str, share: str, depth: int, times: Times) -> Result:
         return Result.of(
             f"training overhead a block, {depth:,} {kind} blocks, {share} resident",
             times,
@@ -42,7 +40,6 @@ def measure(
             scale=1e6,
             target=_TARGET_US if depth == thousand else None,
             why=_WHY if kind == "trained" else "",
-            pace=pace,
         )
 
     def grown(kind: str, share: str, costs: Mapping[int, Times]) -> Iterator[Result]:

@@ -188,7 +188,7 @@ def test_what_misses_its_target_is_measured_for_longer_but_not_for_ever(
     monkeypatch, met_after, rounds
 ):
     """Each call takes a second; four rounds do, or as many again, and a little more."""
-    from benchmarks import pace, timing
+    from benchmarks import timing
 
     now = [0.0]
 
@@ -205,10 +205,7 @@ def test_what_misses_its_target_is_measured_for_longer_but_not_for_ever(
         return met_after is not None and now[0] >= met_after
 
     times = timing.in_turns({"one": call}, rounds=4, until=enough)
-    assert (now[0], times["one"]) == (rounds, found[-1]["one"])
-    # A slow machine is a reason at the end only: it may be fast in a moment.
-    assert [set(times) for times in found] == [{"one"}] * len(found)
-    assert set(times) == {"one", pace.PACE}
+    assert (now[0], times) == (rounds, found[-1])
 
 
 @pytest.mark.parametrize(("box", "rounds"), [(9.0, 9), (4.5, 5), (0.5, 2)])
@@ -236,41 +233,6 @@ def test_rest_of_the_turns_at_a_disk_is_left_out_once_targets_are_met(is_met, tu
     seconds = by_the_wall(ways, list(range(8)), until=lambda _: is_met)
     assert called == {name: list(range(turns)) for name in ways}
     assert {len(found) for found in seconds.values()} == {turns - 1}
-
-
-@pytest.mark.parametrize(
-    ("slower", "value", "why", "status"),
-    [
-        (2.0, 3.9, "", 0),  # 1.95 on a quiet machine
-        (2.0, 4.1, "", 1),
-        (0.5, 2.1, "", 1),  # a fast machine meets targets as they are
-        (0.5, 1.9, "", 0),
-        (2.0, 4.1, "known", 0),
-    ],
-)
-def test_miss_is_no_failure_if_the_machine_is_as_much_slower_as_that(
-    monkeypatch, capsys, slower, value, why, status
-):
-    from benchmarks import __main__ as command
-    from benchmarks.pace import QUIET_SECONDS
-    from benchmarks.results import Result
-    from benchmarks.timing import Times
-
-    took = slower * QUIET_SECONDS
-    found = Result.of(
-        "one",
-        Times(value * 1e-6, 9e-6),
-        "us",
-        scale=1e6,
-        target=2.0,
-        why=why,
-        pace=Times(took, 9.0),
-    )
-    assert found.ok is (value <= 2.0)
-    monkeypatch.setattr(command, "_measure", lambda *_, **__: iter([found]))
-    assert command.main(["--check"]) == status
-    said = "50% of the pace that targets are for, at which it would be 1.95"
-    assert (said in capsys.readouterr().out) is (value == 3.9)
 
 
 @pytest.mark.parametrize(
