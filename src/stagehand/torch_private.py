@@ -72,6 +72,7 @@ from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode
 from torch.utils.checkpoint import CheckpointPolicy
 
 from stagehand.errors import StagehandError
+from stagehand.frames import frames_of
 
 __all__ = [
     "DispatchMode",
@@ -289,12 +290,10 @@ def at_end_of_backward(call: Callable[[], None]) -> None:
 
 def waits_for_backward(thread: int) -> bool:
     """Return whether a thread, by its number, is inside a call of autograd."""
-    frame = sys._current_frames().get(thread)
-    while frame is not None and _run_backward is not None:
-        if frame.f_code is _run_backward.__code__:
-            return True
-        frame = frame.f_back
-    return False
+    if _run_backward is None:
+        return False
+    code = _run_backward.__code__
+    return any(frame.f_code is code for frame in frames_of(thread))
 
 
 def is_autograds(thread: Any) -> bool:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from typing import TYPE_CHECKING, Any
 
 from stagehand.errors import DeadlockError
+from stagehand.frames import frames_of
 from stagehand.torch_private import is_autograds, waits_for_backward
 
 if TYPE_CHECKING:
@@ -186,12 +186,10 @@ class Turn:
 
 def runs_library(thread: Any) -> bool:
     """Return whether a thread is inside of a function of this library."""
-    frame = sys._current_frames().get(thread.ident)
-    while frame is not None and not frame.f_globals.get("__name__", "").startswith(
-        "stagehand."
-    ):
-        frame = frame.f_back
-    return frame is not None
+    return any(
+        frame.f_globals.get("__name__", "").startswith("stagehand.")
+        for frame in frames_of(thread.ident)
+    )
 
 
 def _stuck_behind(me: Any) -> dict[Any, tuple[str, Any]]:

@@ -1,0 +1,72 @@
+"""What another thread may see of a thread's calls."""
+
+import gc
+import sys
+import threading
+
+import pytest
+
+from stagehand.frames import frames_of
+
+
+@pytest.fixture
+def waiting():
+    """A thread that waits in the middle of a few calls."""
+    goes_on, inside = threading.Event(), threading.Event()
+
+    def outer():
+        inner()
+
+    def inner():
+        inside.set()
+        goes_on.wait(timeout=120)
+
+    thread = threading.Thread(target=outer)
+    thread.start()
+    assert inside.wait(timeout=120)
+    yield thread
+    goes_on.set()
+    thread.join(timeout=120)
+    assert frames_of(thread.ident) == []
+
+
+def test_a_threads_frames_are_found_innermost_first(waiting):
+    names = [frame.f_code.co_name for frame in frames_of(waiting.ident)]
+    assert names.index("inner") + 1 == names.index("outer") < names.index("run")
+
+
+@pytest.mark.parametrize("collects", [True, False])
+def test_no_garbage_is_collected_while_frames_are_looked_at(collects, monkeypatch):
+    """A finalizer would let the thread leave a frame that is being looked at."""
+    collected = []
+
+    class Garbage:
+        def __init__(self):
+            self.itself = self
+
+        def __del__(self):
+            collected.append(self)
+
+    class Frame:
+        @property
+        def f_back(self):
+            before = len(collected)
+            for _ in range(100):
+                Garbage()
+            assert len(collected) == before
+            return None
+
+    frame = Frame()
+    monkeypatch.setattr(sys, "_current_frames", lambda: {1: frame})
+    thresholds = gc.get_threshold()
+    gc.collect()
+    gc.set_threshold(1)
+    (gc.enable if collects else gc.disable)()
+    try:
+        assert frames_of(1) == [frame]
+        assert gc.isenabled() is collects
+    finally:
+        gc.enable()
+        gc.set_threshold(*thresholds)
+    gc.collect()
+    assert len(collected) == 100
