@@ -1,6 +1,7 @@
 """Several models on one device: one cap for all, exact results, and who may stay."""
 
 import threading
+import time
 from contextlib import ExitStack
 from copy import deepcopy
 
@@ -591,11 +592,14 @@ def in_threads(*calls):
         except BaseException as error:  # noqa: BLE001 - told to the test's own thread
             errors.append(error)
 
-    threads = [threading.Thread(target=guarded, args=(call,)) for call in calls]
+    threads = [
+        threading.Thread(target=guarded, args=(call,), daemon=True) for call in calls
+    ]
     for thread in threads:
         thread.start()
+    until = time.monotonic() + 120
     for thread in threads:
-        thread.join(timeout=120)
+        thread.join(max(0.0, until - time.monotonic()))
     assert not any(thread.is_alive() for thread in threads)
     if errors:
         raise errors[0]

@@ -198,6 +198,122 @@ def test_room_that_nobody_can_give_in_the_middle_of_a_pass_is_not_waited_for(
     some.run(0, 1)
 
 
+@pytest.mark.parametrize("count", [2, 3])
+def test_threads_that_need_each_others_room_in_the_middle_of_passes_do_not_stand_still(
+    crowd, count
+):
+    """Each uses a block, by which all is taken, and then one more."""
+    some = crowd("hpu", [6] * count, count * ONE)
+    entering, inside = threading.Lock(), threading.Barrier(count, timeout=120)
+    refused = []
+
+    def use(runtime):
+        first, second, *_ = runtime.block_ids
+        with entering:
+            runtime.before_block(first)
+            runtime._tenancy.give_up(0)  # what came ahead
+        inside.wait()
+        try:
+            runtime.before_block(second)
+            runtime.after_block(second)
+        except stagehand.StagehandOOMError as error:
+            refused.append(str(error))
+        runtime.after_block(first)
+
+    in_threads(*(lambda runtime=runtime: use(runtime) for runtime in some.runtimes))
+    assert len(refused) == 1
+    assert refused[0].count("holds 4.35 KB") >= count - 1
+    some.run(*range(count))
+
+
+def test_who_is_done_with_a_model_it_refused_is_asked_again(crowd, monkeypatch):
+    """All others wait for the thread that asks, so that none of them will give more."""
+    some = crowd("hpu", [6, 7, 8], ONE)
+    holder, block = some.runtimes[2], "2.0"
+    waiting, wait = threading.Event(), SharedDevice._wait
+    waiter = threading.Thread(target=some.run, args=(1,))
+
+    def noted(device, seat):
+        if threading.current_thread() is waiter:
+            waiting.set()
+        elif not over.is_set():
+            over.set()
+            wait_until(lambda: holder._edges.lock.owner is None)
+        wait(device, seat)
+
+    monkeypatch.setattr(SharedDevice, "_wait", noted)
+    with elsewhere(
+        lambda: holder.before_block(block), lambda: holder.after_block(block)
+    ) as over:
+        waiter.start()
+        assert waiting.wait(timeout=120)
+        some.run(0)
+    waiter.join(timeout=120)
+    assert not waiter.is_alive()
+
+
+def test_room_that_is_promised_to_who_runs_is_promised_to_nobody_else(
+    crowd, monkeypatch
+):
+    """A pass has begun and loaded nothing yet; another one begins beside it."""
+    some = crowd("hpu", [6, 7, 8], 3 * ONE)
+    holder, second, third = some.runtimes
+    looked, begun, wait = threading.Event(), [], SharedDevice._wait
+    thread = threading.Thread(target=some.run, args=(1,))
+
+    def hold():
+        holder.before_block("2.0")
+        holder._tenancy.give_up(2 * ONE)
+        assert holder._parts.weights.held_bytes == 2 * ONE
+
+    def noted(device, seat):
+        looked.set()
+        wait(device, seat)
+
+    def begin(*_):
+        begun.append(second)
+        looked.set()
+
+    def look(*_):
+        assert third._tenancy.limit_bytes == ONE
+        assert third._parts.weights.held_bytes == 0
+        thread.start()
+        assert looked.wait(timeout=120)
+        assert begun == []
+
+    monkeypatch.setattr(SharedDevice, "_wait", noted)
+    hooks = [
+        some.models[1][0].register_forward_pre_hook(begin),
+        some.models[2][0].register_forward_pre_hook(look),
+    ]
+    with elsewhere(hold, lambda: holder.after_block("2.0")):
+        some.device._seats.run_at_once()
+        some.run(2)
+    thread.join(timeout=120)
+    assert not thread.is_alive()
+    assert begun == [second]
+    for hook in hooks:
+        hook.remove()
+    some.run(0, 1, 2)
+
+
+def test_threads_whose_guests_the_other_one_uses_do_not_stand_still(crowd):
+    """Each waits for the other to be done with a model that is to leave the device."""
+    some = crowd("hpu", [6, 7], 14 * LAYER_BYTES)
+    inside = threading.Barrier(2, timeout=120)
+
+    def use(mine, other):
+        block = mine.block_ids[0]
+        with mine.as_guest(other):
+            mine.before_block(block)
+            inside.wait()
+        mine.after_block(block)
+
+    first, second = some.runtimes
+    in_threads(lambda: use(first, second), lambda: use(second, first))
+    some.run(0, 1)
+
+
 def test_a_wait_for_a_thread_that_waits_for_autograd_is_refused_if_that_waits_too(
     crowd, monkeypatch
 ):

@@ -267,6 +267,14 @@ class Seats:
             return limit
         return min(seat.claim.floor, cap - sum(self._hard(seat).values()))
 
+    def promised(self, seat: Seat) -> int:
+        """Return how many bytes others, who run, may still take by their limits."""
+        return sum(
+            other.takes(self.share_of(other)) - other.held
+            for other in self.others(seat)
+            if other.runs_elsewhere()
+        )
+
     def _hard(self, seat: Seat) -> dict[int, int]:
         """What nobody can make the others give up, by tenant."""
         stay = self._staying(seat)

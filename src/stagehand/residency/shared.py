@@ -8,9 +8,12 @@ trying only, the locks of other runtimes, and last the accounts'. Nobody waits f
 runtime's lock while holding the device's. Waiting for room lets go of the device's lock
 but not of the own runtime's, so before that everything is given up that others could
 want, but for what is held; and a circle of such waits is an error, not a standstill,
-once all who are in it have given what nobody can hold against others. The garbage
-collector ends a dropped model's tenant in the middle of anything, accounts' locks held:
-it waits for nothing, and who is in the middle of something here sees to it later.
+once all who are in it have given what nobody can hold against others. Whoever waits
+here is known to, also in the middle of a pass, where two threads may need each other's
+room; and who refused, and is done with its lock, is asked again before that. The
+garbage collector ends a dropped model's tenant in the middle of anything, accounts'
+locks held: it waits for nothing, and who is in the middle of something here sees to it
+later.
 """
 
 from __future__ import annotations
@@ -65,6 +68,8 @@ class SharedDevice:
         self._seats = Seats(self.ledger.device, device.torch_device)
         self._gone: deque[int] = deque()  # tenants that are to be forgotten
         self._refusing: list[Seat] = []  # another thread had their lock
+        # Threads that wait to be asked again, and whose locks they wait for.
+        self._awaited: dict[AnyThread, list[Seat]] = {}
 
     def __repr__(self) -> str:
         holdings = "; ".join(map(str, self.holdings()))
@@ -232,7 +237,7 @@ class SharedDevice:
             kept = self._seats.share_of(other).kept
             if other.held > kept and not other.runs_elsewhere():
                 self._ask(other, kept)
-        return self._free(seat, limit - seat.held)
+        return self._free(seat, limit - seat.held + self._seats.promised(seat))
 
     def make_room(self, number: int, nbytes: int) -> bool:
         """A tenant needs bytes now that its account should grant but the device lacks.
@@ -249,12 +254,10 @@ class SharedDevice:
                 return False
             self._refusing.clear()
             while not self._free(seat, nbytes):
-                threads = self._threads_in(self._refusing, but=HERE.thread)
-                if not (may_wait and self._refusing) or self._are_stuck(threads):
+                refusing = self._refusing.copy()
+                if not (may_wait and refusing and self._await_locks(refusing)):
                     return False
                 self._refusing.clear()
-                if threads:
-                    self._changed.wait(_LOOK_SECONDS)
             return True
 
     def are_others_busy(self, number: int) -> bool:
@@ -287,10 +290,10 @@ class SharedDevice:
             other.tenant.give_up(other.held)  # ends a pass that an interrupt has left
         if not all(other.runs_elsewhere() for other in busy):
             return
+        if len(self._threads_in(self._refusing, but=HERE.thread)) < len(self._refusing):
+            return  # one who refused is done with it
         threads = self._threads_in(others, but=HERE.thread)
         if not threads:
-            if self._refusing:
-                return  # who refused is done with it
             raise self._seats.no_room(seat)
         if self._are_stuck(threads):
             # Others may wait for what is here, as this one does for what they have.
@@ -303,12 +306,31 @@ class SharedDevice:
         self._give_while_waiting(seat)
         self._changed.wait(_LOOK_SECONDS)
 
+    def _await_locks(self, seats: list[Seat]) -> bool:
+        """Wait until other threads may be done with some tenants' locks.
+
+        Returns:
+            False, at once, if they wait for this one.
+        """
+        threads = self._threads_in(seats, but=HERE.thread)
+        if len(threads) < len(seats):
+            return True  # one is done with it
+        if self._are_stuck(threads):
+            return False
+        self._awaited[HERE.thread] = seats
+        try:
+            self._changed.wait(_LOOK_SECONDS)
+        finally:
+            self._awaited.pop(HERE.thread, None)
+        return True
+
     def _give_while_waiting(self, seat: Seat) -> None:
         seats, gave = self._seats, seat.gave
         keep = seats.least(seat) if seat.asked else seats.at_ease(seat)
         seat.gave = seat.asked
         if seat.held > keep and not gave:
             seat.tenant.give_up(keep)
+            self._awaited.clear()  # they may have what they need now
             self._changed.notify_all()
 
     def _are_stuck(self, threads: list[AnyThread]) -> bool:
@@ -327,6 +349,11 @@ class SharedDevice:
             owner = turn.owner
             waits = owner not in (None, thread)  # else it has it, or is about to
             return waits and self._is_stuck(owner, stuck | {thread})
+        if thread in self._awaited:
+            threads = self._threads_in(self._awaited[thread], but=thread)
+            return bool(threads) and all(
+                self._is_stuck(t, stuck | {thread}) for t in threads
+            )
         seats = self._seats.all()
         if any(seat.waits and seat.thread is thread for seat in seats):
             others = self._threads_in(seats, but=thread)
@@ -406,11 +433,8 @@ class SharedDevice:
             if not over or seat is None:
                 return
             while self._send_off(seat) and not seat.runs_elsewhere():
-                threads = self._threads_in([seat], but=HERE.thread)
-                if self._are_stuck(threads):
+                if not self._await_locks([seat]):
                     return  # it leaves after its next pass
-                if threads:
-                    self._changed.wait(_LOOK_SECONDS)
 
     # Telling
 
