@@ -26,8 +26,10 @@ install: $(VENV)/.dev
 demo: $(VENV)/.demo
 	$(BIN)/stagehand run demo --vram-budget 12MB --verify
 
+# A test that stands still or crashes ends the run, with what all threads were doing.
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --max-worker-restart 0 \
+		-o faulthandler_timeout=1200 -o faulthandler_exit_on_timeout=true $(ARGS)
 
 # In one process: timings want the device to themselves.
 test-gpu: $(VENV)/.dev
