@@ -404,6 +404,8 @@ class Gradients:
             self._touch(home, given)
         if given is None or given.device == grad.device:
             return
+        if not parameter.requires_grad:
+            return  # it was frozen after the forward: autograd adds nothing
         home.grad = given
         parameter.grad = None
         if watched:

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from stagehand.tenancy import Tenancy
     from stagehand.weights.edges import Edges
     from stagehand.weights.rows import RowGather
+    from stagehand.weights.sites import SiteHooks
     from stagehand.wires import Wires
 
 __all__ = ["Passing"]
@@ -60,6 +61,7 @@ class Passing(PassListener):
     _saved: SavedTensors
     _casts: Casts
     _gradients: Gradients | None
+    _hooks: SiteHooks
     _wires: Wires
     _host_memory: HostMemory
     _files: FileSet | None
@@ -127,6 +129,7 @@ class Passing(PassListener):
         parts = self._parts
         parts.trains = parts.trains or takes_gradients
         self._begin_uses(changes_follow=not takes_gradients)
+        self._hooks.drop_edges(module)
         return self._pass_context(module)
 
     def _note_changes(self) -> None:
@@ -317,7 +320,7 @@ class Passing(PassListener):
             stack.enter_context(self._casts)
             if self._settings.inference_mode:
                 stack.enter_context(torch.no_grad())
-            elif torch.is_grad_enabled():
+            elif torch.is_grad_enabled() and not self._hooks.is_extra(module):
                 stack.enter_context(self._saved.hooks())
             if self._watches and id(module) not in self._known:
                 self._watched = id(module)

@@ -148,6 +148,8 @@ class Runtime(Passing, Sharing, Storing, Conduct):
             settle=self._settle,
             resume=self.resume,
         )
+        if not self._device.is_host:  # there it is read where it is
+            parts.scheduler.tell_of_leave(_weakly(self._add_edges))
         self._readers = readers_of(sites)
         for (site, block), reader in zip(sites, self._readers, strict=True):
             self._hooks.add_site(site, block, reader)
@@ -195,6 +197,12 @@ class Runtime(Passing, Sharing, Storing, Conduct):
             fetch=self._fetch,
             begin=parts.scheduler.begin_training,
         )
+
+    def _add_edges(self) -> None:
+        """What stays on the device is away: whichever module reads it begins a pass."""
+        model = self._model_ref()
+        if model is not None:
+            self._hooks.add_edges(model)
 
     def _add_look(self, module: nn.Module, block: str) -> None:
         look = self._guards.look(block)
@@ -596,6 +604,18 @@ class Runtime(Passing, Sharing, Storing, Conduct):
                 " stagehand.layer()"
             )
         return model
+
+
+def _weakly(call: Callable[[], None]) -> Callable[[], None]:
+    """Return a function that calls a method as long as its object lives."""
+    known = weakref.WeakMethod(call)
+
+    def called() -> None:
+        call = known()
+        if call is not None:
+            call()
+
+    return called
 
 
 def _complaint(block: Block) -> CheckpointError | None:

@@ -16,6 +16,7 @@ import safetensors.torch
 import torch
 import transformers
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import stagehand
 from architectures.trees import assert_bitwise_equal
@@ -650,3 +651,143 @@ def test_memory_of_what_stays_waits_for_its_last_reader(sim):
         model(torch.randn(2, 64))
     del model
     gc.collect()
+
+
+# Parts that are called by themselves
+
+
+class Scaled(nn.Module):
+    """A block whose norm is too small to be streamed."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.linear(self.norm(x))
+
+
+class Stacked(nn.Module):
+    def __init__(self, depth=6):
+        super().__init__()
+        self.body = nn.ModuleDict({"blocks": nn.ModuleList()})
+        self.body["blocks"].extend(Scaled() for _ in range(depth))
+        self.recomputes = {}
+
+    def forward(self, x):
+        recomputes = self.recomputes and torch.is_grad_enabled()
+        for block in self.body["blocks"]:
+            x = checkpoint(block, x, **self.recomputes) if recomputes else block(x)
+        return x
+
+
+def send_home(model):
+    runtime_of(model).park()
+
+
+def ask_for_all(model):
+    """As another model does that needs the room."""
+    runtime_of(model)._tenancy.give_up(0)
+
+
+def keep_references(model):
+    model.state_dict(keep_vars=True)
+
+
+@pytest.fixture(params=[send_home, ask_for_all, keep_references])
+def left(request, sim):
+    """A streamed model of which nothing is on the device, and a resident copy."""
+    torch.default_generator.manual_seed(0)
+    model = Stacked()
+    plain = deepcopy(model).to("hpu")
+    stagehand.layer(model, vram_budget=BUDGET, device="hpu")
+    norms = [block.norm.weight for block in model.body["blocks"][:4]]
+    assert {norm.device.type for norm in norms} == {"hpu"}
+    with torch.no_grad():
+        model(batch())
+    hooks = hooks_of(model)
+    request.param(model)
+    assert {norm.device.type for norm in norms} == {"cpu"}
+    yield model, plain
+    model(batch()).sum().backward()
+    assert hooks_of(model) == hooks  # those of the parts are gone
+    assert sim.races() == []
+    runtime_of(model).shutdown()
+    assert set(hooks_of(model).values()) == {(0, 0)}
+    model.zero_grad()  # pytest holds both for longer than it checks memory
+    plain.cpu().zero_grad()
+
+
+def hooks_of(model):
+    return {
+        name: (len(module._forward_pre_hooks), len(module._forward_hooks))
+        for name, module in model.named_modules()
+    }
+
+
+def test_a_part_is_exact_where_what_stays_is_away(left):
+    """What is called first may read that alone, and no streamed block."""
+    models = [model.body["blocks"] for model in left]
+    for part in (
+        lambda blocks, x: blocks[2](x),
+        lambda blocks, x: blocks[3].norm(x),
+        lambda blocks, x: blocks[2](blocks[3](x)),
+    ):
+        given = []
+        for blocks in models:
+            for block in blocks:
+                block.zero_grad()
+            output = part(blocks, batch().to("hpu"))
+            output.square().sum().backward()
+            given.append([output, *(p.grad for p in blocks.parameters())])
+        assert_bitwise_equal(*given, "output and gradients")
+        assert not runtime_of(left[0])._edges.is_busy
+
+
+def test_a_part_may_fail_where_what_stays_is_away(left):
+    model, plain = left
+    with pytest.raises(RuntimeError, match="normalized_shape"):
+        model.body["blocks"][2](batch(4, WIDTH + 1))
+    assert not runtime_of(model)._edges.is_busy
+    outputs = [m.body["blocks"][2](batch().to("hpu")) for m in (model, plain)]
+    assert_bitwise_equal(*outputs, "output")
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("away", ["forward", "backward", "both"])
+@pytest.mark.parametrize("through", ["the model", "its parts"])
+def test_a_region_is_recomputed_where_what_stays_is_away(sim, through, away, reentrant):
+    """It saves the same as in forward, whether what stays was away then or is now."""
+    torch.default_generator.manual_seed(0)
+    model = Stacked()
+    plain = deepcopy(model).to("hpu")
+    stagehand.layer(model, vram_budget=BUDGET, device="hpu")
+    runtime, given = runtime_of(model), []
+
+    for each in (model, plain):
+        each.recomputes = {"use_reentrant": reentrant}
+        x = batch().to("hpu").requires_grad_()
+        if each is model and away != "backward":
+            runtime.park()
+        y = each(x) if through == "the model" else each.forward(x)
+        if each is model and away == "forward":
+            with torch.no_grad():
+                model(batch())
+        elif each is model:
+            runtime.park()
+        y.square().sum().backward()
+        given.append([y, x.grad, *(p.grad for p in each.parameters())])
+    assert_bitwise_equal(*given, "output and gradients")
+    runtime.shutdown()
+
+
+@pytest.mark.parametrize("copied", [deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_a_copy_of_a_parked_model_is_a_plain_one(left, copied):
+    model, plain = left
+    twin = copied(model)
+    assert twin._stagehand_layer_runtime is None
+    with torch.no_grad():
+        assert_bitwise_equal(
+            twin.to("hpu")(batch().to("hpu")), plain(batch().to("hpu")), "a copy"
+        )

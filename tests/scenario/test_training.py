@@ -308,6 +308,26 @@ def test_gradients_of_what_is_frozen_later_leave_pinned_memory(sim, setting):
     end(run)
 
 
+@over(SOME)
+def test_gradients_stay_as_they_are_where_graphs_go_on_through_what_was_frozen(
+    sim, setting
+):
+    """Autograd's nodes of a graph from before are there, and add nothing."""
+
+    def script(run):
+        run.backward(run.loss(0))
+        loss = run.loss(1)
+        for block in run.model.blocks[::2]:
+            block.requires_grad_(False)
+        run.backward(loss)
+        for block in run.model.blocks:
+            block.requires_grad_(True)
+        run.backward(run.loss(2))
+        step(sgd(run))
+
+    assert_trains_equally(net, script, setting)
+
+
 # Between steps
 
 

@@ -80,6 +80,7 @@ class Scheduler:
         """The block that `fetch` holds."""
         self._fixed: Collection[int] = ()
         self._gave_way = False  # blocks that stay have left, for others
+        self._tell_of_leave: Callable[[], None] = _nobody
 
     def __repr__(self) -> str:
         slots, ahead = len(self._memory.slots), len(self._ahead)
@@ -333,6 +334,10 @@ class Scheduler:
         """Say how to wait for who changes weights on the host in mid-pass."""
         self._mover.await_steps = wait
 
+    def tell_of_leave(self, tell: Callable[[], None]) -> None:
+        """Say whom to tell between passes that what is read without a use is away."""
+        self._tell_of_leave = tell
+
     # Sharing the device
 
     def meet(self, neighbours: Neighbours) -> None:
@@ -373,6 +378,8 @@ class Scheduler:
                     continue
                 self._gave_way = self._gave_way or block.stays
                 self._mover.evict(block, verify=block.stays)
+                if block.index in self._fixed:
+                    self._tell_of_leave()
             self._memory.free(slot)
             self._memory.trim()
             if account.held_bytes <= keep_bytes:
@@ -507,6 +514,7 @@ class Scheduler:
         except StagehandOOMError:
             if not self.others_are_busy():
                 raise
+            self._tell_of_leave()
         else:
             self._gave_way = gave_way
 
@@ -549,6 +557,7 @@ class Scheduler:
         for block in self.blocks:
             self._loader.forget(block)
         self._engine.drain()
+        self._tell_of_leave()
 
     def bring_home(self) -> list[tuple[Block, torch.Tensor]]:
         """Bring home what is on the device, before `park`, whatever became of files.
@@ -591,3 +600,7 @@ def _seal(block: Block) -> None:
     """Note a sample of the host bytes that a copy was made from, once."""
     if block.seal is None:
         block.seal = sample(block)
+
+
+def _nobody() -> None:
+    """Nobody is told."""

@@ -2,6 +2,10 @@
 
 Two kinds of places are hooked: *sites*, the modules whose forward reads a streamed
 block, and *edges* (see `stagehand.weights.edges`).
+
+What stays on the device is read without a use, by modules between these: a block calls
+its norms. While it is away, for the model was parked or another one needed the room,
+such a module may be the first that is called, so each is an edge then.
 """
 
 from __future__ import annotations
@@ -337,6 +341,34 @@ def is_hooked(module: nn.Module) -> bool:
     return any(isinstance(hook, _Hook) and not hook.is_gone for hook in hooks)
 
 
+def _read_between_sites(module: nn.Module, found: list[nn.Module]) -> bool:
+    """Find modules that are no edges and have tensors that are in no site.
+
+    Returns:
+        Whether this one has such tensors.
+    """
+    hooks = module._forward_pre_hooks.values()
+    kinds = {type(getattr(hook, "__self__", hook)) for hook in hooks}
+    if _SiteBegin in kinds:
+        return False
+    own = (*module._parameters.values(), *module._buffers.values())
+    reads = any(tensor is not None for tensor in own)
+    for child in module.children():
+        reads = _read_between_sites(child, found) or reads
+    if reads and _EdgeBegin not in kinds and _is_called(module):
+        found.append(module)
+    return reads
+
+
+def _rise_never() -> bool:
+    return False
+
+
+def _is_called(module: nn.Module) -> bool:
+    """Whether it has a forward: containers have none."""
+    return type(module).forward is not nn.ModuleList.forward
+
+
 class SiteHooks:
     """All hooks of one runtime on its model, installed and removed together.
 
@@ -367,13 +399,15 @@ class SiteHooks:
     ) -> None:
         self._edges = edges
         self._before = before
-        self._rise = rise
         self._track = track
         self._untrack = untrack
+        self._settle = settle
         self._handles: list[RemovableHandle] = []
+        self._extra: dict[nn.Module, tuple[RemovableHandle, ...]] = {}
+        """Edges while what stays is away."""
         for edge in (model, *model.children()):
-            if type(edge).forward is not nn.ModuleList.forward:
-                self._hook_edge(edge, settle)
+            if _is_called(edge):
+                self._handles += self._hook_edge(edge, rise)
         loading = _StateLoading(model)
         self._handles += (
             model.register_load_state_dict_pre_hook(loading),  # type: ignore[no-untyped-call]
@@ -386,12 +420,41 @@ class SiteHooks:
         )
         self._handles += (asked, given)
 
-    def _hook_edge(self, module: nn.Module, settle: Callable[[], None]) -> None:
-        begin = module.register_forward_pre_hook(
-            _EdgeBegin(self._edges, self._rise, settle), prepend=True, with_kwargs=True
+    def _hook_edge(
+        self, module: nn.Module, rise: Callable[[], bool]
+    ) -> tuple[RemovableHandle, ...]:
+        begin = _EdgeBegin(self._edges, rise, self._settle)
+        return (
+            module.register_forward_pre_hook(begin, prepend=True, with_kwargs=True),
+            module.register_forward_hook(_EdgeEnd(self._edges), always_call=True),
         )
-        end = module.register_forward_hook(_EdgeEnd(self._edges), always_call=True)
-        self._handles += (begin, end)
+
+    def add_edges(self, model: nn.Module) -> None:
+        """Make edges of all that may read what stays, which is away. Idempotent.
+
+        They leave saved tensors alone: a region may be recomputed with or without them.
+        """
+        if not self._extra:
+            found: list[nn.Module] = []
+            _read_between_sites(model, found)
+            self._extra = {each: self._hook_edge(each, _rise_never) for each in found}
+
+    def is_extra(self, module: nn.Module) -> bool:
+        """Whether a module is an edge for a time."""
+        return module in self._extra
+
+    def drop_edges(self, entered: nn.Module) -> None:
+        """What stays is there: those that `add_edges` made are none any more.
+
+        Args:
+            entered: Where the model is entered. As long as that is one of them, its own
+                end must be told of: all stay.
+        """
+        if self._extra and not self.is_extra(entered):
+            for handles in self._extra.values():
+                for handle in handles:
+                    handle.remove()
+            self._extra.clear()
 
     def add_site(self, module: nn.Module, block: Block, reader: Reader) -> None:
         """Tell the scheduler when a module uses a block."""
@@ -420,5 +483,7 @@ class SiteHooks:
 
     def remove(self) -> None:
         """Take all hooks off. Idempotent."""
+        self._handles += [h for handles in self._extra.values() for h in handles]
+        self._extra.clear()
         while self._handles:
             self._handles.pop().remove()
