@@ -137,7 +137,9 @@ class Tenancy:
     def give_up(self, keep_bytes: int, *, leaves: bool = False) -> bool:
         """See `Tenant.give_up`."""
         edges = self._edges()
-        if edges is None or not edges.try_lock():
+        if edges is None:
+            return True  # the model was dropped: what it has is free in a moment
+        if not edges.try_lock():
             return False
         try:
             scheduler = self._parts.scheduler

@@ -289,11 +289,14 @@ def at_end_of_backward(call: Callable[[], None]) -> None:
 
 
 def waits_for_backward(thread: int) -> bool:
-    """Return whether a thread, by its number, is inside a call of autograd."""
+    """Return whether a thread, by its number, is inside a call of autograd.
+
+    Not where that runs a function of Python in this thread: it waits for no other then.
+    """
     if _run_backward is None:
         return False
-    code = _run_backward.__code__
-    return any(frame.f_code is code for frame in frames_of(thread))
+    innermost = frames_of(thread)[:1]
+    return any(frame.f_code is _run_backward.__code__ for frame in innermost)
 
 
 def is_autograds(thread: Any) -> bool:

@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 from keeping import flush
-from test_training_any_order import AnyOrder, numbers
+from test_training_any_order import SEVERAL, AnyOrder, numbers
 
 import stagehand
 from stagehand.core.arena import live_leases
@@ -124,7 +124,8 @@ class AnyOrderSaving(AnyOrder):
 
         self.both(act)
 
-    @precondition(lambda self: self.kind != "reentering" and not self.runs[0].handles)
+    @precondition(lambda self: self.kind not in (*SEVERAL, "reentering"))
+    @precondition(lambda self: not self.runs[0].handles)
     @rule(number=numbers)
     def penalize(self, number):
         def act(run):

@@ -1,5 +1,6 @@
 """What may go wrong between models that share a device: edits, threads, dead passes."""
 
+import gc
 import threading
 from contextlib import ExitStack, contextmanager
 
@@ -11,10 +12,14 @@ from torch import nn
 
 import stagehand
 from architectures.trees import assert_bitwise_equal
+from stagehand.core import turn
 from stagehand.core.turn import awaited_by
 from stagehand.errors import DeadlockError
+from stagehand.passing import Passing
+from stagehand.residency import shared
 from stagehand.residency.shared import SharedDevice
 from stagehand.torch_private import is_autograds
+from stagehand.weights import edges
 
 __all__ = ["crowd"]
 
@@ -57,6 +62,18 @@ def let_go_when_asked(runtime, over, monkeypatch):
         return given
 
     monkeypatch.setattr(runtime._tenancy, "give_up", asked)
+
+
+def guarded(call, failed):
+    """Return a call whose exceptions are noted."""
+
+    def run():
+        try:
+            call()
+        except BaseException as error:  # noqa: BLE001 - told to the test's own thread
+            failed.append(error)
+
+    return run
 
 
 def wait_until(happens):
@@ -610,6 +627,26 @@ def test_a_model_may_be_dropped_in_the_middle_of_a_division(crowd):
     assert [h.name for h in some.device.holdings()] == ["Sequential"]
 
 
+@pytest.mark.parametrize("place", ["hpu", "cpu"])
+def test_a_dropped_model_that_is_not_forgotten_yet_is_not_waited_for(crowd, place):
+    """While another thread had the device, nobody could forget it."""
+    some = crowd(place, [6, 7, 8], ONE)
+    first, third = some.runtimes[0], some.runtimes[2]
+    some.run(0, 1, 2)
+    third.before_block("2.0")  # all the room, by hand
+    changed = some.device._changed
+    with elsewhere(changed.acquire, changed.release):
+        del some.models[1], some.plain[1]
+        gc.collect()
+    gc.collect()
+    assert some.device._gone
+    with pytest.raises(stagehand.StagehandOOMError, match="Sequential 3 holds"):
+        first.before_block("2.0")
+    third.after_block("2.0")
+    some.expected.pop(1)
+    some.run(0, 1)
+
+
 def test_a_guest_whose_lock_another_thread_has_is_waited_for_on_exit(
     crowd, monkeypatch
 ):
@@ -645,6 +682,305 @@ def test_a_guest_that_still_runs_on_exit_is_gone_at_the_end_of_its_pass(crowd, w
     assert guest._parts.weights.held_bytes == 0
     some.run(1)
     assert guest._parts.weights.held_bytes > 0
+
+
+# Locks that are looked at from outside while their owners go on
+
+
+def test_an_owner_that_goes_on_while_it_is_looked_at_keeps_its_turn(crowd, monkeypatch):
+    """It had come back to its model, and is outside of the library when it is seen."""
+    some = crowd("hpu", [6], 40 * ONE)
+    some.run(0)
+    lock = some.runtimes[0]._edges.lock
+    back, looked, runs, ends = (threading.Event() for _ in range(4))
+    looks, sort = turn.runs_library, turn.Turn.sorted
+
+    def look(owner):
+        if owner is runner:
+            looked.set()
+            assert runs.wait(timeout=120)
+        return looks(owner)
+
+    def sorted_(self):
+        if self is lock and self._count > 1 and not back.is_set():
+            back.set()
+            assert looked.wait(timeout=120)
+        sort(self)
+
+    def run(*_):
+        runs.set()
+        assert ends.wait(timeout=120)
+        assert lock.owner is runner
+
+    hook = some.models[0][0][0].register_forward_pre_hook(run)
+    monkeypatch.setattr(turn.Turn, "sorted", sorted_)
+    monkeypatch.setattr(turn, "runs_library", look)
+    failed = []
+    runner = threading.Thread(target=guarded(lambda: some.run(0), failed))
+    runner.start()
+    assert back.wait(timeout=120)
+    assert not lock.try_acquire()
+    ends.set()
+    runner.join(timeout=120)
+    hook.remove()
+    assert failed == []
+
+
+def test_an_owner_that_ends_its_use_while_it_is_looked_at_gives_its_turn_back_itself(
+    crowd, monkeypatch
+):
+    some = crowd("hpu", [6], 40 * ONE)
+    some.run(0)
+    runtime = some.runtimes[0]
+    lock, in_use = runtime._edges.lock, Passing.in_use
+    asked, failed = threading.Event(), []
+
+    def ask(self):
+        """The other thread ends its use before the answer, and is not done then."""
+        looks = threading.current_thread() is not hand
+        if looks and not asked.is_set():
+            asked.set()
+            wait_until(lambda: not in_use(self))
+        return in_use(self)
+
+    def by_hand():
+        runtime.before_block("2.0")
+        begun.set()
+        assert asked.wait(timeout=120)
+        runtime.after_block("2.0")
+
+    begun, looks = threading.Event(), edges.runs_library
+
+    def look(owner):
+        """Or before the question."""
+        given = looks(owner)
+        if not asked.is_set():
+            asked.set()
+            wait_until(lambda: not in_use(runtime))
+        return given
+
+    monkeypatch.setattr(Passing, "in_use", ask)
+    monkeypatch.setattr(edges, "runs_library", look)
+    hand = threading.Thread(target=guarded(by_hand, failed))
+    hand.start()
+    assert begun.wait(timeout=120)
+    assert not lock.try_acquire()
+    hand.join(timeout=120)
+    assert failed == []
+    assert lock.owner is None
+    assert lock._count == 0
+
+
+@pytest.mark.parametrize("needs", ["room", "the model"])
+def test_a_thread_in_a_backward_of_its_own_is_not_taken_for_one_that_waits(
+    crowd, monkeypatch, needs
+):
+    """Autograd's thread waits for it: it computes on the host, and does go on."""
+    some = crowd("hpu", [6, 7], ONE if needs == "room" else 40 * ONE)
+    some.run(0, 1)
+    runtime = some.runtimes[needs == "the model"]
+    inside, goes_on, failed = threading.Event(), threading.Event(), []
+
+    class Slow(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, grad):
+            inside.set()
+            assert goes_on.wait(timeout=120)
+            return grad * 2
+
+    def other():
+        runtime.before_block("2.0")
+        Slow.apply(torch.ones(3, requires_grad=True)).sum().backward()
+        assert runtime._edges.lock.owner is threading.current_thread()
+        runtime.after_block("2.0")
+
+    def look(*args, **kwargs):
+        goes_on.set()
+        return wait(*args, **kwargs)
+
+    wait = turn.Turn._note_wait if needs == "the model" else SharedDevice._wait
+    owner = turn.Turn if needs == "the model" else SharedDevice
+    loss = some.models[1](batch().to("hpu")).sum()
+    thread = threading.Thread(target=guarded(other, failed))
+    thread.start()
+    assert inside.wait(timeout=120)
+    monkeypatch.setattr(owner, wait.__name__, look)
+    loss.backward()
+    thread.join(timeout=120)
+    assert failed == []
+    assert not thread.is_alive()
+    some.models[1].zero_grad()
+
+
+# Room
+
+
+@pytest.mark.parametrize("place", ["hpu", "cpu"])
+@pytest.mark.parametrize("cap", [2, 3, 4, 6, 12])
+def test_a_model_runs_in_what_is_free_beside_a_block_in_use(crowd, place, cap):
+    """Its floor is there, though not all that it would have by itself."""
+    some = crowd(place, [6, 7], cap * ONE)
+    some.run(0, 1, 0)
+    first = some.runtimes[0]
+    first.before_block("2.0")
+    some.run(1)
+    first.after_block("2.0")
+    some.run(0, 1)
+
+
+@pytest.mark.parametrize("count", [3, 4, 5])
+@pytest.mark.parametrize("cap", [2, 3])
+def test_a_model_runs_inside_of_another_one_in_what_is_free_beside_it(
+    crowd, count, cap
+):
+    some = crowd("hpu", range(6, 6 + count), cap * ONE)
+    some.run(*range(count), *range(count))
+    hook = some.models[0][2][0].register_forward_pre_hook(
+        lambda *_: some.run(count - 1)
+    )
+    some.run(0, 0)
+    hook.remove()
+
+
+def test_passes_keep_the_room_they_were_promised_when_the_largest_budget_leaves(crowd):
+    """The cap sinks when they have ended."""
+    some = crowd("hpu", [6, 7, 8], [2 * ONE, 2 * ONE, 6 * ONE])
+    some.run(0, 1, 2)
+    account = some.device.ledger.device
+    some.device._seats.run_at_once()
+    for runtime in some.runtimes:
+        runtime._tenancy.give_up(0)
+    inside = threading.Barrier(3, timeout=120)
+    left, over = threading.Event(), threading.Event()
+
+    def stop(number):
+        def call(*_):
+            hooks[number].remove()
+            inside.wait()
+            assert left.wait(timeout=120)
+            if number:
+                assert over.wait(timeout=120)
+
+        return call
+
+    def run(number):
+        with torch.no_grad():
+            output = some.models[number](batch())
+        assert_bitwise_equal(output, some.expected[number], f"model {number}")
+        over.set()
+
+    def leave():
+        inside.wait()
+        runtime_of(some.models[2]).shutdown()
+        assert account.limit_bytes == 4 * ONE
+        left.set()
+
+    hooks = [
+        some.models[0][0].register_forward_pre_hook(stop(0)),
+        some.models[1][4].register_forward_pre_hook(stop(1)),
+    ]
+    in_threads(lambda: run(0), lambda: run(1), leave)
+    assert account.limit_bytes == 2 * ONE
+    some.run(0, 1)
+
+
+@pytest.mark.parametrize("asks", ["a pass", "a block"])
+def test_a_pass_whose_end_was_interrupted_is_waited_for_by_nobody(
+    crowd, monkeypatch, asks
+):
+    """Its thread lives, and may never run that model again."""
+    some = crowd("hpu", [6, 7], ONE)
+    some.run(0, 1, 0)
+    first = some.runtimes[0]
+
+    def interrupt(*_, **__):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SharedDevice, "end", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            some.run(1)
+
+    def use():
+        first.before_block("2.0")
+        first.after_block("2.0")
+
+    if asks == "a pass":
+        in_threads(lambda: some.run(0))
+    else:
+        in_threads(use)
+    some.run(1, 0)
+
+
+def test_who_waits_for_what_is_free_again_is_not_taken_for_one_that_waits(
+    crowd, monkeypatch
+):
+    """It looks at it in a moment, and goes on: whoever needs its room can wait."""
+    some = crowd("hpu", [6] * 3, 3 * ONE)
+    mine, its, third = some.runtimes
+    pair = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH))
+    expected = run_resident(pair, "hpu", batch())
+    stagehand.layer(pair, vram_budget=2 * ONE, device="hpu")
+    assert ONE < runtime_of(pair)._tenancy.claim().floor <= 2 * ONE
+    some.run(0, 1, 2)
+    monkeypatch.setattr(shared, "_LOOK_SECONDS", 1.0)  # the moment
+    asks, failed = threading.Event(), []
+
+    def hold(runtime):
+        runtime.before_block("1.0")
+        runtime._tenancy.give_up(0)
+
+    def wait():
+        hold(its)
+        held.set()
+        assert asks.wait(timeout=120)
+        its.before_block("2.0")
+        its.after_block("2.0")
+        its.after_block("1.0")
+
+    held = threading.Event()
+    waiter = threading.Thread(target=guarded(wait, failed))
+    waiter.start()
+    assert held.wait(timeout=120)
+    hold(mine)
+    with elsewhere(lambda: hold(third), lambda: third.after_block("1.0")):
+        asks.set()
+        wait_until(lambda: some.device._awaited)
+    with torch.no_grad():
+        assert_bitwise_equal(pair(batch()), expected, "output")
+    mine.after_block("1.0")
+    waiter.join(timeout=120)
+    assert failed == []
+    runtime_of(pair).shutdown()
+
+
+def test_a_wait_that_was_interrupted_is_no_wait_any_more(crowd, monkeypatch):
+    """Nobody is refused room because of it."""
+    some = crowd("hpu", [6, 7], 2 * ONE)
+    first, second = some.runtimes
+    some.run(0, 1)
+
+    def interrupt(*_, **__):
+        raise KeyboardInterrupt
+
+    def hold():
+        second.before_block("1.0")
+        second._tenancy.give_up(0)
+
+    with elsewhere(hold, lambda: second.after_block("1.0")):
+        first.before_block("1.0")
+        first._tenancy.give_up(0)
+        with monkeypatch.context() as patch:
+            patch.setattr(some.device._changed, "wait", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                first.before_block("2.0")
+        assert some.device._awaited == {}
+        first.after_block("1.0")
+    some.run(0, 1)
 
 
 # Failures

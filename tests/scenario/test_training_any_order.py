@@ -90,6 +90,7 @@ MAKERS = {
     "counting": counting,
 }
 SEVERAL = ("turning", "tied")  # a graph uses a weight several times
+RECOMPUTING = ("recomputing", "reentering")
 SETTINGS = st.tuples(
     st.sampled_from(["layers", "blocks"]),
     st.sampled_from(["smallest", "third", "most", "all"]),
@@ -403,6 +404,7 @@ class AnyOrder(RuleBasedStateMachine):
     @rule(setting=SETTINGS)
     def set_budget(self, setting):
         run, budget = self.runs[1], self.budget(setting)
+        run.runtime.place()  # what has joined counts
         with suppress(StagehandOOMError):  # it was cut for a larger one
             run.runtime.set_budget(budget)
             run.budget = budget
@@ -410,6 +412,8 @@ class AnyOrder(RuleBasedStateMachine):
     @precondition(lambda self: self.joined < 4)
     @rule(which=st.integers(0, 4), trains=st.booleans())
     def adapt(self, which, trains):
+        if self.kind in RECOMPUTING:  # what is saved for backward changes
+            self.drop_losses()
         self.joined += 1
         self.runs[1].budget += JOINING
         self.runs[1].runtime.set_budget(self.runs[1].budget)
@@ -443,6 +447,7 @@ class AnyOrder(RuleBasedStateMachine):
         self.drop_losses()
         self.runs[1].runtime.shutdown()
         self.stream(setting)
+        self.optimizes = False  # its state lies where parameters have been
 
     @rule()
     def compare(self):

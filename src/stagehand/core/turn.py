@@ -161,7 +161,9 @@ class Turn:
             return False
         if not owner.is_alive():
             return True
-        return not runs_library(owner) if self._sorting else self._left()
+        if self._sorting:  # after the look, too: the owner may have sorted and gone on
+            return not runs_library(owner) and self._sorting
+        return self._left()
 
     def sorted(self) -> None:
         """Say that all that the owner has entered is running."""

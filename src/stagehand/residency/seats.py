@@ -138,6 +138,7 @@ class Seats:
         self._latest = -1
         self._turns = Turns()
         self._apart = False  # some run at once
+        self._sinks = False  # the cap, when passes under way have ended
         self._shares: dict[int, Share] | None = None
 
     def __repr__(self) -> str:
@@ -185,11 +186,16 @@ class Seats:
         return True
 
     def renew(self) -> None:
-        """Tenants or their budgets have changed: the cap is the largest of them."""
+        """Tenants or their budgets have changed: the cap is the largest of them.
+
+        Until passes under way have ended, it is not below what these were promised.
+        """
         for seat in self._seats.values():
             seat.claim = seat.tenant.claim()
         cap = max((seat.claim.budget for seat in self._seats.values()), default=0)
-        self.account.set_limit(cap)
+        promised = sum(seat.limit for seat in self._seats.values() if seat.running)
+        self._sinks = promised > cap
+        self.account.set_limit(max(cap, promised))
         self._shares = None
 
     def run_at_once(self) -> None:
@@ -202,6 +208,12 @@ class Seats:
         if self._turns.begin(seat.number):
             self._shares = None
         self.note_claim(seat)
+
+    def note_end(self, seat: Seat) -> None:
+        """Note that a tenant's pass has ended."""
+        self.note_claim(seat)  # who takes gradients keeps what stays
+        if self._sinks:
+            self.renew()
 
     def note_claim(self, seat: Seat) -> None:
         """Look again at what a tenant could use: its pass may have changed that."""
@@ -273,6 +285,13 @@ class Seats:
             other.takes(self.share_of(other)) - other.held
             for other in self.others(seat)
             if other.runs_elsewhere()
+        )
+
+    def there(self, seat: Seat) -> int:
+        """Return what a tenant could hold if nobody gave up anything."""
+        account = self.account
+        return (
+            account.limit_bytes - account.held_bytes + seat.held - self.promised(seat)
         )
 
     def _hard(self, seat: Seat) -> dict[int, int]:

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING
 
 from stagehand.core.ledger import NO_LIMIT, Ledger
 from stagehand.core.turn import HERE, awaited_by
+from stagehand.errors import StagehandOOMError
 from stagehand.residency.seats import Seats
 from stagehand.torch_private import is_autograds, waits_for_backward
 
@@ -189,7 +190,7 @@ class SharedDevice:
             if seat is None or not seat.running:
                 return
             seat.running, seat.thread = False, None
-            self._seats.note_claim(seat)  # who takes gradients keeps what stays
+            self._seats.note_end(seat)
             if seat.leaves:
                 self._send_off(seat)
             elif len(self._seats) > 1 and not failed:
@@ -227,7 +228,13 @@ class SharedDevice:
                 limit = seats.limit_now(seat)
                 if limit >= seat.claim.floor and self._clear(seat, limit):
                     return limit
-                self._wait(seat)
+                try:
+                    self._wait(seat)
+                except StagehandOOMError:  # others use blocks that they need not keep
+                    there = seats.there(seat)
+                    if there < seat.claim.floor:
+                        raise
+                    return min(seats.share_of(seat).limit, there)
         finally:
             seat.end_wait()
 
@@ -252,13 +259,15 @@ class SharedDevice:
             seat = self._seats.get(number)
             if seat is None or seat.tenant.account.limit_bytes < seat.held + nbytes:
                 return False
-            self._refusing.clear()
-            while not self._free(seat, nbytes):
+            while True:
+                self._refusing.clear()
+                if self._free(seat, nbytes):
+                    return True
+                if self._end_left(seat):
+                    continue
                 refusing = self._refusing.copy()
                 if not (may_wait and refusing and self._await_locks(refusing)):
                     return False
-                self._refusing.clear()
-            return True
 
     def are_others_busy(self, number: int) -> bool:
         """Whether another thread is in any other tenant than this one."""
@@ -284,12 +293,10 @@ class SharedDevice:
         Raises:
             StagehandOOMError: If none runs, or all of them wait for this thread.
         """
+        if self._end_left(seat):
+            return
         others = self._seats.others(seat)
         busy = [other for other in others if other.runs_elsewhere()]
-        for other in busy:
-            other.tenant.give_up(other.held)  # ends a pass that an interrupt has left
-        if not all(other.runs_elsewhere() for other in busy):
-            return
         if len(self._threads_in(self._refusing, but=HERE.thread)) < len(self._refusing):
             return  # one who refused is done with it
         threads = self._threads_in(others, but=HERE.thread)
@@ -306,6 +313,15 @@ class SharedDevice:
         self._give_while_waiting(seat)
         self._changed.wait(_LOOK_SECONDS)
 
+    def _end_left(self, seat: Seat) -> bool:
+        """End passes of others that an interrupt has left; return whether any was."""
+        ended = False
+        for other in self._seats.others(seat):
+            if other.runs_elsewhere() and other.tenant.give_up(other.held):
+                other.running, other.thread = False, None
+                ended = True
+        return ended
+
     def _await_locks(self, seats: list[Seat]) -> bool:
         """Wait until other threads may be done with some tenants' locks.
 
@@ -317,8 +333,8 @@ class SharedDevice:
             return True  # one is done with it
         if self._are_stuck(threads):
             return False
-        self._awaited[HERE.thread] = seats
         try:
+            self._awaited[HERE.thread] = seats
             self._changed.wait(_LOOK_SECONDS)
         finally:
             self._awaited.pop(HERE.thread, None)
@@ -350,8 +366,9 @@ class SharedDevice:
             waits = owner not in (None, thread)  # else it has it, or is about to
             return waits and self._is_stuck(owner, stuck | {thread})
         if thread in self._awaited:
-            threads = self._threads_in(self._awaited[thread], but=thread)
-            return bool(threads) and all(
+            awaited = self._awaited[thread]
+            threads = self._threads_in(awaited, but=thread)
+            return len(threads) == len(awaited) and all(
                 self._is_stuck(t, stuck | {thread}) for t in threads
             )
         seats = self._seats.all()

@@ -296,9 +296,9 @@ class Edges:
             return not _is_running(entry.frame)
         # Between passes it is had for one call; an interrupt may have come to its end.
         owner = self.lock.owner
-        if owner is None or runs_library(owner):
+        if owner is None or self._listener.in_use():
             return False
-        return not self._listener.in_use()
+        return not runs_library(owner)  # where it ends the use that it had
 
     def _bury(self) -> None:
         """Close what another thread left open; its contexts are its own to leave."""
