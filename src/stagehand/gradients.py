@@ -624,7 +624,9 @@ class Gradients:
     # The end of a backward pass
 
     def settle(self) -> None:
-        """Wait for all gradients and put them beside their parameters, on the host.
+        """Wait for all gradients and put them on the host, with their parameters.
+
+        Where a forward goes on, these come there later.
 
         Raises:
             Exception: What a thread or a listener raised first; gradients are in place.
@@ -701,7 +703,10 @@ class Gradients:
             if earlier is not None:
                 _combine(earlier, grad, adds=True)
                 grad = earlier
-            home.parameter.grad = grad
+            if home.parameter.device == grad.device:
+                home.parameter.grad = grad
+            else:  # in a forward pass that goes on
+                _assign(home.parameter, grad)
 
     def close(self) -> None:
         """Take the hooks off and leave gradients to their parameters. Idempotent."""

@@ -215,6 +215,11 @@ class Passing(PassListener):
         finally:
             self._tenancy.end(failed=failed)
 
+    def end_inner_backward(self) -> None:
+        """See `PassListener.end_inner_backward`."""
+        if self._gradients is not None and self.is_open:
+            self._gradients.settle()
+
     def _end_backward(self, *, failed: bool) -> None:
         scheduler, gradients = self._parts.scheduler, self._gradients
         scheduler.release_fetched()

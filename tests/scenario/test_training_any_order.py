@@ -163,8 +163,12 @@ class AnyOrder(RuleBasedStateMachine):
 
     def stream(self, setting):
         run = self.runs[1]
-        run.budget = self.budget(setting)
-        run.runtime = Setting(self.place, *setting).stream(run.model, run.budget)
+        run.budget, setting = self.budget(setting), Setting(self.place, *setting)
+        try:
+            run.runtime = setting.stream(run.model, run.budget)
+        except StagehandOOMError as error:  # what was frozen since is laid out apart
+            run.budget = error.needed_bytes
+            run.runtime = setting.stream(run.model, run.budget)
 
     def budget(self, setting):
         least = Setting(self.place, *setting).bytes_for(self.build)
@@ -246,6 +250,26 @@ class AnyOrder(RuleBasedStateMachine):
             other.register_hook(look)
             other.sum().backward()
             return given
+
+        self.both(act)
+
+    @precondition(lambda self: self.kind not in SEVERAL)
+    @rule(number=numbers)
+    def learn_in_a_forward(self, number):
+        """Of the same model, and look at all gradients there."""
+
+        def act(run):
+            given = []
+
+            def look(*_):
+                handle.remove()
+                with torch.enable_grad():
+                    given.append(learn(run, number))
+                grads = [p.grad for p in run.model.parameters()]
+                given.append([None if g is None else g.cpu().clone() for g in grads])
+
+            handle = run.model.register_forward_pre_hook(look)
+            return learn(run, number + 1), given
 
         self.both(act)
 
@@ -354,6 +378,8 @@ class AnyOrder(RuleBasedStateMachine):
 
     @rule(which=weights, trains=st.booleans())
     def freeze(self, which, trains):
+        if self.kind in RECOMPUTING:  # what is saved for backward changes
+            self.drop_losses()
         for run in self.runs:
             self.one(run, which).requires_grad_(trains)
 

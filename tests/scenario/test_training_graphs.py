@@ -465,6 +465,45 @@ def test_an_inner_differentiation_in_a_forward_is_exact(
     assert_trains_equally(forces_net, script, setting)
 
 
+@over(SOME)
+@pytest.mark.parametrize("clears", ["no", "to none", "to zero"])
+def test_gradients_of_a_backward_inside_of_a_forward_are_there_when_it_ends(
+    sim, setting, clears
+):
+    """As where a model takes a step for each input; also of graphs from before."""
+    held = []
+
+    class Adapting(Net):
+        def forward(self, x):
+            if not held:
+                return super().forward(x)
+            y = self.entry(x)
+            for _ in range(2):
+                held.pop().backward()
+                grads = [p.grad for p in self.parameters()]
+                given.append([None if g is None else g.cpu().clone() for g in grads])
+            if clears != "no":
+                self.zero_grad(set_to_none=clears == "to none")
+            return y + super().forward(x)
+
+    given = []
+
+    @built
+    def adapting_net():
+        return Adapting()
+
+    def script(run):
+        optimizer = sgd(run)
+        for number in range(3):
+            held[:] = [run.loss(10 * number + each) for each in range(2)]
+            run.backward(run.loss(10 * number + 2))
+            run.note("inside", given)
+            given.clear()
+            step(optimizer)
+
+    assert_trains_equally(adapting_net, script, setting)
+
+
 def test_gradients_that_accumulate_take_no_device_memory(sim):
     run = start(net, TIGHT)
     run.loss().backward()

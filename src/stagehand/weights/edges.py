@@ -71,6 +71,9 @@ class PassListener:
     def end_backward(self, *, failed: bool) -> None:
         """It is over."""
 
+    def end_inner_backward(self) -> None:
+        """A backward has succeeded that is part of a forward pass."""
+
 
 class _Frame:
     """One entry through an edge, or autograd's, that has not been left."""
@@ -123,6 +126,8 @@ class Edges:
         """In which a pass is under way."""
         self._unclosed: dict[Any, list[AbstractContextManager[Any]]] = {}  # by thread
         self._backward: Callable[[], _Backward | None] | None = None
+        self._inner = -1
+        """Autograd's latest call that was part of a forward pass."""
         self.recomputing = 0
         """Edges that are recomputed now, one inside of the other."""
         self.risen: list[tuple[nn.Module | type, bool]] = []
@@ -236,10 +241,16 @@ class Edges:
         if known is not None and known.task == graph_task():
             return  # autograd uses a thread for each device
         if not self.lock.acquire(in_backward=True):
-            return  # a forward waits for this: it is part of its pass
+            self._note_inner()  # a forward waits for this: it is part of its pass
+            return
         self._sort_out()
         self._queue_end()
         apart(partial(self._listener.begin_backward, by_module=by_module))
+
+    def _note_inner(self) -> None:
+        if self._inner != graph_task():
+            self._inner = graph_task()
+            at_end_of_backward(self._listener.end_inner_backward)
 
     def _queue_end(self) -> None:
         # Only autograd may hold it, not even the frame of a failure's traceback.
