@@ -28,7 +28,8 @@ demo: $(VENV)/.demo
 
 # A test that stands still or crashes ends the run, with what all threads were doing.
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --max-worker-restart 0 \
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder \
+		--max-worker-restart 0 \
 		-o faulthandler_timeout=1200 -o faulthandler_exit_on_timeout=true $(ARGS)
 
 # In one process: timings want the device to themselves.
