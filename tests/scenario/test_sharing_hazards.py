@@ -846,6 +846,33 @@ def test_a_model_runs_inside_of_another_one_in_what_is_free_beside_it(
     hook.remove()
 
 
+def test_room_that_another_thread_takes_first_is_made_anew(crowd, monkeypatch):
+    """Between the moment when it was freed and that when it is had."""
+    some = crowd("hpu", [6, 7, 8], 2 * ONE)
+    first, second, _ = some.runtimes
+    some.run(0, 1, 2)
+    for runtime in (first, second):
+        runtime._tenancy.give_up(0)
+    make, withs, taken = SharedDevice.make_room, ExitStack(), []
+
+    def made(device, number, nbytes):
+        there = make(device, number, nbytes)
+        if number == first._tenancy.number and not taken:
+            taken.append(there)
+            take = elsewhere(
+                lambda: second.before_block("1.0"), lambda: second.after_block("1.0")
+            )
+            withs.enter_context(take)
+        return there
+
+    monkeypatch.setattr(SharedDevice, "make_room", made)
+    with withs:
+        first.before_block("1.0")
+        first.after_block("1.0")
+    assert taken == [True]
+    some.run(0, 1, 2)
+
+
 def test_passes_keep_the_room_they_were_promised_when_the_largest_budget_leaves(crowd):
     """The cap sinks when they have ended."""
     some = crowd("hpu", [6, 7, 8], [2 * ONE, 2 * ONE, 6 * ONE])

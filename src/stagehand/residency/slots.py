@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Neighbours", "SlotMemory"]
 
+_ROUNDS = 8  # until one who never gets what others freed is told so
+
 
 class Neighbours(Protocol):
     """Whoever else holds memory of the device."""
@@ -99,12 +101,14 @@ class SlotMemory:
 
     def _lease(self, nbytes: int, block: Block) -> Lease:
         """Return memory that is not there without somebody's giving some up."""
-        lease = None
-        if self.make_room(nbytes):
+        for _ in range(_ROUNDS):  # another thread may take what was freed
+            if not self.make_room(nbytes):
+                break
             lease = self._arena.acquire_nowait(nbytes, block.name)
-        if lease is None:
-            self._free_idle()
-            lease = self._arena.acquire_nowait(nbytes, block.name)
+            if lease is not None:
+                return lease
+        self._free_idle()
+        lease = self._arena.acquire_nowait(nbytes, block.name)
         if lease is not None:
             return lease
         others = "" if self.neighbours is None else self.neighbours.name_them()
