@@ -369,8 +369,9 @@ class Runtime(Passing, Sharing, Storing, Conduct):
         """Call `listener(parameters)` in backward as their gradients come home.
 
         In one worker thread, with streamed parameters that are on the host and whose
-        gradients are complete beside them; it may change both. Where the model computes
-        on the host, gradients are there at once and nobody is called.
+        gradients are complete beside them; it may change both. It runs no streamed
+        model: that may wait for the backward, which waits for it. Where the model
+        computes on the host, gradients are there at once and nobody is called.
 
         Returns:
             A function that ends the subscription.
