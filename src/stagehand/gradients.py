@@ -208,6 +208,7 @@ class Gradients:
         self._jobs: deque[Future[None]] = deque()
         self._stepping: set[Block] = set()  # what listeners were told of
         self._listeners: dict[object, Listener] = {}
+        self._in_forward = False
         self._lost = 0  # gradients of earlier calls that a failed one took along
         self._warned = False
         self._unseen: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -219,8 +220,19 @@ class Gradients:
     # The compiler: see Note [Unseen by the compiler]
 
     def begin_pass(self) -> None:
-        """Hide gradients from the compiler from now on, if it is loaded."""
+        """Hide gradients from the compiler from now on, if it is loaded.
+
+        Listeners are told of none until the forward ends: they change weights.
+        """
+        self._in_forward = True
         around_compiling(_hide, _show)
+
+    def end_pass(self) -> None:
+        """A forward pass ends; see `settle`."""
+        try:
+            self.settle()
+        finally:
+            self._in_forward = False
 
     def hide(self) -> None:
         """Take away gradients on the host of parameters that are on the device."""
@@ -602,7 +614,7 @@ class Gradients:
 
     def _told(self) -> list[nn.Parameter]:
         """Parameters of which listeners are told now: they are on the host."""
-        if not self._listeners:
+        if not self._listeners or self._in_forward:
             return []
         told = [
             home
@@ -747,9 +759,14 @@ def _assign(parameter: torch.Tensor, grad: torch.Tensor) -> None:
 
     The parameter itself is left as it is, for autograd would take it for a new one.
     """
+    if grad.layout is not torch.strided:
+        parameter.grad = grad.to(parameter.device)
+        return
     with without_modes():
-        place = grad.data
-        grad.data = parameter.data
+        place, there = grad.data, parameter.data
+        if grad.dtype is not there.dtype:
+            there = there.new_empty((), dtype=grad.dtype).expand(there.shape)
+        grad.data = there
         parameter.grad = grad
         grad.data = place
 

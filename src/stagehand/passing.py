@@ -215,9 +215,13 @@ class Passing(PassListener):
         finally:
             self._tenancy.end(failed=failed)
 
-    def end_inner_backward(self) -> None:
+    def end_inner_backward(self, *, failed: bool) -> None:
         """See `PassListener.end_inner_backward`."""
-        if self._gradients is not None and self.is_open:
+        if self._gradients is None or not self.is_open:
+            return
+        if failed:
+            self._gradients.give_up()
+        else:
             self._gradients.settle()
 
     def _end_backward(self, *, failed: bool) -> None:
@@ -349,7 +353,7 @@ class Passing(PassListener):
         try:
             self._parts.scheduler.end_pass()
             if self._gradients is not None:
-                self._gradients.settle()
+                self._gradients.end_pass()
         except BaseException:
             self._parts.scheduler.recover()
             raise

@@ -61,10 +61,12 @@ Tried with torch 2.10, 2.11, 2.13 and 2.15.
 """
 
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import Any, TypeVar
 
 import torch
@@ -80,6 +82,7 @@ __all__ = [
     "allocated_on",
     "around_compiling",
     "at_end_of_backward",
+    "calls_backward",
     "dispatch_modes",
     "dispatching",
     "func_transform",
@@ -293,10 +296,21 @@ def waits_for_backward(thread: int) -> bool:
 
     Not where that runs a function of Python in this thread: it waits for no other then.
     """
+    return _has_backward(frames_of(thread)[:1])
+
+
+def calls_backward() -> bool:
+    """Return whether what this thread runs in Python has called autograd.
+
+    In a thread of autograd's own: whether it does so within another call of it.
+    """
+    return _has_backward(frames_of(threading.get_ident()))
+
+
+def _has_backward(frames: list[FrameType]) -> bool:
     if _run_backward is None:
         return False
-    innermost = frames_of(thread)[:1]
-    return any(frame.f_code is _run_backward.__code__ for frame in innermost)
+    return any(frame.f_code is _run_backward.__code__ for frame in frames)
 
 
 def is_autograds(thread: Any) -> bool:

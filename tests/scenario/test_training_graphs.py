@@ -12,6 +12,7 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 import stagehand
+from architectures.trees import assert_bitwise_equal
 from scenario.small import LAYER_BYTES, batch, runtime_of, smallest_budget, stack
 from stagehand.core.arena import live_leases
 from stagehand.core.turn import Turn
@@ -466,9 +467,12 @@ def test_an_inner_differentiation_in_a_forward_is_exact(
 
 
 @over(SOME)
-@pytest.mark.parametrize("clears", ["no", "to none", "to zero"])
+@pytest.mark.parametrize(
+    ("clears", "reentrant"),
+    [("no", None), ("to none", None), ("to zero", None), ("no", True), ("no", False)],
+)
 def test_gradients_of_a_backward_inside_of_a_forward_are_there_when_it_ends(
-    sim, setting, clears
+    sim, setting, clears, reentrant
 ):
     """As where a model takes a step for each input; also of graphs from before."""
     held = []
@@ -486,6 +490,11 @@ def test_gradients_of_a_backward_inside_of_a_forward_are_there_when_it_ends(
                 self.zero_grad(set_to_none=clears == "to none")
             return y + super().forward(x)
 
+        def around(self, block, x):
+            if reentrant is None or not (x.requires_grad and torch.is_grad_enabled()):
+                return block(x)
+            return checkpoint(block, x, use_reentrant=reentrant)
+
     given = []
 
     @built
@@ -502,6 +511,108 @@ def test_gradients_of_a_backward_inside_of_a_forward_are_there_when_it_ends(
             step(optimizer)
 
     assert_trains_equally(adapting_net, script, setting)
+
+
+@over(FEW)
+@pytest.mark.parametrize("goes_on", ["with another one", "with none"])
+def test_a_backward_that_fails_inside_of_a_forward_leaves_no_gradients(
+    sim, setting, goes_on
+):
+    """None of what it has brought comes with that of the next one."""
+
+    class Stop(Exception):
+        pass
+
+    def stop(_):
+        raise Stop
+
+    inside = []
+
+    class Adapting(Net):
+        def forward(self, x):
+            if not inside:
+                return super().forward(x)
+            y = self.entry(x)
+            failing, loss = inside.pop()
+            with pytest.raises(Stop):
+                failing.backward()
+            self.zero_grad()
+            if goes_on == "with another one":
+                loss.backward()
+                given.extend(p.grad.cpu().clone() for p in self.parameters())
+            return y + super().forward(x)
+
+    given = []
+
+    @built
+    def adapting_net():
+        return Adapting()
+
+    def script(run):
+        optimizer = sgd(run)
+        for number in range(3):
+            hidden = run.model.entry(run.batch(number))
+            hidden = run.model.blocks[0](hidden)
+            hidden.register_hook(stop)
+            failing = run.model.head(run.model.blocks[1](hidden)).sum()
+            inside.append((failing, run.loss(10 * number)))
+            run.backward(run.loss(10 * number + 1))
+            run.note("inside", given)
+            given.clear()
+            step(optimizer)
+
+    assert_trains_equally(adapting_net, script, setting)
+
+
+@over(FEW)
+def test_nobody_changes_weights_while_a_forward_goes_on(sim, setting):
+    """Not for gradients of a backward inside of it, either."""
+    run, told = start(net, setting), []
+    run.runtime.when_home(told.extend)
+    loss = run.loss()
+
+    def learn(*_):
+        loss.backward()
+        assert all(p.grad is not None for p in run.model.parameters())
+
+    hook = run.model.register_forward_pre_hook(learn)
+    with torch.no_grad():
+        run.loss(1)
+    hook.remove()
+    assert told == []
+    run.loss(2).backward()
+    assert told
+    told.clear()
+    run.model.zero_grad()
+    end(run)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_gradients_of_another_type_are_there_at_the_end_of_a_backward_in_a_forward(
+    sim, dtype
+):
+    torch.default_generator.manual_seed(0)
+    model = Net().to(torch.bfloat16)
+    plain, given = deepcopy(model).to("hpu"), []
+    stagehand.layer(model, vram_budget=9000, device="hpu")
+    for each in (model, plain):
+        for parameter in each.parameters():
+            parameter.grad_dtype = dtype
+        loss = each(batch(4, WIDTH).to("hpu", torch.bfloat16)).float().square().mean()
+
+        def learn(module, args, loss=loss):
+            loss.backward()
+            grads = [p.grad for p in module.parameters()]
+            assert {g.dtype for g in grads} == {dtype}
+            given.append([g.cpu().clone() for g in grads])
+
+        hook = each.register_forward_pre_hook(learn)
+        each(batch(4, WIDTH).to("hpu", torch.bfloat16))
+        hook.remove()
+        given[-1] += [p.grad for p in each.parameters()]
+    assert_bitwise_equal(*given, "gradients")
+    runtime_of(model).shutdown()
+    model.zero_grad()
 
 
 def test_gradients_that_accumulate_take_no_device_memory(sim):

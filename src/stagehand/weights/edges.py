@@ -15,6 +15,7 @@ each edge notes its frame, and what a dead frame left open is closed at the next
 
 from __future__ import annotations
 
+import threading
 import weakref
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -24,10 +25,12 @@ import torch
 from stagehand.core.turn import HERE, Turn, runs_library
 from stagehand.torch_private import (
     at_end_of_backward,
+    calls_backward,
     dispatch_modes,
     graph_task,
     in_backward,
     pop_saved_hooks,
+    waits_for_backward,
     without_modes,
 )
 
@@ -71,8 +74,8 @@ class PassListener:
     def end_backward(self, *, failed: bool) -> None:
         """It is over."""
 
-    def end_inner_backward(self) -> None:
-        """A backward has succeeded that is part of a forward pass."""
+    def end_inner_backward(self, *, failed: bool) -> None:
+        """A backward is over that is part of a forward pass."""
 
 
 class _Frame:
@@ -126,8 +129,8 @@ class Edges:
         """In which a pass is under way."""
         self._unclosed: dict[Any, list[AbstractContextManager[Any]]] = {}  # by thread
         self._backward: Callable[[], _Backward | None] | None = None
-        self._inner = -1
-        """Autograd's latest call that was part of a forward pass."""
+        self._inner: set[int] = set()
+        """Autograd's calls that are part of a forward pass, and have not succeeded."""
         self.recomputing = 0
         """Edges that are recomputed now, one inside of the other."""
         self.risen: list[tuple[nn.Module | type, bool]] = []
@@ -225,7 +228,7 @@ class Edges:
         try:
             if not self._stack:
                 self.thread = None
-                apart(self._listener.end_pass)
+                apart(self._end_pass)
         finally:
             self.lock.release()
 
@@ -248,9 +251,37 @@ class Edges:
         apart(partial(self._listener.begin_backward, by_module=by_module))
 
     def _note_inner(self) -> None:
-        if self._inner != graph_task():
-            self._inner = graph_task()
-            at_end_of_backward(self._listener.end_inner_backward)
+        """Autograd goes through the model as a part of a forward pass.
+
+        What one call of it has brought is taken in when it ends, with all others that
+        it makes. Of one that has failed nobody tells before the next one, or the end of
+        the pass.
+        """
+        task = graph_task()
+        if task in self._inner or calls_backward():
+            return
+        if self._inner and not self._is_crowded():
+            self._drop_inner()
+        self._inner.add(task)
+        at_end_of_backward(partial(self._end_inner, task))
+
+    def _is_crowded(self) -> bool:
+        """Whether threads without the turn go back, too; through this model, maybe."""
+        others = (t for t in threading.enumerate() if t is not self.thread)
+        return any(waits_for_backward(other.ident or 0) for other in others)
+
+    def _end_inner(self, task: int) -> None:
+        self._inner.discard(task)
+        self._listener.end_inner_backward(failed=False)
+
+    def _drop_inner(self) -> None:
+        self._inner.clear()
+        self._listener.end_inner_backward(failed=True)
+
+    def _end_pass(self) -> None:
+        if self._inner:
+            self._drop_inner()
+        self._listener.end_pass()
 
     def _queue_end(self) -> None:
         # Only autograd may hold it, not even the frame of a failure's traceback.
@@ -323,7 +354,7 @@ class Edges:
         self._listener.abort_pass()
         if not self._stack:
             self.thread = None
-            self._listener.end_pass()
+            self._end_pass()
 
 
 def _is_running(frame: FrameType | None) -> bool:

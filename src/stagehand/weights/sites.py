@@ -205,6 +205,33 @@ class _EdgeEnd(_Hook):
         self._edges.leave(module)
 
 
+class _ExtraBegin(_EdgeBegin):
+    """Begins what is an edge as long as what stays is away."""
+
+    __slots__ = ("_is_extra",)
+
+    def __init__(
+        self,
+        edges: Edges,
+        is_extra: Callable[[nn.Module], bool],
+        settle: Callable[[], None],
+    ) -> None:
+        super().__init__(edges, _rise_never, settle)
+        self._is_extra = is_extra
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if is_dynamo_compiling():
+            return _call_untraced(self, module, args, kwargs)
+        moved = super().__call__(module, args, kwargs)
+        if not self._is_extra(module):  # dropped while this waited for its turn
+            _EdgeEnd(self._edges)(module, args, None)
+        return moved
+
+
+def _rise_never() -> bool:
+    return False
+
+
 class _SiteHook(_Hook):
     """A hook whose method is registered: that is called 0.3 us sooner than an object.
 
@@ -341,27 +368,32 @@ def is_hooked(module: nn.Module) -> bool:
     return any(isinstance(hook, _Hook) and not hook.is_gone for hook in hooks)
 
 
-def _read_between_sites(module: nn.Module, found: list[nn.Module]) -> bool:
-    """Find modules that are no edges and have tensors that are in no site.
+class _Walk:
+    """Finds modules between the sites and edges of one runtime, each once."""
 
-    Returns:
-        Whether this one has such tensors.
-    """
-    hooks = module._forward_pre_hooks.values()
-    kinds = {type(getattr(hook, "__self__", hook)) for hook in hooks}
-    if _SiteBegin in kinds:
-        return False
-    own = (*module._parameters.values(), *module._buffers.values())
-    reads = any(tensor is not None for tensor in own)
-    for child in module.children():
-        reads = _read_between_sites(child, found) or reads
-    if reads and _EdgeBegin not in kinds and _is_called(module):
-        found.append(module)
-    return reads
+    def __init__(self, edges: Edges) -> None:
+        self._edges = edges
+        self._reads: dict[nn.Module, bool] = {}
+        self.found: list[nn.Module] = []
+        """Those that have tensors, or parts that have some, outside of sites."""
 
-
-def _rise_never() -> bool:
-    return False
+    def __call__(self, module: nn.Module) -> bool:
+        """Look at a module and its parts; return whether it reads between sites."""
+        if module in self._reads:
+            return self._reads[module]
+        hooks = [getattr(h, "__self__", h) for h in module._forward_pre_hooks.values()]
+        kinds = {type(h) for h in hooks if getattr(h, "_edges", None) is self._edges}
+        self._reads[module] = False  # where it is a part of itself, too
+        if _SiteBegin in kinds:
+            return False
+        own = (*module._parameters.values(), *module._buffers.values())
+        reads = any(tensor is not None for tensor in own)
+        for child in module.children():
+            reads = self(child) or reads
+        self._reads[module] = reads
+        if reads and not kinds and _is_called(module):
+            self.found.append(module)
+        return reads
 
 
 def _is_called(module: nn.Module) -> bool:
@@ -403,11 +435,11 @@ class SiteHooks:
         self._untrack = untrack
         self._settle = settle
         self._handles: list[RemovableHandle] = []
-        self._extra: dict[nn.Module, tuple[RemovableHandle, ...]] = {}
+        self._extra: dict[nn.Module, list[RemovableHandle]] = {}
         """Edges while what stays is away."""
         for edge in (model, *model.children()):
             if _is_called(edge):
-                self._handles += self._hook_edge(edge, rise)
+                self._hook_edge(edge, _EdgeBegin(edges, rise, settle), self._handles)
         loading = _StateLoading(model)
         self._handles += (
             model.register_load_state_dict_pre_hook(loading),  # type: ignore[no-untyped-call]
@@ -421,23 +453,24 @@ class SiteHooks:
         self._handles += (asked, given)
 
     def _hook_edge(
-        self, module: nn.Module, rise: Callable[[], bool]
-    ) -> tuple[RemovableHandle, ...]:
-        begin = _EdgeBegin(self._edges, rise, self._settle)
-        return (
-            module.register_forward_pre_hook(begin, prepend=True, with_kwargs=True),
-            module.register_forward_hook(_EdgeEnd(self._edges), always_call=True),
-        )
+        self, module: nn.Module, begin: _EdgeBegin, handles: list[RemovableHandle]
+    ) -> None:
+        hook = module.register_forward_pre_hook
+        handles.append(hook(begin, prepend=True, with_kwargs=True))
+        end = _EdgeEnd(self._edges)
+        handles.append(module.register_forward_hook(end, always_call=True))
 
     def add_edges(self, model: nn.Module) -> None:
         """Make edges of all that may read what stays, which is away. Idempotent.
 
         They leave saved tensors alone: a region may be recomputed with or without them.
         """
-        if not self._extra:
-            found: list[nn.Module] = []
-            _read_between_sites(model, found)
-            self._extra = {each: self._hook_edge(each, _rise_never) for each in found}
+        walk = _Walk(self._edges)
+        walk(model)
+        for module in walk.found:
+            handles = self._extra.setdefault(module, [])
+            begin = _ExtraBegin(self._edges, self.is_extra, self._settle)
+            self._hook_edge(module, begin, handles)
 
     def is_extra(self, module: nn.Module) -> bool:
         """Whether a module is an edge for a time."""
@@ -451,10 +484,10 @@ class SiteHooks:
                 end must be told of: all stay.
         """
         if self._extra and not self.is_extra(entered):
-            for handles in self._extra.values():
+            for module, handles in [*self._extra.items()]:
                 for handle in handles:
                     handle.remove()
-            self._extra.clear()
+                del self._extra[module]
 
     def add_site(self, module: nn.Module, block: Block, reader: Reader) -> None:
         """Tell the scheduler when a module uses a block."""
