@@ -78,6 +78,24 @@ class Net(nn.Module):
         return block(x)
 
 
+class Recomputing(Net):
+    """Recomputes its blocks in backward, where there will be one."""
+
+    reentrant = False
+
+    def around(self, block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        if not (x.requires_grad and torch.is_grad_enabled()):
+            return block(x)
+        recomputed: torch.Tensor = checkpoint(block, x, use_reentrant=self.reentrant)
+        return recomputed
+
+
+class Reentering(Recomputing):
+    """In the other way."""
+
+    reentrant = True
+
+
 def built(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
     """Let a function that makes a model make the same one at every call."""
 

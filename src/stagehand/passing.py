@@ -217,7 +217,11 @@ class Passing(PassListener):
 
     def end_inner_backward(self, *, failed: bool) -> None:
         """See `PassListener.end_inner_backward`."""
-        if self._gradients is None or not self.is_open:
+        if self.is_open:
+            self._end_gradients(failed=failed)
+
+    def _end_gradients(self, *, failed: bool) -> None:
+        if self._gradients is None:
             return
         if failed:
             self._gradients.give_up()
@@ -233,12 +237,7 @@ class Passing(PassListener):
         elif gradients is not None:
             gradients.pass_on()
         scheduler.end_pass()
-        if gradients is None:
-            return
-        if failed:
-            gradients.give_up()
-        else:
-            gradients.settle()
+        self._end_gradients(failed=failed)
 
     def _fetch(self, block: Block) -> None:
         """Bring a block to the device for autograd."""

@@ -582,18 +582,23 @@ def test_requests_that_contradict_each_other_are_refused(crowd):
 # What is at the same time
 
 
-def in_threads(*calls):
-    """Run the calls in threads, and raise what one of them raised."""
-    errors = []
+def guarded(call, errors):
+    """Return a call whose exceptions are noted."""
 
-    def guarded(call):
+    def run():
         try:
             call()
         except BaseException as error:  # noqa: BLE001 - told to the test's own thread
             errors.append(error)
 
+    return run
+
+
+def in_threads(*calls):
+    """Run the calls in threads, and raise what one of them raised."""
+    errors = []
     threads = [
-        threading.Thread(target=guarded, args=(call,), daemon=True) for call in calls
+        threading.Thread(target=guarded(call, errors), daemon=True) for call in calls
     ]
     for thread in threads:
         thread.start()

@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager
 import pytest
 import torch
 from small import LAYER_BYTES, WIDTH, batch, run_resident, runtime_of
-from test_sharing import crowd, in_threads, varied, wide_model
+from test_sharing import crowd, guarded, in_threads, varied, wide_model
 from torch import nn
 
 import stagehand
@@ -32,15 +32,12 @@ def elsewhere(begin, end=lambda: None):
     began, over, errors = threading.Event(), threading.Event(), []
 
     def run():
-        try:
-            begin()
-            began.set()
-            over.wait(timeout=120)
-            end()
-        except BaseException as error:  # noqa: BLE001 - told to the test's own thread
-            errors.append(error)
+        begin()
+        began.set()
+        over.wait(timeout=120)
+        end()
 
-    thread = threading.Thread(target=run)
+    thread = threading.Thread(target=guarded(run, errors))
     thread.start()
     assert began.wait(timeout=120)
     try:
@@ -62,18 +59,6 @@ def let_go_when_asked(runtime, over, monkeypatch):
         return given
 
     monkeypatch.setattr(runtime._tenancy, "give_up", asked)
-
-
-def guarded(call, failed):
-    """Return a call whose exceptions are noted."""
-
-    def run():
-        try:
-            call()
-        except BaseException as error:  # noqa: BLE001 - told to the test's own thread
-            failed.append(error)
-
-    return run
 
 
 def wait_until(happens):

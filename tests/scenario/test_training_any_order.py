@@ -19,13 +19,12 @@ from hypothesis.stateful import (
     rule,
 )
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from architectures.trees import assert_bitwise_equal
 from simulated import sim_device
 from stagehand.errors import StagehandOOMError
 from streamed import GRAD_MODES
-from training import WIDTH, Net, Run, Setting, built
+from training import WIDTH, Net, Recomputing, Reentering, Run, Setting, built
 
 LR = 0.125
 JOINING = 4096  # bytes of a layer that joins, with gradient and rounding
@@ -36,21 +35,6 @@ _EDITED = "host buffer rewritten before its copy ran"
 
 class Interrupted(Exception):
     """A hook of the script fails."""
-
-
-class Recomputing(Net):
-    """Recomputes its blocks in backward, in one way or the other."""
-
-    reentrant = False
-
-    def around(self, block, x):
-        if not (x.requires_grad and torch.is_grad_enabled()):
-            return block(x)
-        return checkpoint(block, x, use_reentrant=self.reentrant)
-
-
-class Reentering(Recomputing):
-    reentrant = True
 
 
 class Turning(Net):

@@ -25,6 +25,8 @@ from training import (
     TIGHT,
     WIDTH,
     Net,
+    Recomputing,
+    Reentering,
     Setting,
     assert_trains_equally,
     built,
@@ -466,40 +468,44 @@ def test_an_inner_differentiation_in_a_forward_is_exact(
     assert_trains_equally(forces_net, script, setting)
 
 
-@over(SOME)
-@pytest.mark.parametrize(
-    ("clears", "reentrant"),
-    [("no", None), ("to none", None), ("to zero", None), ("no", True), ("no", False)],
-)
-def test_gradients_of_a_backward_inside_of_a_forward_are_there_when_it_ends(
-    sim, setting, clears, reentrant
-):
-    """As where a model takes a step for each input; also of graphs from before."""
-    held = []
+def adapting(waiting, learn, base=Net):
+    """A model that learns in the middle of a forward, where there is what from."""
 
-    class Adapting(Net):
+    class Adapting(base):
         def forward(self, x):
-            if not held:
+            if not waiting:
                 return super().forward(x)
             y = self.entry(x)
-            for _ in range(2):
-                held.pop().backward()
-                grads = [p.grad for p in self.parameters()]
-                given.append([None if g is None else g.cpu().clone() for g in grads])
-            if clears != "no":
-                self.zero_grad(set_to_none=clears == "to none")
+            learn(self)
             return y + super().forward(x)
 
-        def around(self, block, x):
-            if reentrant is None or not (x.requires_grad and torch.is_grad_enabled()):
-                return block(x)
-            return checkpoint(block, x, use_reentrant=reentrant)
+    return built(Adapting)
 
-    given = []
 
-    @built
-    def adapting_net():
-        return Adapting()
+@over(SOME)
+@pytest.mark.parametrize(
+    ("clears", "base"),
+    [
+        ("no", Net),
+        ("to none", Net),
+        ("to zero", Net),
+        ("no", Reentering),
+        ("no", Recomputing),
+    ],
+)
+def test_gradients_of_a_backward_inside_of_a_forward_are_there_when_it_ends(
+    sim, setting, clears, base
+):
+    """As where a model takes a step for each input; also of graphs from before."""
+    held, given = [], []
+
+    def learn(model):
+        for _ in range(2):
+            held.pop().backward()
+            grads = [p.grad for p in model.parameters()]
+            given.append([None if g is None else g.cpu().clone() for g in grads])
+        if clears != "no":
+            model.zero_grad(set_to_none=clears == "to none")
 
     def script(run):
         optimizer = sgd(run)
@@ -510,7 +516,7 @@ def test_gradients_of_a_backward_inside_of_a_forward_are_there_when_it_ends(
             given.clear()
             step(optimizer)
 
-    assert_trains_equally(adapting_net, script, setting)
+    assert_trains_equally(adapting(held, learn, base), script, setting)
 
 
 @over(FEW)
@@ -519,6 +525,7 @@ def test_a_backward_that_fails_inside_of_a_forward_leaves_no_gradients(
     sim, setting, goes_on
 ):
     """None of what it has brought comes with that of the next one."""
+    held, given = [], []
 
     class Stop(Exception):
         pass
@@ -526,27 +533,14 @@ def test_a_backward_that_fails_inside_of_a_forward_leaves_no_gradients(
     def stop(_):
         raise Stop
 
-    inside = []
-
-    class Adapting(Net):
-        def forward(self, x):
-            if not inside:
-                return super().forward(x)
-            y = self.entry(x)
-            failing, loss = inside.pop()
-            with pytest.raises(Stop):
-                failing.backward()
-            self.zero_grad()
-            if goes_on == "with another one":
-                loss.backward()
-                given.extend(p.grad.cpu().clone() for p in self.parameters())
-            return y + super().forward(x)
-
-    given = []
-
-    @built
-    def adapting_net():
-        return Adapting()
+    def learn(model):
+        failing, loss = held.pop()
+        with pytest.raises(Stop):
+            failing.backward()
+        model.zero_grad()
+        if goes_on == "with another one":
+            loss.backward()
+            given.extend(p.grad.cpu().clone() for p in model.parameters())
 
     def script(run):
         optimizer = sgd(run)
@@ -555,13 +549,13 @@ def test_a_backward_that_fails_inside_of_a_forward_leaves_no_gradients(
             hidden = run.model.blocks[0](hidden)
             hidden.register_hook(stop)
             failing = run.model.head(run.model.blocks[1](hidden)).sum()
-            inside.append((failing, run.loss(10 * number)))
+            held.append((failing, run.loss(10 * number)))
             run.backward(run.loss(10 * number + 1))
             run.note("inside", given)
             given.clear()
             step(optimizer)
 
-    assert_trains_equally(adapting_net, script, setting)
+    assert_trains_equally(adapting(held, learn), script, setting)
 
 
 @over(FEW)

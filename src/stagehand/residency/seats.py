@@ -211,6 +211,7 @@ class Seats:
 
     def note_end(self, seat: Seat) -> None:
         """Note that a tenant's pass has ended."""
+        seat.running, seat.thread = False, None
         self.note_claim(seat)  # who takes gradients keeps what stays
         if self._sinks:
             self.renew()
@@ -289,10 +290,7 @@ class Seats:
 
     def there(self, seat: Seat) -> int:
         """Return what a tenant could hold if nobody gave up anything."""
-        account = self.account
-        return (
-            account.limit_bytes - account.held_bytes + seat.held - self.promised(seat)
-        )
+        return seat.held - self.missing(self.promised(seat))
 
     def _hard(self, seat: Seat) -> dict[int, int]:
         """What nobody can make the others give up, by tenant."""

@@ -189,7 +189,6 @@ class SharedDevice:
             seat = self._seats.get(number)
             if seat is None or not seat.running:
                 return
-            seat.running, seat.thread = False, None
             self._seats.note_end(seat)
             if seat.leaves:
                 self._send_off(seat)
@@ -318,7 +317,7 @@ class SharedDevice:
         ended = False
         for other in self._seats.others(seat):
             if other.runs_elsewhere() and other.tenant.give_up(other.held):
-                other.running, other.thread = False, None
+                self._seats.note_end(other)
                 ended = True
         return ended
 

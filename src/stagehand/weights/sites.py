@@ -484,10 +484,13 @@ class SiteHooks:
                 end must be told of: all stay.
         """
         if self._extra and not self.is_extra(entered):
-            for module, handles in [*self._extra.items()]:
-                for handle in handles:
-                    handle.remove()
-                del self._extra[module]
+            self._drop_extra()
+
+    def _drop_extra(self) -> None:
+        for module, handles in [*self._extra.items()]:
+            for handle in handles:
+                handle.remove()
+            del self._extra[module]
 
     def add_site(self, module: nn.Module, block: Block, reader: Reader) -> None:
         """Tell the scheduler when a module uses a block."""
@@ -516,7 +519,6 @@ class SiteHooks:
 
     def remove(self) -> None:
         """Take all hooks off. Idempotent."""
-        self._handles += [h for handles in self._extra.values() for h in handles]
-        self._extra.clear()
+        self._drop_extra()
         while self._handles:
             self._handles.pop().remove()
