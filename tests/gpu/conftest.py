@@ -6,14 +6,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from gpu.places import Gpu, Place, Rehearsal
-
-# What other libraries warn of on a GPU is shown, and is no failure of ours.
-_WARNINGS = ("default", "error::stagehand.errors.StagehandWarning")
-_GPU = (pytest.mark.gpu, pytest.mark.filterwarnings(*_WARNINGS))
+from gpu.places import ON_GPU, Gpu, Place, Rehearsal
 
 
-@pytest.fixture(params=["rehearsal", pytest.param("gpu", marks=_GPU)])
+@pytest.fixture(params=["rehearsal", ON_GPU])
 def place(request: pytest.FixtureRequest) -> Iterator[Place]:
     """The device under test, empty before and after."""
     if request.param == "gpu":

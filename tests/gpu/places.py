@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
+import pytest
 import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -28,6 +29,13 @@ _MAKES = ("Malloc", "Free", "HostAlloc", "HostRegister", "HostUnregister", "Free
 _FORBIDDEN = {
     prefix + name for prefix in ("cuda", "hip", "cu") for name in (*_WAITS, *_MAKES)
 }
+
+# What other libraries warn of on a GPU is shown, and is no failure of ours.
+_WARNINGS = ("default", "error::stagehand.errors.StagehandWarning")
+ON_GPU = pytest.param(
+    "gpu", marks=(pytest.mark.gpu, pytest.mark.filterwarnings(*_WARNINGS))
+)
+"""The one `place` of a test that has no rehearsal: a parameter of the fixture."""
 
 
 @dataclass(frozen=True)

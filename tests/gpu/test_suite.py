@@ -838,4 +838,5 @@ def test_gpu_tests_are_collected_without_the_simulated_device():
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True)
     *_, collected, loaded = done.stdout.strip().splitlines()
     assert "tests collected" in collected
+    assert "[rehearsal" not in done.stdout  # it needs that device
     assert loaded == "False"

@@ -8,7 +8,7 @@ from torch import nn
 import stagehand
 from architectures.trees import assert_bitwise_equal
 from gpu.models import passes, resident, settle
-from gpu.places import Place
+from gpu.places import ON_GPU, Place
 from stagehand.core.layout import same_bits
 from stagehand.residency import finding
 from stagehand.stores.converting import convert_to_packed, convert_to_squareq
@@ -129,7 +129,7 @@ def multiply_out(model: nn.Module, folder: object) -> None:
     slab.files.close()
 
 
-@pytest.mark.gpu
+@pytest.mark.parametrize("place", [ON_GPU], indirect=True)
 def test_packed_pass_is_faster_where_the_link_is_the_limit(place):
     """With few tokens nothing hides the copies; a quarter of them is saved.
 
