@@ -57,9 +57,9 @@ class Pickled:
             raise ReadError(f"{path} cannot be read: {error}") from error
         except _MALFORMED as error:
             raise CheckpointError(
-                f"{path} is cut off or not what is read here: expected tensors and"
-                " plain values, and no other objects, in a zip archive as torch.save"
-                f" writes it; found {_reason(error)}"
+                f"{path} is cut off or not what is read here: expected dense tensors"
+                " and plain values, and no other objects, in a zip archive as"
+                f" torch.save writes it; found {_reason(error)}"
             ) from error
         self.files = FileSet({path: stamp})
 
