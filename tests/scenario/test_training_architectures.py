@@ -50,7 +50,9 @@ def enable_checkpointing(model: nn.Module, kind: str) -> None:
         return
     reentrant = kind == "reentrant"
     if isinstance(model, transformers.PreTrainedModel):
-        model.activation_checkpointing_enable({"use_reentrant": reentrant})
+        new, old = "activation_checkpointing_enable", "gradient_checkpointing_enable"
+        enable = getattr(model, new if hasattr(model, new) else old)
+        enable({"use_reentrant": reentrant})
     else:
         function = torch.utils.checkpoint.checkpoint
         model.enable_gradient_checkpointing(
