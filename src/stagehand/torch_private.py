@@ -57,7 +57,7 @@
 - `torch._disable_dynamo`: leave a function out of compiled graphs without importing the
   compiler. Without it, compiled blocks warn of what they cannot trace.
 
-Tried with torch 2.10, 2.11, 2.13 and 2.15.
+Tried with torch 2.10 (on Python 3.10), 2.11 (3.12), 2.13 (3.11) and 2.15 (3.13).
 """
 
 import sys
