@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import zipfile
+from inspect import signature
 from pathlib import Path
 
 import pytest
@@ -298,7 +299,14 @@ def on_meta(path):
     torch.save({"a.weight": torch.empty(3, device="meta")}, path)
 
 
-# Some versions of torch warn when they read a sparse tensor, some want its values.
+# Where torch wants the values of each sparse tensor that it reads, as 2.15 does, it is
+# torch that refuses.
+WANTS_VALUES = bool(signature(torch._utils._validate_loaded_sparse_tensors).parameters)
+SPARSE = "'a.weight' .* a dense one .* torch.sparse_coo"
+REFUSED_BY_TORCH = "expected dense tensors .* its data is not allocated"
+
+
+# Some versions of torch warn when they read a sparse tensor.
 @pytest.mark.filterwarnings("ignore:.*sparse:UserWarning")
 @pytest.mark.parametrize(
     ("spoil", "found"),
@@ -308,10 +316,7 @@ def on_meta(path):
         (from_another_machine, "numbers in the byte order 'big'"),
         (short_of_a_record, "'a.weight' .* expected 51200 bytes .* record of 51198"),
         (in_the_old_format, "not a zip file"),
-        (
-            with_a_sparse_tensor,
-            "'a.weight' .* a dense one .* torch.sparse_coo|dense tensors.*allocated",
-        ),
+        (with_a_sparse_tensor, REFUSED_BY_TORCH if WANTS_VALUES else SPARSE),
         (with_a_conjugate, "'a.weight' .* not marked as conj.*complex64"),
         (on_meta, "'a.weight' .* a dense one with values"),
     ],
