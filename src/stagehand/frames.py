@@ -14,6 +14,8 @@ _switch = threading.RLock()
 def frames_of(thread: int) -> list[FrameType]:
     """Return the frames of a thread, by its number, innermost first.
 
+    Not this function's own, which would hold all others in a cycle.
+
     Python 3.11 may collect garbage within `frame.f_back`. If a finalizer then lets the
     other thread go on, what is found is not a frame any more: the process crashes. So
     no garbage is collected meanwhile.
@@ -27,6 +29,8 @@ def frames_of(thread: int) -> list[FrameType]:
         try:
             gc.disable()
             frame = sys._current_frames().get(thread)
+            if frame is sys._getframe():
+                frame = frame.f_back
             while frame is not None:
                 found.append(frame)
                 frame = frame.f_back

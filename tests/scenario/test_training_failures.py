@@ -4,6 +4,7 @@ import gc
 import pickle
 import threading
 import weakref
+from contextlib import suppress
 
 import pytest
 import torch
@@ -11,12 +12,18 @@ from torch.utils.checkpoint import checkpoint
 
 from architectures.trees import assert_bitwise_equal
 from stagehand.core.arena import live_leases
+from stagehand.core.turn import Turn
 from stagehand.errors import ClosedError, StagehandWarning
+from stagehand.torch_private import waits_for_backward
 from training import (
     FEW,
+    Net,
+    Run,
+    Setting,
     assert_at_rest,
     assert_same_notes,
     assert_trains_equally,
+    built,
     copied,
     end,
     net,
@@ -101,11 +108,12 @@ def fail_after_a_gradient(run, kind):
     return place.register_post_accumulate_grad_hook(once(kind))
 
 
-def fail_at_an_activation(run, kind):
+def fail_at_an_activation(run, kind, block=2):
     def hook(module, args, output):
-        output.register_hook(once(kind))
+        if output.requires_grad:
+            output.register_hook(once(kind))
 
-    return run.model.blocks[2].up.register_forward_hook(hook)
+    return run.model.blocks[block].up.register_forward_hook(hook)
 
 
 PLACES = [fail_at_a_gradient, fail_after_a_gradient, fail_at_an_activation]
@@ -429,4 +437,114 @@ def test_one_thread_goes_back_while_another_goes_forward(sim, setting):
         assert set(found) == {plain(run.batch(99)).square().mean().item()}
     for mine, theirs in zip(run.model.parameters(), plain.parameters(), strict=True):
         assert_bitwise_equal(mine.grad, theirs.grad, "gradient")
+    end(run)
+
+
+def raising_nothing(call):
+    with suppress(Stop):
+        call()
+
+
+def resume_after_a_site(model, pause, go_on):
+    first, second = model.blocks[1].up, model.blocks[1].down
+    first.register_forward_hook(lambda *_: pause())
+    second.register_forward_pre_hook(lambda *_: go_on())
+
+
+def resume_in_a_site(model, pause, go_on):
+    site = model.blocks[1].down
+    site.register_forward_pre_hook(lambda *_: pause())
+    site.register_forward_hook(lambda *_: go_on())
+
+
+def resume_at_the_end(model, pause, go_on):
+    model.at_the_end = pause
+    model.register_forward_hook(lambda *_: go_on())
+
+
+@pytest.mark.parametrize(
+    ("resume", "fails"),
+    [
+        (resume_after_a_site, False),
+        (resume_after_a_site, True),
+        (resume_in_a_site, False),
+        (resume_at_the_end, False),
+    ],
+)
+def test_a_forward_waits_for_a_backward_that_was_let_in(
+    sim, monkeypatch, resume, fails
+):
+    """Autograd's one thread goes back for two: for a forward, which waits for it, and
+    for another thread. The forward may go on just after autograd has looked whether it
+    waits: it does so once the other thread's backward is over. Who comes meanwhile is
+    let in, too, and may fail.
+    """
+
+    class Ending(Net):
+        at_the_end = staticmethod(lambda: None)
+
+        def forward(self, x):
+            y = super().forward(x)
+            self.at_the_end()
+            return y
+
+    let_in, decided, went_on = (threading.Event() for _ in range(3))
+    paused, await_guests = [], Turn.await_guests
+    is_really_waited_for = Turn._is_waited_for
+
+    def is_waited_for(turn, me):
+        late = not let_in.is_set()
+        let_in.set()
+        return late or is_really_waited_for(turn, me)
+
+    def waits(turn):
+        decided.set()
+        await_guests(turn)
+
+    def pause():
+        if not paused:
+            paused.append(True)
+            second.start()
+            assert let_in.wait(timeout=120)
+
+    def go_on():
+        went_on.set()
+        decided.set()
+
+    build = built(Ending)
+    run = start(build, Setting("hpu", "layers", "third"))
+    hidden, seen = run.model.blocks[4](run.batch(0)), []
+
+    def wait(_):
+        assert decided.wait(timeout=120)
+        seen.append(went_on.is_set())
+        third.start()
+        while not waits_for_backward(third.ident):
+            threading.Event().wait(0.001)
+
+    hidden.register_hook(wait)
+    second = threading.Thread(target=run.model.head(hidden).sum().backward)
+    if fails:
+        run.handles.append(fail_at_an_activation(run, Stop, block=3))
+    late = run.model.blocks[3](run.batch(2)).sum()
+    third = threading.Thread(target=raising_nothing, args=(late.backward,))
+    resume(run.model, pause, go_on)
+    monkeypatch.setattr(Turn, "_is_waited_for", is_waited_for)
+    monkeypatch.setattr(Turn, "await_guests", waits)
+    with torch.no_grad():
+        output = run.model(run.batch(1))
+    second.join()
+    third.join()
+    assert seen == [False]
+    run.look()
+    plain = Run(model=build().to(run.place), place=run.place)
+    if fails:
+        fail_at_an_activation(plain, Stop, block=3)
+    plain.model.head(plain.model.blocks[4](run.batch(0))).sum().backward()
+    raising_nothing(plain.model.blocks[3](run.batch(2)).sum().backward)
+    with torch.no_grad():
+        assert_bitwise_equal(output, plain.model(run.batch(1)), "output")
+    plain.look()
+    assert_same_notes(run, plain)
+    run.model.at_the_end = None
     end(run)

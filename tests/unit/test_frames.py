@@ -3,6 +3,7 @@
 import gc
 import sys
 import threading
+import weakref
 
 import pytest
 
@@ -33,6 +34,25 @@ def waiting():
 def test_a_threads_frames_are_found_innermost_first(waiting):
     names = [frame.f_code.co_name for frame in frames_of(waiting.ident)]
     assert names.index("inner") + 1 == names.index("outer") < names.index("run")
+
+
+def test_a_thread_that_looks_at_itself_keeps_nothing_alive():
+    """What its functions have goes when they end, and not with the next collection."""
+
+    class Kept:
+        pass
+
+    def look():
+        kept = Kept()
+        names = [frame.f_code.co_name for frame in frames_of(threading.get_ident())]
+        assert names[0] == "look"
+        return weakref.ref(kept)
+
+    gc.disable()
+    try:
+        assert look()() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("collects", [True, False])

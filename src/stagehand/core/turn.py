@@ -12,7 +12,7 @@ from stagehand.torch_private import is_autograds, waits_for_backward
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["HERE", "Turn", "awaited_by", "runs_library"]
+__all__ = ["HERE", "Turn", "awaited_by", "awaits_autograd", "runs_library"]
 
 
 class _Here(threading.local):
@@ -27,6 +27,12 @@ HERE = _Here()
 _waits: dict[Any, Turn] = {}  # by thread
 # Reentrant: the garbage collector may end something in the middle of a look.
 _waits_lock = threading.RLock()
+_hosts: set[Any] = set()  # threads that wait for guests of theirs
+
+
+def awaits_autograd(thread: Any) -> bool:
+    """Return whether a thread waits for a call of autograd, its own or another's."""
+    return thread in _hosts or waits_for_backward(thread.ident or 0)
 
 
 def awaited_by(thread: Any) -> Turn | None:
@@ -60,13 +66,18 @@ class Turn:
         self._owner: Any = None  # a thread
         self._count = 0
         self._sorting = False  # the owner is back, and may be closing what it left
+        self.guests: set[int] = set()
+        """Calls of autograd that go on beside the owner, until `dismiss`."""
+        self._letting_in = threading.Lock()
+        self._dismissed = threading.Event()
 
-    def acquire(self, *, in_backward: bool = False) -> bool:
+    def acquire(self, *, task: int | None = None) -> bool:
         """Wait for one's turn; return whether it was granted.
 
         Args:
-            in_backward: Do not wait for an owner that itself waits for autograd: that
-                needs the thread that asks.
+            task: A call of autograd that asks. It does not wait for an owner that
+                itself waits for autograd, for that needs the thread that asks: it
+                becomes a guest.
 
         Raises:
             DeadlockError: If the owner waits for this thread, through others or not.
@@ -75,7 +86,7 @@ class Turn:
         if self._take(me):
             return True
         try:
-            return self._wait(me, in_backward=in_backward)
+            return self._wait(me, task)
         finally:
             with _waits_lock:
                 _waits.pop(me, None)
@@ -96,16 +107,51 @@ class Turn:
                 return False
             return True
 
-    def _wait(self, me: Any, *, in_backward: bool) -> bool:
+    def _wait(self, me: Any, task: int | None) -> bool:
         while not self._take(me):
-            if in_backward and self._is_waited_for(me):
+            if task is not None and self._lets_in(me, task):
                 return False
-            self._note_wait(me, in_backward=in_backward)
+            self._note_wait(me, in_backward=task is not None)
             if self._freed.acquire(timeout=_LOOK_SECONDS):
                 continue
             if self._take_over_if_forgotten(me):
                 return True
         return True
+
+    def _lets_in(self, me: Any, task: int) -> bool:
+        """Whether a call of autograd becomes a guest.
+
+        It is one before the look: if the owner goes on after that, it finds the guest.
+        """
+        with self._letting_in:
+            self.guests.add(task)
+            if self._is_waited_for(me):
+                return True
+            self.dismiss(task)
+            return False
+
+    def dismiss(self, task: int) -> None:
+        """A call of autograd is over, or no guest."""
+        self.guests.discard(task)
+        self._dismissed.set()
+
+    def await_guests(self) -> None:
+        """Wait until no guests go on; for the owner, before it does anything itself.
+
+        A thread of autograd's own waits for none: they may need it.
+        """
+        me = HERE.thread
+        if is_autograds(me):
+            return
+        with self._letting_in:  # whether this thread waits is being looked at
+            pass
+        _hosts.add(me)
+        try:
+            while self.guests:
+                self._dismissed.wait(timeout=_LOOK_SECONDS)
+                self._dismissed.clear()
+        finally:
+            _hosts.discard(me)
 
     def _take_over_if_forgotten(self, me: Any) -> bool:
         with self._ownership:
@@ -151,9 +197,7 @@ class Turn:
     def _is_waited_for(self, me: Any) -> bool:
         """Whether the owner waits for autograd, and this is a thread of its own."""
         owner = self._owner
-        return (
-            owner is not None and is_autograds(me) and waits_for_backward(owner.ident)
-        )
+        return owner is not None and is_autograds(me) and awaits_autograd(owner)
 
     def _is_forgotten(self) -> bool:
         owner = self._owner  # which may end its turn meanwhile
@@ -211,7 +255,7 @@ def _stuck_behind(me: Any) -> dict[Any, tuple[str, Any]]:
         for one in [t for t in stuck if is_autograds(t)]:
             for thread in threading.enumerate():
                 here = thread in stuck or thread in _waits
-                if not here and waits_for_backward(thread.ident or 0):
+                if not here and awaits_autograd(thread):
                     why = f"thread {thread.name!r} waits for autograd"
                     stuck[thread] = f"{why}, whose thread is {one.name!r}", one
         if len(stuck) == known:

@@ -24,10 +24,10 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from stagehand.core.ledger import NO_LIMIT, Ledger
-from stagehand.core.turn import HERE, awaited_by
+from stagehand.core.turn import HERE, awaited_by, awaits_autograd
 from stagehand.errors import StagehandOOMError
 from stagehand.residency.seats import Seats
-from stagehand.torch_private import is_autograds, waits_for_backward
+from stagehand.torch_private import is_autograds
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -357,7 +357,7 @@ class SharedDevice:
         """Whether a thread waits for one of those that are stuck, if they are."""
         if thread in stuck:
             return True
-        if is_autograds(HERE.thread) and waits_for_backward(thread.ident or 0):
+        if is_autograds(HERE.thread) and awaits_autograd(thread):
             return True  # for this one
         turn = awaited_by(thread)
         if turn is not None:
@@ -374,7 +374,7 @@ class SharedDevice:
         if any(seat.waits and seat.thread is thread for seat in seats):
             others = self._threads_in(seats, but=thread)
             return all(self._is_stuck(t, stuck | {thread}) for t in others)
-        if not waits_for_backward(thread.ident or 0):
+        if not awaits_autograd(thread):
             return False
         autograds = [t for t in threading.enumerate() if is_autograds(t)]
         return any(self._is_stuck(t, stuck | {thread}) for t in autograds)

@@ -15,7 +15,6 @@ each edge notes its frame, and what a dead frame left open is closed at the next
 
 from __future__ import annotations
 
-import threading
 import weakref
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -30,7 +29,6 @@ from stagehand.torch_private import (
     graph_task,
     in_backward,
     pop_saved_hooks,
-    waits_for_backward,
     without_modes,
 )
 
@@ -98,17 +96,20 @@ class _Backward:
     over = True
     """Whether there is nothing to tell: it has not begun, or was told of."""
 
-    def __init__(self, edges: Edges) -> None:
-        self._edges = edges
+    def __init__(self, tell: Callable[..., None]) -> None:
+        self._tell = tell
         self.task = graph_task()
 
     def __call__(self) -> None:
-        if not self.over:
-            self._edges.leave_backward(self, failed=False)
+        self._end(failed=False)
 
     def __del__(self) -> None:
+        self._end(failed=True)
+
+    def _end(self, *, failed: bool) -> None:
         if not self.over:
-            self._edges.leave_backward(self, failed=True)
+            self.over = True
+            self._tell(self, failed=failed)
 
 
 class Edges:
@@ -129,8 +130,8 @@ class Edges:
         """In which a pass is under way."""
         self._unclosed: dict[Any, list[AbstractContextManager[Any]]] = {}  # by thread
         self._backward: Callable[[], _Backward | None] | None = None
-        self._inner: set[int] = set()
-        """Autograd's calls that are part of a forward pass, and have not succeeded."""
+        self.guests = self.lock.guests
+        """Autograd's calls that are part of a forward pass."""
         self.recomputing = 0
         """Edges that are recomputed now, one inside of the other."""
         self.risen: list[tuple[nn.Module | type, bool]] = []
@@ -192,6 +193,8 @@ class Edges:
         try:
             self._close_dead()
             self.lock.sorted()
+            if self.guests:
+                self.lock.await_guests()
             self._stack.append(entry)
             if len(self._stack) > 1:
                 return None
@@ -221,6 +224,8 @@ class Edges:
         """End the latest entry, if it is this module's."""
         if not self.inside() or self._stack[-1].module is not module or in_backward():
             return
+        if self.guests:
+            self.lock.await_guests()
         context = self._stack[-1].context
         if context is not None:  # or an interrupt leaves it to the next entry
             context.__exit__(None, None, None)
@@ -228,7 +233,7 @@ class Edges:
         try:
             if not self._stack:
                 self.thread = None
-                apart(self._end_pass)
+                apart(self._listener.end_pass)
         finally:
             self.lock.release()
 
@@ -241,51 +246,42 @@ class Edges:
         if self.thread is HERE.thread:
             return
         known = None if self._backward is None else self._backward()
-        if known is not None and known.task == graph_task():
+        task = graph_task()
+        if task in self.guests or (known is not None and known.task == task):
             return  # autograd uses a thread for each device
-        if not self.lock.acquire(in_backward=True):
-            self._note_inner()  # a forward waits for this: it is part of its pass
+        if not self.lock.acquire(task=task):
+            self._queue_inner_end(task)  # a forward waits for it, as a part of its pass
             return
         self._sort_out()
         self._queue_end()
         apart(partial(self._listener.begin_backward, by_module=by_module))
 
-    def _note_inner(self) -> None:
-        """Autograd goes through the model as a part of a forward pass.
+    def _queue_inner_end(self, task: int) -> None:
+        try:
+            if calls_backward():  # a part of another guest
+                self.lock.dismiss(task)
+                return
+            inner = _Backward(self._leave_inner)
+            at_end_of_backward(inner)
+            inner.over = False
+        except BaseException:
+            self.lock.dismiss(task)
+            raise
 
-        What one call of it has brought is taken in when it ends, with all others that
-        it makes. Of one that has failed nobody tells before the next one, or the end of
-        the pass.
+    def _leave_inner(self, inner: _Backward, *, failed: bool) -> None:
+        """Take in what a guest has brought, or drop it if it has failed.
+
+        What it brought may be mixed with that of others who go on: then it comes along.
         """
-        task = graph_task()
-        if task in self._inner or calls_backward():
-            return
-        if self._inner and not self._is_crowded():
-            self._drop_inner()
-        self._inner.add(task)
-        at_end_of_backward(partial(self._end_inner, task))
-
-    def _is_crowded(self) -> bool:
-        """Whether threads without the turn go back, too; through this model, maybe."""
-        others = (t for t in threading.enumerate() if t is not self.thread)
-        return any(waits_for_backward(other.ident or 0) for other in others)
-
-    def _end_inner(self, task: int) -> None:
-        self._inner.discard(task)
-        self._listener.end_inner_backward(failed=False)
-
-    def _drop_inner(self) -> None:
-        self._inner.clear()
-        self._listener.end_inner_backward(failed=True)
-
-    def _end_pass(self) -> None:
-        if self._inner:
-            self._drop_inner()
-        self._listener.end_pass()
+        try:
+            if not failed or self.guests == {inner.task}:
+                self._listener.end_inner_backward(failed=failed)
+        finally:
+            self.lock.dismiss(inner.task)
 
     def _queue_end(self) -> None:
         # Only autograd may hold it, not even the frame of a failure's traceback.
-        backward = _Backward(self)
+        backward = _Backward(self._leave_backward)
         try:
             self._stack.append(_Frame(None, None))
             self.thread = HERE.thread
@@ -297,9 +293,8 @@ class Edges:
             self.lock.release()
             raise
 
-    def leave_backward(self, backward: _Backward, *, failed: bool) -> None:
+    def _leave_backward(self, _: _Backward, *, failed: bool) -> None:
         """End autograd's pass, in any thread."""
-        backward.over = True
         try:
             self._forget_backward()
             self._listener.end_backward(failed=failed)
@@ -354,7 +349,7 @@ class Edges:
         self._listener.abort_pass()
         if not self._stack:
             self.thread = None
-            self._end_pass()
+            self._listener.end_pass()
 
 
 def _is_running(frame: FrameType | None) -> bool:

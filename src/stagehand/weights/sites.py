@@ -286,8 +286,11 @@ class _SiteBegin(_SiteHook):
             return None
         if edges.thread is not HERE.thread:
             moved = edges.enter(module, args, kwargs, _module_frame())
-        elif edges._backward is not None:
-            moved = edges.moved_again(args, kwargs)
+        else:
+            if edges.guests:
+                edges.lock.await_guests()
+            if edges._backward is not None:
+                moved = edges.moved_again(args, kwargs)
         if dispatch_modes():
             apart(self._before, self._block)
         else:
@@ -317,6 +320,8 @@ class _SiteEnd(_SiteHook):
         edges = self._edges
         if edges is None:
             return
+        if edges.guests and edges.inside():
+            edges.lock.await_guests()
         block, risen = self._block, edges.risen
         if risen and risen[-1][0] is module:
             if risen.pop()[1]:
