@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from stagehand.assembly import Parts
+    from stagehand.wires import Wires
 
 __all__ = ["Additions"]
 
@@ -38,12 +39,16 @@ class Additions:
     Args:
         model: As it was divided.
         parts: What it was divided into; what joins becomes one of its odd tensors.
+        wires: What its blocks cross the link in, which takes a part of the budget.
         home: Where the model came from.
     """
 
-    def __init__(self, model: nn.Module, parts: Parts, home: torch.device) -> None:
+    def __init__(
+        self, model: nn.Module, parts: Parts, wires: Wires, home: torch.device
+    ) -> None:
         self._model = weakref.ref(model)
         self._parts = parts
+        self._wires = wires
         self._home = home
         self._joined: dict[int, torch.Tensor] = {}  # by id
         # Of the modules' own tables: those with something in them, each seen through
@@ -147,13 +152,14 @@ class Additions:
         parts = self._parts
         limit = parts.weights.limit_bytes
         try:
-            parts.steering.set_budget(limit - parts.odd_bytes)
+            self._wires.plan_within(limit)
         except StagehandOOMError as error:
             raise self._refusal(new, error.needed_bytes) from None
         parts.steering.steer()
         parts.device_arena.trim()  # what is kept for reuse counts, too
         if not parts.grant_odd():
-            raise self._refusal(new, limit - parts.weights.free_bytes)
+            needed = limit - parts.weights.free_bytes + parts.odd_bytes
+            raise self._refusal(new, needed)
         parts.place_odd()
         for number, tensor in enumerate(parts.odd):
             if id(tensor) in self._joined:  # whose maker may have put it on the device
@@ -162,13 +168,12 @@ class Additions:
     def _refusal(self, new: list[torch.Tensor], needed: int) -> StagehandOOMError:
         """Forget what has joined, so that the next pass tries again."""
         parts = self._parts
-        limit, nbytes = parts.weights.limit_bytes, parts.odd_bytes
+        limit = parts.weights.limit_bytes
         for tensor in new:
             self._leave(tensor)
         parts.grant_odd()
-        parts.steering.set_budget(limit - parts.odd_bytes)
+        self._wires.plan_within(limit)
         self._held = [*_END]
-        needed += nbytes
         return StagehandOOMError(
             f"{len(new)} tensors of {format_bytes(sum(map(tensor_bytes, new)))} have"
             " joined the model since it streams, and the budget of"

@@ -73,7 +73,7 @@ class Settings:
     """"packed" lets what shrinks cross the link packed."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class Parts:
     """Everything that one runtime owns. `close()` gives the memory back.
 
@@ -82,6 +82,8 @@ class Parts:
 
     device: Device
     shared: SharedDevice
+    budget_bytes: int
+    """Device bytes for weights that the user allows; `weights` may be granted less."""
     weights: SubAccount
     device_arena: Arena
     pinned_arena: Arena
@@ -110,7 +112,7 @@ class Parts:
 
     @property
     def streamed(self) -> list[Block]:
-        """Blocks that come and go: not the rest, not the tables on the host."""
+        """Blocks that may come and go: not the rest, not the tables on the host."""
         return [block for block in self.away if not block.hosted]
 
     @property
@@ -127,6 +129,25 @@ class Parts:
     def apart_bytes(self) -> int:
         """Bytes of the budget that no slot can have."""
         return self.odd_bytes + self.wire_bytes
+
+    def plan_within(self, limit_bytes: int) -> None:
+        """Plan for what slots can have of a limit, from the next pass on.
+
+        Raises:
+            StagehandOOMError: If it cannot work; it names the smallest that can.
+        """
+        try:
+            self.steering.set_budget(limit_bytes - self.apart_bytes)
+        except StagehandOOMError as error:
+            must_stay = self.steering.must_stay
+            raise _too_small(
+                limit_bytes,
+                error.needed_bytes,
+                stay=[self.blocks[index] for index in must_stay],
+                away=[b for b in self.streamed if b.index not in must_stay],
+                odd_bytes=self.odd_bytes,
+                wire_bytes=self.wire_bytes,
+            ) from None
 
     def grant_odd(self) -> bool:
         """Have memory for what is in no block; False if there is none."""
@@ -262,28 +283,45 @@ def assemble(
     )
     odd = [t for t in finding.rest.tensors.values() if not can_stream(t)]
     odd_bytes = _odd_bytes(odd, device)
-    stay = [0, *(i for i, group in enumerate(groups) if not group.sites)]
-    streamed = [b for b in blocks if b.index not in stay and not b.hosted]
+    streamed = [block for block in blocks[1:] if not block.hosted]
     wire_bytes = _most_wire_bytes(streamed, settings)
-    steering = _steer(scheduler, blocks, stay, settings, odd_bytes, wire_bytes)
+    try:
+        steering = Steering(
+            scheduler,
+            blocks,
+            must_stay=[0],
+            budget_bytes=settings.budget_bytes - odd_bytes - wire_bytes,
+            max_lookahead=settings.lookahead,
+        )
+    except StagehandOOMError as error:
+        raise _too_small(
+            settings.budget_bytes,
+            error.needed_bytes,
+            stay=blocks[:1],
+            away=streamed,
+            odd_bytes=odd_bytes,
+            wire_bytes=wire_bytes,
+            name=_name_of_budget(settings),
+        ) from None
     pinners = WorkerGroup("pinner", 1)
     masters = Masters(pinned_arena, pinners, device.page_locked)
     parts = Parts(
-        device,
-        shared,
-        weights,
-        device_arena,
-        pinned_arena,
-        engine,
-        workers,
-        WorkerGroup("adder", 1),
-        pinners,
-        loader,
-        blocks,
-        masters,
-        scheduler,
-        steering,
-        odd,
+        device=device,
+        shared=shared,
+        budget_bytes=settings.budget_bytes,
+        weights=weights,
+        device_arena=device_arena,
+        pinned_arena=pinned_arena,
+        engine=engine,
+        workers=workers,
+        adders=WorkerGroup("adder", 1),
+        pinners=pinners,
+        loader=loader,
+        blocks=blocks,
+        masters=masters,
+        scheduler=scheduler,
+        steering=steering,
+        odd=odd,
         wire_bytes=wire_bytes,
     )
     sites = [
@@ -337,49 +375,51 @@ def _odd_bytes(tensors: Iterable[torch.Tensor], device: Device) -> int:
     return sum(device.taken_bytes(tensor_bytes(tensor)) for tensor in tensors)
 
 
-def _steer(
-    scheduler: Scheduler,
-    blocks: list[Block],
-    stay: list[int],
-    settings: Settings,
+def _name_of_budget(settings: Settings) -> str:
+    if settings.device.is_host and settings.pinned_bytes <= settings.budget_bytes:
+        return "ram_budget, which counts where there is no accelerator,"
+    return "budget"
+
+
+def _too_small(
+    limit_bytes: int,
+    slots_bytes: int,
+    *,
+    stay: Iterable[Block],
+    away: Iterable[Block],
     odd_bytes: int,
     wire_bytes: int,
-) -> Steering:
-    apart = odd_bytes + wire_bytes
-    try:
-        return Steering(
-            scheduler,
-            blocks,
-            must_stay=stay,
-            budget_bytes=settings.budget_bytes - apart,
-            max_lookahead=settings.lookahead,
-        )
-    except StagehandOOMError as error:
-        needed = error.needed_bytes + apart
-        kept = sum(blocks[i].slot_nbytes for i in stay) + odd_bytes
-        away = [b for b in blocks if b.index not in stay and not b.hosted]
-        largest = max(away, key=lambda b: b.slot_nbytes, default=None)
+    name: str = "budget",
+) -> StagehandOOMError:
+    """Return the error for a budget that cannot work.
+
+    Args:
+        limit_bytes: The budget.
+        slots_bytes: What slots need at least.
+        stay: Blocks that are always on the device.
+        away: Those that come and go.
+        odd_bytes: What is in no block.
+        wire_bytes: What is set aside to decode.
+        name: The budget's, as users know it.
+    """
+    needed = slots_bytes + odd_bytes + wire_bytes
+    kept = sum(block.slot_nbytes for block in stay) + odd_bytes
+    largest = max(away, key=lambda b: b.slot_nbytes, default=None)
+    most = ""
+    if largest is not None:
         most = (
-            ""
-            if largest is None
-            else (
-                f" and {format_bytes(largest.slot_nbytes)} for the largest block,"
-                f" {largest.name!r}"
-            )
+            f" and {format_bytes(largest.slot_nbytes)} for the largest block,"
+            f" {largest.name!r}"
         )
-        if wire_bytes:
-            most += (
-                f" and {format_bytes(wire_bytes)} for a block as it crosses the link"
-                " and is decoded"
-            )
-        name = "budget"
-        if settings.device.is_host and settings.pinned_bytes <= settings.budget_bytes:
-            name = "ram_budget, which counts where there is no accelerator,"
-        raise StagehandOOMError(
-            f"the {name} is {format_bytes(settings.budget_bytes)}, but"
-            f" {format_at_least(needed)} must be on the device at once:"
-            f" {format_bytes(kept)} that stay there{most}; raise it to at least"
-            f" {format_at_least(needed)}",
-            needed_bytes=needed,
-            limit_bytes=settings.budget_bytes,
-        ) from None
+    if wire_bytes:
+        most += (
+            f" and {format_bytes(wire_bytes)} for a block as it crosses the link and"
+            " is decoded"
+        )
+    return StagehandOOMError(
+        f"the {name} is {format_bytes(limit_bytes)}, but {format_at_least(needed)} must"
+        f" be on the device at once: {format_bytes(kept)} that stay there{most}; raise"
+        f" it to at least {format_at_least(needed)}",
+        needed_bytes=needed,
+        limit_bytes=limit_bytes,
+    )

@@ -70,7 +70,6 @@ class Passing(PassListener):
     _owners: Mapping[int, Block]
     _readers: Sequence[Reader]
     _rows: RowGather
-    _budget_bytes: int
     _marked_bytes: int
     _manual: bool
     _closed: bool
@@ -177,10 +176,10 @@ class Passing(PassListener):
             try:
                 return self._additions.take_in()
             except StagehandOOMError as error:
-                if self._marked_bytes >= self._budget_bytes:
+                if self._marked_bytes >= self._parts.budget_bytes:
                     raise
                 # Watermarks leave what cannot be done without, within the budget.
-                self._marked_bytes = min(error.needed_bytes, self._budget_bytes)
+                self._marked_bytes = min(error.needed_bytes, self._parts.budget_bytes)
 
     def _turn_back(self) -> None:
         """Something is unpacked: autograd goes back, if it is through this model."""
@@ -480,7 +479,7 @@ class Passing(PassListener):
             held = parts.weights.held_bytes
             target = marks.target(self._marked_bytes, held, allocated)
             self._marked_bytes = max(
-                min(target, self._budget_bytes),
+                min(target, parts.budget_bytes),
                 parts.steering.smallest_budget() + parts.apart_bytes,
             )
         target = min(

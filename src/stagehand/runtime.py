@@ -67,7 +67,6 @@ class Runtime(Passing, Sharing, Storing, Conduct):
         self._model_ref = weakref.ref(model)
         self._settings = settings
         self._device = settings.device
-        self._budget_bytes = settings.budget_bytes
         telemetry = Telemetry(
             path=settings.telemetry_file,
             interval_steps=settings.log_interval,
@@ -125,7 +124,7 @@ class Runtime(Passing, Sharing, Storing, Conduct):
             id(tensor): block for block in parts.away for tensor in block.tensors
         }
         self._edges = Edges(self, settings.device.torch_device, parts.weights.name)
-        self._tenancy = Tenancy(parts, self._edges, settings.budget_bytes)
+        self._tenancy = Tenancy(parts, self._edges)
         self._marked_bytes = settings.budget_bytes  # by watermarks
         self._saved = SavedTensors(
             parts.scheduler,
@@ -166,7 +165,7 @@ class Runtime(Passing, Sharing, Storing, Conduct):
         for table, group in finding.gathered:
             self._hooks.add_gather(table, self._rows)
             self._add_look(table, group.name)
-        self._additions = Additions(model, parts, self._home)
+        self._additions = Additions(model, parts, self._wires, self._home)
         self._finalizer = weakref.finalize(model, parts.close)
         # The handle comes first, so that a copy of the model begins with it.
         own = {k: v for k, v in model.__dict__.items() if k != HANDLE}
@@ -307,8 +306,8 @@ class Runtime(Passing, Sharing, Storing, Conduct):
     # Blocks
 
     def before_block(self, block_id: str) -> None:
-        """Make a block usable for code that does not call its module; pair with
-        `after`.
+        """Make a block usable for code that does not call its module, until
+        `after_block`.
 
         Args:
             block_id: The block's name, as in `block_ids`.
@@ -398,12 +397,11 @@ class Runtime(Passing, Sharing, Storing, Conduct):
         )
         with self._edges.lock:
             self._limit_to(nbytes)
-            self._budget_bytes = self._marked_bytes = nbytes
-            self._tenancy.set_budget(nbytes)
+            self._parts.budget_bytes = self._marked_bytes = nbytes
+            self._tenancy.renew()
 
     def _limit_to(self, nbytes: int) -> None:
-        self._wires.shrink_to(nbytes)
-        self._parts.steering.set_budget(nbytes - self._parts.apart_bytes)
+        self._wires.plan_within(nbytes)
         self._parts.weights.set_limit(nbytes)
         self._parts.device_arena.trim()  # what is kept for reuse counts, too
 

@@ -32,19 +32,17 @@ class Tenancy:
     Args:
         parts: Of the runtime.
         edges: Its lock, and whether it runs.
-        budget_bytes: The most that it may take.
 
     Raises:
         StagehandOOMError: If reservations of others leave too little.
     """
 
-    def __init__(self, parts: Parts, edges: Edges, budget_bytes: int) -> None:
+    def __init__(self, parts: Parts, edges: Edges) -> None:
         self.account = parts.weights
         self.name = parts.weights.name
         self.shared = parts.shared
-        self.limit_bytes = budget_bytes
+        self.limit_bytes = parts.budget_bytes
         """What the present pass may take."""
-        self._budget = budget_bytes
         self._parts = parts
         self._edges = weakref.ref(edges)
         self._begins = False  # a pass that has used nothing yet
@@ -62,9 +60,8 @@ class Tenancy:
         """Give up the place, and what is held for it. Idempotent."""
         self.shared.leave(self.number)
 
-    def set_budget(self, budget_bytes: int) -> None:
-        """Change the most that it may take."""
-        self._budget = budget_bytes
+    def renew(self) -> None:
+        """The budget has changed."""
         self.shared.renew()
 
     def begin(self) -> bool:
@@ -92,7 +89,8 @@ class Tenancy:
     def claim(self) -> Claim:
         """See `Tenant.claim`."""
         parts = self._parts
-        basis = (self._budget, parts.apart_bytes, parts.trains, *parts.steering.basis)
+        planned = parts.steering.basis
+        basis = (parts.budget_bytes, parts.apart_bytes, parts.trains, *planned)
         if basis == self._basis:
             return self._claim
         self._basis, self._claim = basis, self._made_claim()
@@ -116,7 +114,7 @@ class Tenancy:
         weights = apart + sum(workload.nbytes)
         floor = parts.steering.smallest_budget() + apart
         return Claim(
-            budget=self._budget,
+            budget=parts.budget_bytes,
             weights=weights,
             floor=floor,
             ring=min(_RING * largest, weights - fixed),

@@ -38,7 +38,6 @@ class Wires:
         self._parts = parts
         self._packs = settings.transport == "packed" and not parts.device.is_host
         self._lookahead = settings.lookahead
-        self._budget_bytes = settings.budget_bytes
         self._told = False
         self._frozen: dict[str, torch.Tensor] = {}
         # Of the memory to decode from:
@@ -106,9 +105,8 @@ class Wires:
             StagehandOOMError: Otherwise; it names the smallest budget that works.
         """
         longest, scratch = self._taken_by(wires)
-        limit = max(self._parts.weights.limit_bytes, self._budget_bytes)
         # A larger budget may keep more small weights on the device for good.
-        self._check(longest + scratch, limit, more=_MORE)
+        self._check(longest + scratch, self._parts.budget_bytes, more=_MORE)
 
     def reserve(self) -> None:
         """Count what the wires there are need at least, until they are opened.
@@ -120,7 +118,7 @@ class Wires:
         # Others may have pressed the limit down to what was the least until now.
         least = parts.steering.smallest_budget() + parts.apart_bytes
         limit = max(parts.weights.limit_bytes, least)
-        parts.steering.set_budget(limit - parts.apart_bytes)
+        parts.plan_within(limit)
         parts.weights.set_limit(limit)
 
     def open(self) -> None:
@@ -139,18 +137,31 @@ class Wires:
             self._count = self._count_in(limit)
             parts.wire_bytes = self._count * self._nbytes + self._scratch
         if wired or parts.wire_bytes != before:
-            parts.steering.set_budget(limit - parts.apart_bytes)
+            parts.plan_within(limit)
             parts.steering.steer()
         if wired:
             self._open_ring()
 
-    def shrink_to(self, limit_bytes: int) -> None:
-        """Do with one piece of memory if a budget is too small for two."""
-        if self._count == 2 and self._count_in(limit_bytes) == 1:
+    def plan_within(self, limit_bytes: int) -> None:
+        """Plan for a limit, with one piece of memory if it is too small for two.
+
+        Raises:
+            StagehandOOMError: If it cannot work; all stays as it was then.
+        """
+        parts = self._parts
+        shrinks = self._count == 2 and self._count_in(limit_bytes) == 1
+        if shrinks:
             self._count = 1
-            self._parts.wire_bytes -= self._nbytes
-            if self._parts.engine.wires is not None:
-                self._open_ring()
+            parts.wire_bytes -= self._nbytes
+        try:
+            parts.plan_within(limit_bytes)
+        except BaseException:
+            if shrinks:
+                self._count = 2
+                parts.wire_bytes += self._nbytes
+            raise
+        if shrinks and parts.engine.wires is not None:
+            self._open_ring()
 
     def _open_ring(self) -> None:
         self._parts.engine.open_wires(

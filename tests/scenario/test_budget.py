@@ -8,6 +8,7 @@ from torch import nn
 import stagehand
 from architectures.trees import assert_bitwise_equal
 from stagehand.core.device import AcceleratorDevice
+from stagehand.units import format_bytes
 
 
 def uneven():
@@ -88,6 +89,60 @@ def test_budget_holds_what_the_allocator_rounds_slots_up_to(sim, monkeypatch):
     assert 0 < crossed <= whole  # what is rounded up does not cross the link
     assert crossed == parts.steering.plan.streamed_bytes
     runtime.shutdown()
+
+
+class Beside(nn.Module):
+    """A layer, and a small one that joins it."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base = base
+        self.added = nn.Linear(base.in_features, base.out_features, bias=False)
+
+    def forward(self, x):
+        return self.base(x) + self.added(x)
+
+
+@pytest.mark.parametrize("joined", [False, True])
+def test_the_smallest_budget_that_an_error_names_works(sim, joined):
+    """Also where a part of it is taken, and when the model streams already."""
+    model, inputs = uneven(), batch()
+    budget = 3 * smallest_budget(uneven(), "hpu")
+    stagehand.layer(model, vram_budget=budget, device="hpu")
+    runtime = runtime_of(model)
+    if joined:
+        model[1][0] = Beside(model[1][0])
+    with torch.no_grad():
+        expected = model(inputs)
+    with pytest.raises(stagehand.StagehandOOMError) as caught:
+        runtime.set_budget(1)
+    smallest = caught.value.needed_bytes
+    apart = runtime._parts.odd_bytes
+    assert (apart > 0) == joined
+    assert f"{format_bytes(apart)} that stay there" in str(caught.value)
+    with pytest.raises(stagehand.StagehandOOMError) as again:
+        runtime.set_budget(smallest - 1)
+    assert again.value.needed_bytes == smallest
+    runtime.set_budget(smallest)
+    for _ in range(2):
+        with torch.no_grad():
+            assert_bitwise_equal(model(inputs), expected, "output")
+    assert runtime._parts.weights.held_bytes <= smallest
+    runtime.shutdown()
+
+
+def test_what_stays_is_counted_once_in_the_error(sim):
+    class Scaled(nn.Sequential):
+        def __init__(self):
+            super().__init__(*uneven())
+            self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    with pytest.raises(stagehand.StagehandOOMError) as caught:
+        stagehand.layer(Scaled(), vram_budget=1, device="hpu")
+    stays = 256  # the scale, rounded up
+    largest = caught.value.needed_bytes - stays
+    assert f"{format_bytes(stays)} that stay there" in str(caught.value)
+    assert f"{format_bytes(largest)} for the largest block" in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -304,6 +304,29 @@ def test_smallest_budget_counts_the_bytes_to_decode_and_works(files, sim, form):
     runtime_of(model).shutdown()
 
 
+@pytest.mark.parametrize("form", ["packed", "quantized"])
+def test_a_budget_that_was_lowered_has_to_hold_the_decoder_of_files(
+    opened, files, sim, form
+):
+    model = net()
+    opened(model)
+    stagehand.layer(model, vram_budget=100 * BLOCK)
+    runtime, expected = runtime_of(model), run(model, "hpu")
+    with pytest.raises(StagehandOOMError) as plain:
+        runtime.set_budget(1)
+    runtime.set_budget(budget := plain.value.needed_bytes)
+    convert = {
+        "packed": runtime.convert_registry_to_file_backed_sharded,
+        "quantized": runtime.convert_registry_to_squareq_backed,
+    }[form]
+    with pytest.raises(StagehandOOMError, match="as it crosses the link"):
+        convert(files / form)
+    for _ in range(2):
+        assert_bitwise_equal(run(model, "hpu"), expected, "as before")
+    assert runtime.report().budget_bytes == budget
+    assert runtime._parts.weights.held_bytes <= budget
+
+
 def test_pressure_from_other_tensors_leaves_room_to_decode(opened, files, sim):
     """Weights make room down to the smallest budget, which counts the decoder."""
     model = net()

@@ -233,6 +233,39 @@ def test_set_budget_keeps_room_for_the_decoder(streamed):
         assert runtime._parts.weights.held_bytes <= budget
 
 
+def test_a_refused_budget_leaves_the_decoders_memory_as_it_was(streamed):
+    model, x = net(), batch()
+    expected = resident(model, x)
+    streamed(model, 6 * BLOCK)
+    run(model, x)
+    parts = runtime_of(model)._parts
+    before = parts.wire_bytes, parts.weights.held_bytes
+    with pytest.raises(StagehandOOMError) as caught:
+        runtime_of(model).set_budget(1)
+    assert (parts.wire_bytes, parts.weights.held_bytes) == before
+    runtime_of(model).set_budget(caught.value.needed_bytes)
+    assert parts.wire_bytes < before[0]  # the smallest has one piece
+    assert_passes_equal(model, expected.to("hpu"), x)
+
+
+@pytest.mark.parametrize("rank", [2, 96])
+def test_what_joins_a_packed_model_leaves_room_to_decode(streamed, rank):
+    """A little, or so much that there is one piece less to decode from."""
+    model, x = net(8), batch()
+    streamed(model, 6 * BLOCK)
+    run(model, x)
+    parts = runtime_of(model)._parts
+    before = parts.wire_bytes
+    for number in range(4):
+        model[number][0] = Adapted(model[number][0], rank)
+    for _ in range(3):
+        expected = resident(model, x)
+        assert torch.equal(run(model, x), expected)
+        assert not parts.scheduler.strained
+        assert sum(parts.steering.plan.slots) + parts.apart_bytes <= 6 * BLOCK
+    assert (parts.wire_bytes < before) == (rank == 96)
+
+
 # ---------------------------------------------------------------------------- training
 
 
@@ -250,11 +283,11 @@ def train(model, x, optimizer, steps=3):
 class Adapted(nn.Module):
     """A frozen layer and a small trained one beside it."""
 
-    def __init__(self, base):
+    def __init__(self, base, rank=2):
         super().__init__()
         self.base = base.requires_grad_(False)
-        self.down = nn.Linear(WIDTH, 2, bias=False, dtype=torch.bfloat16)
-        self.up = nn.Linear(2, WIDTH, bias=False, dtype=torch.bfloat16)
+        self.down = nn.Linear(WIDTH, rank, bias=False, dtype=torch.bfloat16)
+        self.up = nn.Linear(rank, WIDTH, bias=False, dtype=torch.bfloat16)
 
     def forward(self, x):
         return self.base(x) + self.up(self.down(x))

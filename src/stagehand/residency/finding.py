@@ -29,8 +29,7 @@ _SHARE = 16  # small parameters and one coalesced block get 1/16 of the budget e
 class Group:
     """What will become one block.
 
-    `sites` are the modules during whose forward the tensors must be there. Without
-    sites, the tensors stay on the device.
+    `sites` are the modules during whose forward the tensors must be there.
     """
 
     name: str
@@ -221,9 +220,8 @@ def _divide(
 
 def _at_once(finding: Finding) -> int:
     """Device bytes that are enough: for what stays, and one block at a time."""
-    stay = [finding.rest, *(g for g in finding.streamed if not g.sites)]
-    away = (_padded_bytes(group) for group in finding.streamed if group.sites)
-    return sum(map(_padded_bytes, stay)) + max(away, default=0)
+    away = map(_padded_bytes, finding.streamed)
+    return _padded_bytes(finding.rest) + max(away, default=0)
 
 
 def _padded_bytes(group: Group) -> int:
