@@ -404,8 +404,14 @@ class Gradients:
 
     # Hooks
 
-    def _before(self, home: _Home, grad: torch.Tensor) -> None:
-        """Take an earlier gradient out of the way of a new one."""
+    def _before(self, home: _Home, grad: torch.Tensor | None) -> None:
+        """Take an earlier gradient out of the way of a new one.
+
+        There is none, and autograd adds nothing, where a weight has none after all: in
+        the gradient of a gradient, say, that its bias does not change.
+        """
+        if grad is None:
+            return
         self._enter()
         parameter = home.parameter
         given = parameter.grad

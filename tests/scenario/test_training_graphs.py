@@ -27,6 +27,7 @@ from training import (
     Net,
     Recomputing,
     Reentering,
+    Residual,
     Setting,
     assert_trains_equally,
     built,
@@ -747,3 +748,68 @@ def test_models_within_each_others_sites_are_kept_apart(sim, place, recomputes):
     assert models[1].deepest <= 3
     for model in models:
         runtime_of(model).shutdown()
+
+
+class RecomputedInside(Residual):
+    """A block that recomputes all of itself."""
+
+    def forward(self, x):
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+@over([Setting("hpu", mode, "smallest") for mode in ("layers", "blocks")])
+def test_what_the_graph_of_a_gradient_has_read_of_a_slot_is_read_before_it_is_refilled(
+    sim, setting
+):
+    """It holds views of weights that were recomputed, reads them when no block is in
+    use yet, and lets go of them before the slot is given up.
+    """
+
+    @built
+    def build():
+        model = Net(depth=0)
+        model.blocks = nn.ModuleList([RecomputedInside(), Residual()])
+        return model
+
+    def script(run):
+        for number in range(2):
+            x = run.batch(number).requires_grad_()
+            loss = run.model(x).sum()
+            (grad,) = torch.autograd.grad(loss, x, create_graph=True)
+            run.backward(grad.square().sum())
+            run.model.zero_grad()
+
+    assert_trains_equally(build, script, setting, abandoned=True)
+    assert sim.races() == []
+
+
+class TwoConvolutions(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.entry = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList([nn.Conv1d(1, 4, 3), nn.Conv1d(4, 1, 3)])
+
+    def forward(self, x):
+        x = torch.tanh(self.entry(x)).unsqueeze(1)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@over(SOME)
+def test_a_weight_that_has_no_gradient_in_a_backward_keeps_the_earlier_one(
+    sim, setting
+):
+    """The penalty of a critic's gradients does not depend on its last bias."""
+
+    def script(run):
+        optimizer = sgd(run)
+        for number in range(3):
+            run.backward(run.model(run.batch(number)).mean())
+            x = run.batch(10 + number).requires_grad_()
+            loss = run.model(x).sum()
+            (grad,) = torch.autograd.grad(loss, x, create_graph=True)
+            run.backward((grad.norm(2, 1) - 1).square().mean())
+            step(optimizer)
+
+    assert_trains_equally(built(TwoConvolutions), script, setting)

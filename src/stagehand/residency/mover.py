@@ -122,6 +122,7 @@ class Mover:
 
     def _reload(self, block: Block, slot: Slot) -> None:
         self.take_in(block)
+        self.note_readers(block, slot)
         self.vacate(block, slot)
         block.versions = block.read_versions()
         self.load(block, slot, _CRITICAL)
@@ -167,6 +168,7 @@ class Mover:
             if block.filled_in != self.passed and block.is_replaced():
                 self.take_in(block)
             self._loader.forget(block)
+            self.note_readers(block, slot)
         self.vacate(block, slot)
         self._counters.evictions += 1
         if use_count_of(slot.storage_key) > slot.alone:
@@ -250,6 +252,14 @@ class Mover:
             self._loader.forget(block)
         self.vacate(block, slot)
         return image
+
+    def note_readers(self, block: Block, slot: Slot) -> None:
+        """Note who has read the slot of a block to which no tensor points.
+
+        A graph, say, had a view of it since the latest pass, and let go of it.
+        """
+        if block.state is _GPU_READY:
+            self._engine.release(slot, self._device.current_stream())
 
     def vacate(self, block: Block, slot: Slot) -> None:
         """Let a block forget its slot; nothing is copied."""

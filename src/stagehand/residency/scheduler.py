@@ -261,6 +261,7 @@ class Scheduler:
                 self._mover.take_in(block)
         for block in blocks:
             if block.trains and not block.bound and block.is_changed():
+                self._mover.note_readers(block, block.slot)
                 self._forget_stale(block, block.slot)
         for index in self._fixed:  # nobody tells of their uses
             block = self.blocks[index]
