@@ -603,9 +603,8 @@ class Gradients:
         done = self._device.new_event()
         done.record(self._engine.d2h.stream)
         listeners = tuple(self._listeners.values())
-        self._jobs.append(
-            self._workers.submit(_take_in, done, arrivals, told, listeners)
-        )
+        note = self._jobs.append
+        self._workers.hand(note, _take_in, done, arrivals, told, listeners)
 
     def _sent_arrivals(self) -> list[_Arrival]:
         """Take those whose copies are queued; they are queued in this order."""

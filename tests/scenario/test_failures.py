@@ -5,6 +5,7 @@ import itertools
 import json
 import os
 import threading
+import warnings
 from copy import deepcopy
 from pathlib import Path
 
@@ -688,6 +689,25 @@ def in_threads(count, work):
         thread.join(timeout=120)
     assert not any(thread.is_alive() for thread in threads)
     return errors
+
+
+def test_without_another_thread_passes_are_exact_and_warn_once(place, monkeypatch):
+    """A container may let a process have no more threads, for a time."""
+    model = streamed_stack(place, **always_read(place))
+    expected = run_resident(stack(), place, batch())
+
+    def refuse(*_):
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading, "_start_new_thread", refuse)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            assert_passes_equal(model, expected, batch())
+    told = [str(each.message) for each in caught if "no thread" in str(each.message)]
+    assert len(told) == len(set(told)) > 0
+    assert_whole(model, place)
+    end(model)
 
 
 def test_four_threads_call_one_runtime_and_all_get_exact_results(place):

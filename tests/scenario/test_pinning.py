@@ -415,7 +415,7 @@ def test_when_all_is_pinned_nothing_is_left_of_it(gate, sim):
     assert parts.loader.pin_on is None
     assert parts.loader.stages is False
     assert sim.pinned_bytes() == WEIGHT_BYTES
-    parts.workers.submit = parts.pinners.submit = None  # whoever calls it fails
+    parts.workers.hand = parts.pinners.hand = None  # whoever calls it fails
     assert_passes_equal(model, expected(), batch())
     end(model)
 

@@ -76,9 +76,9 @@ class LateReaders:
     def __init__(self):
         self.jobs = []
 
-    def submit(self, call, *args):
+    def hand(self, note, call, *args):
         self.jobs.append(Job(partial(call, *args)))
-        return self.jobs[-1]
+        note(self.jobs[-1])
 
     def drop(self, job):
         job.cancel()

@@ -1,13 +1,16 @@
 """WorkerGroup: threads whose failures reach the caller and whose end is certain."""
 
 import gc
+import subprocess
+import sys
+import textwrap
 import threading
 from concurrent.futures import CancelledError
 
 import pytest
 
-from stagehand.core.workers import WorkerGroup
-from stagehand.errors import ClosedError, ReadError
+from stagehand.core.workers import WorkerGroup, failure_of
+from stagehand.errors import ClosedError, ReadError, StagehandWarning
 
 PATIENCE = 120  # seconds until a test gives up
 
@@ -180,3 +183,129 @@ def test_idle_group_has_done_all_it_was_given_whatever_came_of_it():
     waiter.join(120)
     assert done == [1, 2]
     group.close()
+
+
+def test_a_job_is_noted_before_it_runs(group):
+    noted = []
+    future = group.hand(noted.append, lambda: list(noted))
+    assert future.result(PATIENCE) == noted == [future]
+
+
+def test_a_job_that_an_interrupt_keeps_from_being_noted_never_runs(group):
+    seen = []
+
+    def interrupted(future):
+        seen.append(future)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        group.hand(interrupted, seen.append, 1)
+    group.submit(str).result(PATIENCE)
+    group.wait_idle()
+    [future] = seen
+    assert isinstance(failure_of(future), CancelledError)
+
+
+def test_failure_of_a_job_is_what_it_raised_or_that_it_was_dropped(group):
+    end, running = blocked(group)
+    waiting = group.submit(str)
+    group.drop(waiting)
+    end()
+    assert failure_of(running) is None
+    assert isinstance(failure_of(waiting), CancelledError)
+    assert isinstance(failure_of(group.submit(fail)), ReadError)
+
+
+def test_without_threads_jobs_run_where_they_are_given(group, monkeypatch):
+    """A container may let a process have no more of them. Nothing stays queued, to run
+    behind the back of who gave it.
+    """
+
+    def refuse(*_):
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading, "_start_new_thread", refuse)
+        noted = []
+        with pytest.warns(StagehandWarning, match="'reader' .can't start new thread"):
+            future = group.hand(noted.append, threading.current_thread)
+        assert noted == [future]
+        assert future.result(0) is threading.current_thread()
+        assert isinstance(failure_of(group.submit(fail)), ReadError)
+    assert group.submit(threading.current_thread).result(PATIENCE) in threads()
+
+
+def in_another_process(script):
+    """Run a script; a group is there, and what jobs of it print."""
+    begin = """
+        import os, sys, threading, time
+        from stagehand.core.workers import WorkerGroup, failure_of
+        group = WorkerGroup("reader", 2)
+        def say(text):
+            print(text, flush=True)
+    """
+    text = textwrap.dedent(begin) + textwrap.dedent(script)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", text],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=False,
+    )
+    assert done.stderr == ""
+    return done.stdout.split("\n")[:-1]
+
+
+def test_a_forked_process_has_threads_of_its_own():
+    """A job that was under way there has failed here: it may be half done."""
+    assert in_another_process("""
+        goes_on = threading.Event()
+        running = group.submit(goes_on.wait)
+        group.submit(str).result()
+        child = os.fork()
+        if not child:
+            say(f"{type(failure_of(running)).__name__}: {failure_of(running)}"[:49])
+            say(group.submit(int, "7").result())
+            group.close()
+            os._exit(0)
+        os.waitpid(child, 0)
+        goes_on.set()
+        say(running.result())
+        group.close()
+    """) == ["StagehandError: a job of the workers 'reader' was", "7", "True"]
+
+
+def test_threads_work_on_when_the_main_thread_has_ended():
+    """Python waits for other threads, which may run models."""
+    assert in_another_process("""
+        def serve():
+            threading.main_thread().join()
+            say(group.submit(int, "7").result())
+        threading.Thread(target=serve).start()
+    """) == ["7"]
+
+
+def test_python_ends_when_what_runs_is_done_and_nothing_else():
+    assert in_another_process("""
+        began = threading.Barrier(3)
+        def slow():
+            began.wait()
+            time.sleep(0.2)
+            say("done")
+        for _ in range(2):
+            group.submit(slow)
+        group.submit(say, "never")
+        began.wait()
+    """) == ["done", "done"]
+
+
+def test_who_runs_after_the_threads_have_ended_is_served():
+    assert in_another_process("""
+        import atexit, stagehand.core.workers
+        atexit.unregister(stagehand.core.workers._end_all)
+        atexit.register(lambda: say(group.submit(int, "7").result()))
+        atexit.register(stagehand.core.workers._end_all)
+        import warnings
+        warnings.simplefilter("ignore")
+        group.submit(str).result()
+    """) == ["7"]

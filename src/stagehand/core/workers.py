@@ -3,26 +3,41 @@
 Threads only read disks, copy pageable memory and make page-locked memory; they never
 issue device work, because a thread wakes up to 5 ms late behind Python code, and that
 is lost link time.
+
+They are no `ThreadPoolExecutor`'s. That keeps a job whose thread cannot start, and runs
+it later, behind the back of who was told that it failed; it refuses jobs as soon as the
+main thread ends, while others may still run models; and in a forked process it takes
+threads for alive that are not.
 """
 
+import atexit
+import os
 import threading
+import warnings
+import weakref
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import ParamSpec, TypeVar
+from concurrent.futures import CancelledError, Future
+from contextlib import suppress
+from functools import partial
+from queue import Empty, SimpleQueue
+from typing import Any, ParamSpec, TypeVar
 
-from stagehand.errors import ClosedError
+from stagehand.errors import ClosedError, StagehandError, StagehandWarning
 
-__all__ = ["WorkerGroup"]
+__all__ = ["WorkerGroup", "failure_of"]
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
+
+_Work = tuple["Future[Any]", Callable[[], Any]]
 
 
 class WorkerGroup:
     """A few named threads that run jobs in the order they were given.
 
     A failure is kept in its job's `Future` and reaches whoever asks for the result.
-    Threads start with the first job, and go when the group is closed or forgotten.
+    Threads start with the first jobs, and go when the group is closed or forgotten, or
+    Python ends. Where none can start, jobs run in the thread that gives them.
 
     The garbage collector may close a group, or drop its jobs, on one of its own
     threads: there, nothing waits.
@@ -35,10 +50,20 @@ class WorkerGroup:
     def __init__(self, name: str, count: int) -> None:
         self._name = name
         self._count = count
-        self._lock = threading.Lock()
-        self._pool: ThreadPoolExecutor | None = None
         self._closed = False
-        self._threads: set[int] = set()
+        self._warned = False
+        self._begin()
+        _groups.add(self)
+
+    def _begin(self) -> None:
+        """Have neither threads nor jobs."""
+        # Reentrant: the garbage collector may close the group in the middle.
+        self._lock = threading.RLock()
+        self._threads: set[threading.Thread] = set()
+        self._open: set[Future[Any]] = set()
+        """Jobs that are not over."""
+        self._queue: SimpleQueue[_Work | None] = SimpleQueue()
+        weakref.finalize(self, self._queue.put, None).atexit = False
 
     def submit(
         self, job: Callable[_P, _R], *args: _P.args, **kwargs: _P.kwargs
@@ -48,19 +73,70 @@ class WorkerGroup:
         Raises:
             ClosedError: After `close()`.
         """
+        return self.hand(_nobody, job, *args, **kwargs)
+
+    def hand(
+        self,
+        note: "Callable[[Future[_R]], object]",
+        job: Callable[_P, _R],
+        *args: _P.args,
+        **kwargs: _P.kwargs,
+    ) -> "Future[_R]":
+        """Like `submit`, but first tell `note` of the future.
+
+        So an interrupt never leaves a job of which nobody knows: it is noted, or it
+        does not run.
+        """
+        future: Future[_R] = Future()
+        work = partial(job, *args, **kwargs)
         with self._lock:
             if self._closed:
                 raise ClosedError(
                     f"the workers {self._name!r} are closed; make new ones"
                 )
-            if self._pool is None:
-                self._pool = ThreadPoolExecutor(
-                    self._count,
-                    thread_name_prefix=f"stagehand-{self._name}",
-                    initializer=_note_thread,
-                    initargs=(self._threads,),
-                )
-            return self._pool.submit(job, *args, **kwargs)
+            runs_here = not self._have_threads()
+            self._open.add(future)
+            try:
+                note(future)
+                if not runs_here:
+                    self._queue.put((future, work))
+            except BaseException:
+                future.cancel()
+                raise
+            if self._closed:
+                future.cancel()
+        if runs_here:
+            _run(future, work)
+            self._open.discard(future)
+        return future
+
+    def _have_threads(self) -> bool:
+        """Start another thread if there may be more; return whether there are any."""
+        if len(self._threads) < self._count:
+            name = f"stagehand-{self._name}_{len(self._threads)}"
+            args = self._queue, self._open
+            thread = threading.Thread(target=_work, args=args, name=name, daemon=True)
+            self._threads.add(thread)
+            try:
+                thread.start()
+            except BaseException as error:
+                self._threads.discard(thread)
+                if not isinstance(error, RuntimeError):
+                    raise
+                self._warn(error)
+        return bool(self._threads)
+
+    def _warn(self, error: RuntimeError) -> None:
+        if self._warned or self._threads:
+            return
+        self._warned = True
+        warnings.warn(
+            f"no thread could be started for the workers {self._name!r} ({error}): what"
+            " they would do ahead of time is done when it is asked for, which is"
+            " slower; let the process have more threads",
+            StagehandWarning,
+            stacklevel=5,
+        )
 
     def drop(self, future: "Future[_R]") -> None:
         """Give up a job's result, its failure included; on return it does not run."""
@@ -68,30 +144,100 @@ class WorkerGroup:
             future.exception()
 
     def wait_idle(self) -> None:
-        """Block until all jobs are done, whatever came of them; for one caller at a
-        time."""
-        if self._pool is None:
-            return
-        all_there = threading.Barrier(self._count + 1)
-        try:
-            for _ in range(self._count):
-                self.submit(all_there.wait)
-            all_there.wait()
-        except BaseException:
-            all_there.abort()  # else the threads would wait for ever
-            raise
+        """Block until all jobs are done, whatever came of them."""
+        for future in self._open.copy():
+            failure_of(future)
 
     def close(self) -> None:
         """Drop waiting jobs and join the threads. Idempotent."""
+        self._closed = True
+        self._rest()
+
+    def _rest(self) -> None:
+        """Let the threads go: what waits is dropped, what runs is waited for."""
         with self._lock:
-            self._closed = True
-            pool, self._pool = self._pool, None
-        if pool is not None:
-            pool.shutdown(wait=not self._is_inside(), cancel_futures=True)
+            threads = self._threads.copy()
+            with suppress(Empty):
+                while True:
+                    if (work := self._queue.get_nowait()) is not None:
+                        work[0].cancel()
+                        self._open.discard(work[0])
+            self._queue.put(None)
+        if not self._is_inside():
+            for thread in threads:
+                thread.join()
 
     def _is_inside(self) -> bool:
-        return threading.get_ident() in self._threads
+        here = threading.get_ident()
+        return any(thread.ident == here for thread in self._threads)
+
+    def _end_with_python(self) -> None:
+        """The process is about to end; who still gives jobs gets new threads for them,
+        or does them.
+        """
+        self._rest()
+        self._begin()
+
+    def _begin_in_child(self) -> None:
+        """The process was forked: the threads are its parent's."""
+        left = self._open
+        self._begin()
+        for future in left:
+            if not future.cancel() and not future.done():
+                future.set_exception(
+                    StagehandError(
+                        f"a job of the workers {self._name!r} was under way when the"
+                        " process was forked: its result is in the parent alone"
+                    )
+                )
 
 
-def _note_thread(threads: set[int]) -> None:
-    threads.add(threading.get_ident())
+def failure_of(future: "Future[Any]") -> BaseException | None:
+    """Wait for a job; return what it raised, or that it was dropped."""
+    try:
+        return future.exception()
+    except CancelledError as error:
+        return error
+
+
+def _nobody(_: "Future[_R]") -> None:
+    """Know of no future."""
+
+
+def _work(queue: "SimpleQueue[_Work | None]", open_jobs: "set[Future[Any]]") -> None:
+    """A thread's life. It holds no group, so that one can be forgotten."""
+    while (work := queue.get()) is not None:
+        _run(*work)
+        open_jobs.discard(work[0])
+        del work  # or what it holds lives until the next job comes
+    queue.put(None)  # for the next thread
+
+
+def _run(future: "Future[Any]", work: Callable[[], Any]) -> None:
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        result = work()
+    except BaseException as error:  # noqa: BLE001 - it is raised where the result is
+        future.set_exception(error)
+        del future, work  # the traceback holds this frame
+    else:
+        future.set_result(result)
+
+
+_groups: "weakref.WeakSet[WorkerGroup]" = weakref.WeakSet()
+
+
+def _end_all() -> None:
+    for group in tuple(_groups):
+        group._end_with_python()
+
+
+def _begin_all_in_child() -> None:
+    for group in tuple(_groups):
+        group._begin_in_child()
+
+
+atexit.register(_end_all)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_begin_all_in_child)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from stagehand.core.states import SENT
 from stagehand.core.transfer import Priority, Slot, Ticket, TransferEngine
+from stagehand.core.workers import failure_of
 from stagehand.errors import StagehandInternalError
 from stagehand.residency.loader import store_of, write_back
 
@@ -78,7 +80,8 @@ class HostLoader:
             self._count(block, self._read(block))
         else:
             # The job holds no tensor of the slot: the slot's holders are counted.
-            self._jobs[block.index] = self._workers.submit(self._read, block)
+            note = partial(self._jobs.__setitem__, block.index)
+            self._workers.hand(note, self._read, block)
         block.along(SENT)
         return True
 
@@ -109,7 +112,7 @@ class HostLoader:
         job = self._jobs.get(block.index)
         if job is None:
             return
-        failed = job.exception()  # if this is interrupted, there is a job to forget
+        failed = failure_of(job)  # if this is interrupted, there is a job to forget
         del self._jobs[block.index]
         self._count(block, job.result() if failed is None else self._read(block))
 

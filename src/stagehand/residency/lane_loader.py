@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from stagehand.core.states import SENT, BlockState
 from stagehand.core.transfer import Denied, Priority, Slot, Ticket, TransferEngine
+from stagehand.core.workers import failure_of
 from stagehand.errors import StagehandInternalError, StagehandWarning
 from stagehand.residency.blocks import staged_bytes
 from stagehand.residency.loader import pageable, store_of, write_back
@@ -46,6 +47,10 @@ class _Slab:
         self.job: Future[int | None] | None = None
         self.sent: Ticket | None = None
         """The copy that still reads the slab."""
+
+    def note(self, job: Future[int | None]) -> None:
+        """Have a job that fills it."""
+        self.job = job
 
     def place_of(self, block: Block) -> torch.Tensor:
         """Return where a block lies in the slab: if it can be, as a disk wants it."""
@@ -182,7 +187,11 @@ class LaneLoader:
         block.to(BlockState.HOST_STAGED)
         slab.block = block
         self._staged[block.index] = slab
-        slab.job = self._workers.submit(self._fill, block, slab)
+        try:
+            self._workers.hand(slab.note, self._fill, block, slab)
+        except BaseException:
+            self.forget(block)
+            raise
 
     def _fill(self, block: Block, slab: _Slab) -> int | None:
         versions = block.versions
@@ -286,7 +295,7 @@ class LaneLoader:
     ) -> bool:
         urgent = priority <= Priority.REQUIRED
         slab = self._staged.get(block.index)
-        if urgent and slab is not None and slab.job and slab.job.exception():
+        if urgent and slab is not None and slab.job and failure_of(slab.job):
             self.forget(block)  # what failed ahead of time is tried again now
             slab = None
         if slab is None:

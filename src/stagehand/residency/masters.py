@@ -43,6 +43,10 @@ class _Coming:
         self.lease = lease
         self.job: Future[None] | None = None
 
+    def note(self, job: Future[None]) -> None:
+        """Have a job that makes the memory."""
+        self.job = job
+
 
 class Masters:
     """The host side of all blocks of one runtime.
@@ -314,7 +318,7 @@ class Masters:
                 self._use(coming)
         for coming in self._coming[:_AHEAD]:
             if coming.job is None and self._pinners is not None:
-                coming.job = self._pinners.submit(coming.lease.make, self._make)
+                self._pinners.hand(coming.note, coming.lease.make, self._make)
 
     def _use(self, coming: _Coming) -> None:
         coming.lease.make()

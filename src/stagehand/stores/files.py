@@ -8,7 +8,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import CancelledError
+from concurrent.futures import CancelledError, Future
 from pathlib import Path
 
 import torch
@@ -69,7 +69,7 @@ class FileSet:
             past_cache = total > _CACHE_SHARE * free_host_bytes()
         self._past_cache = past_cache
         self._scratch = Scratch()
-        self._readers: dict[int, WorkerGroup] = {}  # by process
+        self._readers = WorkerGroup("file", _READERS)
         self._descriptors: dict[tuple[int, Path], OpenFile] = {}
         self._mappings: dict[tuple[Path, int], torch.Tensor] = {}
         self._requests: dict[Extent, itertools.count[int]] = {}
@@ -166,11 +166,12 @@ class FileSet:
         self, jobs: Sequence[tuple[OpenFile, Chunk]], target: memoryview
     ) -> None:
         """Let the reader threads do all jobs, in order, and wait for them."""
-        readers = self._group()
-        futures = []
+        readers = self._readers
+        futures: list[Future[None]] = []
         try:
             for file, chunk in jobs:
-                futures.append(readers.submit(file.read, chunk, target, self._scratch))
+                args = chunk, target, self._scratch
+                readers.hand(futures.append, file.read, *args)
             for future in futures:
                 future.result()
         except (CancelledError, ClosedError):
@@ -180,12 +181,6 @@ class FileSet:
         finally:
             for future in futures:
                 readers.drop(future)
-
-    def _group(self) -> WorkerGroup:
-        pid = os.getpid()
-        if pid not in self._readers:
-            self._readers.setdefault(pid, WorkerGroup("file", _READERS))
-        return self._readers[pid]
 
     def sectors(self, path: Path) -> Sectors:
         """Return where in memory reads of a file need no copy.
@@ -248,9 +243,7 @@ class FileSet:
     def close(self) -> None:
         """Let go of every file. Host tensors that were handed out stay valid."""
         self._closed = True
-        readers = self._readers.get(os.getpid())
-        if readers is not None:
-            readers.close()
+        self._readers.close()
         self._scratch = Scratch()
         self._descriptors.clear()
         self._mappings.clear()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from stagehand.core.transfer import Priority, TransferEngine
+from stagehand.core.workers import failure_of
 from stagehand.residency.lane_loader import LaneLoader
 
 if TYPE_CHECKING:
@@ -75,7 +76,7 @@ class LayerLoader(LaneLoader):
             slab = self._staged.get(block.index)
             job = None if slab is None else slab.job
             if job is not None and wait:
-                job.exception()  # one that failed is tried again when it is started
+                failure_of(job)  # one that failed is tried again when it is started
             elif not wait and (job is None or not job.done()):
                 return False
         return True

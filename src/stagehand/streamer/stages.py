@@ -7,6 +7,7 @@ memory, `ReadAhead` stands between the store and the files.
 from __future__ import annotations
 
 import threading
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 from stagehand.core.device import host_memory
@@ -266,9 +267,12 @@ class ReadAhead:
             for layer in batch:
                 self._held[layer] = self._free.pop()
             self._uncounted.update(batch)
-            job = self._workers.submit(self._read, batch)
-            self._jobs.update(dict.fromkeys(batch, job))
+            note = partial(self._note, batch)
+            self._workers.hand(note, self._read, batch)
             self._next = batch.stop % self._layers
+
+    def _note(self, batch: range, job: Future[dict[int, int]]) -> None:
+        self._jobs.update(dict.fromkeys(batch, job))
 
     def _read(self, batch: range) -> dict[int, int]:
         """Read a batch, in a worker thread; return each layer's bytes."""
