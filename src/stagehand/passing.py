@@ -82,6 +82,7 @@ class Passing(PassListener):
     _watched: int | None
     _known: set[int]
     _warned: bool
+    _handled: BaseException | None
 
     def _next_step(self, step: int | None) -> None:
         raise NotImplementedError
@@ -111,6 +112,7 @@ class Passing(PassListener):
 
     def begin_pass(self, module: nn.Module) -> AbstractContextManager[Any] | None:
         """See `PassListener.begin_pass`."""
+        self._handled = sys.exc_info()[1]
         if module is self._model_ref() and not self._manual:
             self._next_step(None)
         self._tell(Phase.FORWARD)
@@ -345,7 +347,7 @@ class Passing(PassListener):
         """See `PassListener.end_pass`."""
         strays, self._strays = self._strays, []
         watched, self._watched = self._watched, None
-        if watched is not None and sys.exc_info()[0] is None:
+        if watched is not None and not self._has_failed():
             self._known.add(watched)  # a pass that failed did not show all
         self._parts.scheduler.release_fetched()  # by a backward inside of a forward
         try:
@@ -356,10 +358,15 @@ class Passing(PassListener):
             self._parts.scheduler.recover()
             raise
         finally:
-            self._tenancy.end(failed=sys.exc_info()[0] is not None)
+            self._tenancy.end(failed=self._has_failed())
+            self._handled = None
         self._measure.end_pass()
         if strays:
             self._keep(strays)
+
+    def _has_failed(self) -> bool:
+        """Whether something was raised since the pass began, and is on its way."""
+        return sys.exc_info()[1] not in (None, self._handled)
 
     def _keep(self, strays: Sequence[Block]) -> None:
         """Let weights that others read stay; without room, look out for them again."""
@@ -381,7 +388,7 @@ class Passing(PassListener):
     def abort_pass(self) -> None:
         """See `PassListener.abort_pass`."""
         self._strays = []
-        self._watched = None
+        self._watched = self._handled = None
         self._measure.stopwatch.forget()
         self._parts.scheduler.recover()
 

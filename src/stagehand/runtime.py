@@ -95,6 +95,7 @@ class Runtime(Passing, Sharing, Storing, Conduct):
         self._compact_files = CompactFiles()
         self._manual = False
         self._took_gradients = False  # the latest forward
+        self._handled = None  # what was being handled where a pass began
         self._steps = Steps()
         self._ready = False
         self._closed = False
@@ -465,8 +466,9 @@ class Runtime(Passing, Sharing, Storing, Conduct):
         totals = measure.telemetry.totals()
         startup, first = self._startup_seconds, measure.first_seconds
         limit = plan.limit
-        if totals["disk_bytes"] and limit != "compute":
-            limit = "disk"
+        if limit in ("link", "budget"):  # which may have waited for files
+            read = any(record.disk_bytes for record in measure.telemetry.records[-1:])
+            limit = "disk" if read else limit
         return Report(
             budget_bytes=parts.weights.limit_bytes,
             shared_bytes=self._tenancy.shared.ledger.device.limit_bytes,

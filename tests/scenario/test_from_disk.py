@@ -66,6 +66,19 @@ def count_reads(store: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 # What is kept in host memory.
 
 
+@pytest.mark.parametrize(("room", "limit"), [(2, "disk"), (100, "link")])
+def test_the_disk_limits_where_passes_read_it_not_where_they_did(
+    sim, folder, room, limit
+):
+    sim.configure(h2d_gbps=0.01)
+    model = from_disk(folder, ram_budget=room * LAYER_BYTES)
+    for _ in range(8):
+        run(model)
+    assert runtime_of(model).report().disk_bytes > 0
+    assert runtime_of(model).report().limit == limit
+    runtime_of(model).shutdown()
+
+
 @pytest.mark.parametrize("room", [1, 2, 4, 6, 8, 100])
 def test_memory_that_is_left_keeps_blocks_from_being_read_again(
     sim, folder, monkeypatch, room

@@ -1,5 +1,6 @@
 """Weights that are read elsewhere than in their own module's forward."""
 
+import contextlib
 from collections.abc import Callable
 from types import ModuleType
 
@@ -223,3 +224,24 @@ def test_lookup_in_a_table_on_the_device_is_over_before_its_slot_is_reused(
         assert sim.races() == []
     assert model._stagehand_layer_runtime.report().gathered_bytes
     model._stagehand_layer_runtime.shutdown()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_pass_fails_by_what_it_raises_not_by_what_is_being_handled(sim, fails):
+    """As where a smaller batch is tried after there was no room for a larger one."""
+    model, x = Chain(linear()), torch.randn(2, WIDTH)
+    stagehand.layer(model, vram_budget=3 * LAYER_BYTES, device="hpu")
+    runtime, told = model._stagehand_layer_runtime, []
+    end = runtime._tenancy.end
+    runtime._tenancy.end = lambda *, failed: (told.append(failed), end(failed=failed))
+    if fails:
+        model.behind[1].register_forward_hook(lambda *_: 1 // 0)
+    try:
+        raise MemoryError
+    except MemoryError:
+        with torch.no_grad(), contextlib.suppress(ZeroDivisionError):
+            model(x)
+    assert told == [fails]
+    assert bool(runtime._known) != fails  # its strays are known, or not
+    assert runtime._handled is None
+    runtime.shutdown()

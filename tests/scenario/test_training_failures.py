@@ -361,6 +361,24 @@ def test_a_model_that_is_dropped_in_training_leaves_nothing(sim, setting, graph)
     assert model() is None
 
 
+@pytest.mark.parametrize("block", range(5))
+def test_gradients_that_arrive_when_a_backward_fails_leave_no_memory(sim, block):
+    """They are added to earlier ones, by way of memory that is given back."""
+    run = start(net, Setting("hpu", "layers", "third"))
+    run.loss().backward()
+    leased = run.runtime._parts.pinned_arena.leased_bytes
+    for _ in range(3):
+        handle = fail_at_an_activation(run, Stop, block)
+        with pytest.raises(Stop):
+            run.loss().backward()
+        handle.remove()
+        run.model.zero_grad()
+        run.loss().backward()
+    assert run.runtime._parts.pinned_arena.leased_bytes == leased
+    run.model.zero_grad()
+    end(run, abandoned=True)
+
+
 # Threads
 
 

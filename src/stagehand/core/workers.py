@@ -119,11 +119,12 @@ class WorkerGroup:
             self._threads.add(thread)
             try:
                 thread.start()
-            except BaseException as error:
+            except RuntimeError as error:
                 self._threads.discard(thread)
-                if not isinstance(error, RuntimeError):
-                    raise
                 self._warn(error)
+            except BaseException:
+                self._threads.discard(thread)
+                raise
         return bool(self._threads)
 
     def _warn(self, error: RuntimeError) -> None:
@@ -216,13 +217,24 @@ def _work(queue: "SimpleQueue[_Work | None]", open_jobs: "set[Future[Any]]") -> 
 def _run(future: "Future[Any]", work: Callable[[], Any]) -> None:
     if not future.set_running_or_notify_cancel():
         return
-    try:
-        result = work()
-    except BaseException as error:  # noqa: BLE001 - it is raised where the result is
-        future.set_exception(error)
-        del future, work  # the traceback holds this frame
-    else:
-        future.set_result(result)
+    with _KeepingFailure(future):
+        future.set_result(work())
+
+
+class _KeepingFailure:
+    """Keeps what is raised in a future, for whoever asks for the result."""
+
+    def __init__(self, future: "Future[Any]") -> None:
+        self._future: Future[Any] | None = future
+
+    def __enter__(self) -> None:
+        """Nothing has been raised yet."""
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> bool:
+        future, self._future = self._future, None  # the traceback holds this object
+        if error is not None and future is not None:
+            future.set_exception(error)
+        return True
 
 
 _groups: "weakref.WeakSet[WorkerGroup]" = weakref.WeakSet()
