@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -211,17 +212,18 @@ class Parts:
 
     def close(self) -> None:
         """Stop threads and free memory without bringing anything home. Idempotent."""
-        self.pinners.close()
-        self.loader.close()
-        self.adders.close()
-        self.scheduler.drop()
-        self.engine.close_wires()
-        self.device_arena.close()
-        if not self.keep_pool:
-            self.pinned_arena.close()
-        self.workers.close()
-        if self.leave is not None:
-            self.leave()
+        with ExitStack() as rest:  # in reverse; all of it, whatever fails
+            if self.leave is not None:
+                rest.callback(self.leave)
+            rest.callback(self.workers.close)
+            if not self.keep_pool:
+                rest.callback(self.pinned_arena.close)
+            rest.callback(self.device_arena.close)
+            rest.callback(self.engine.close_wires)
+            rest.callback(self.scheduler.drop)
+            rest.callback(self.adders.close)
+            rest.callback(self.loader.close)
+            rest.callback(self.pinners.close)
 
 
 def assemble(

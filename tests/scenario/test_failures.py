@@ -4,8 +4,10 @@ import gc
 import itertools
 import json
 import os
+import sys
 import threading
 import warnings
+from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
 
@@ -31,7 +33,9 @@ from scenario.small import (
 )
 from stagehand.core.arena import live_leases
 from stagehand.core.states import BlockState
+from stagehand.core.transfer import TransferEngine
 from stagehand.errors import ConfigError
+from stagehand.residency.slots import SlotMemory
 from stagehand.torch_private import DispatchMode
 from streamed import Shape
 
@@ -273,6 +277,62 @@ def test_a_change_made_before_an_exception_is_kept(place):
             assert_bitwise_equal(model(batch(), 0, None), expected, f"{fail} at {at}")
     runtime_of(model).shutdown()
     assert_bitwise_equal(values(model), values(plain), "after shutdown")
+
+
+@contextmanager
+def interrupted_at(number, *functions):
+    """Raise at the line of some functions that is reached as the `number`-th."""
+    codes = {function.__code__ for function in functions}
+    lines = itertools.count()
+    before = sys.gettrace()
+
+    def look(frame, event, _):
+        if frame.f_code not in codes:
+            return None
+        if event == "line" and next(lines) == number:
+            sys.settrace(before)
+            raise KeyboardInterrupt
+        return look
+
+    sys.settrace(look)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
+
+
+def test_an_interrupt_while_slots_get_their_memory_loses_nothing(sim, place):
+    memory = SlotMemory.settle_in, SlotMemory._furnish, TransferEngine.adopt
+    expected = run_resident(stack(), place, batch())
+    held = sim.allocated_bytes()
+    for number in range(40):  # the first three slots, line by line
+        model = streamed_stack(place)
+        interrupt = interrupted_at(number, *memory)
+        with torch.no_grad(), pytest.raises(KeyboardInterrupt), interrupt:
+            model(batch())
+        assert_passes_equal(model, expected, batch())
+        assert_whole(model, place)
+        end(model)
+    gc.collect()
+    assert live_leases() == 0
+    assert sim.allocated_bytes() == held
+    assert_whole(another := streamed_stack(place), place)
+    end(another)
+
+
+def test_what_is_broken_does_not_keep_the_rest_from_being_freed(sim, place):
+    model = streamed_stack(place)
+    with torch.no_grad():
+        model(batch())
+    parts = runtime_of(model)._parts
+    left = []
+    parts.leave, leave = lambda: (left.append(True), leave()), parts.leave
+    parts.scheduler.drop = lambda: _raise(Stop())
+    with pytest.raises(Stop):
+        parts.close()
+    assert left == [True]
+    del parts.scheduler.drop
+    end(model)
 
 
 def test_wrong_inputs_raise_what_the_plain_model_raises(place):

@@ -234,10 +234,10 @@ class TransferEngine:
 
     def adopt(self, slot: Slot) -> None:
         """Take over a slot whose memory was just leased."""
-        if slot._filled is None:
-            slot._filled = self._device.new_event()
-            slot._drained = self._device.new_event()
-            slot._ticket = Ticket(slot._filled)
+        if slot._ticket is None:  # the last that is set: an interrupt may come before
+            filled, drained = self._device.new_event(), self._device.new_event()
+            slot._filled, slot._drained = filled, drained
+            slot._ticket = Ticket(filled)
 
     def load(
         self, slot: Slot, target: torch.Tensor, source: torch.Tensor, priority: Priority

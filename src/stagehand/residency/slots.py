@@ -80,13 +80,13 @@ class SlotMemory:
                 if not urgent:
                     return False
                 lease = self._lease(slot.nbytes, block)
-            slot.lease = lease
-            slot.storage = lease.buffer.untyped_storage()
-            slot.storage_key = slot.storage._cdata
-            slot.alone = storage_use_count(slot.storage)
-            slot.address = slot.storage.data_ptr()
-            self.by_address[slot.address] = slot
-            self._engine.adopt(slot)
+            try:
+                self._furnish(slot, lease)
+            except BaseException:
+                if slot.lease is None:
+                    self._strip(slot)
+                    lease.release()
+                raise
         if block.views_in is slot:
             return True
         # Not counted again later: a reader thread may be filling the slot then.
@@ -94,6 +94,20 @@ class SlotMemory:
         block.set_views(slot)
         slot.alone += storage_use_count(slot.storage) - before
         return True
+
+    def _furnish(self, slot: Slot, lease: Lease) -> None:
+        self._engine.adopt(slot)
+        slot.storage = lease.buffer.untyped_storage()
+        slot.storage_key = slot.storage._cdata
+        slot.alone = storage_use_count(slot.storage)
+        slot.address = slot.storage.data_ptr()
+        self.by_address[slot.address] = slot
+        slot.lease = lease  # at last: an interrupt may come before
+
+    def _strip(self, slot: Slot) -> None:
+        self.by_address.pop(slot.address, None)
+        slot.address = 0
+        slot.storage = None
 
     def make_room(self, nbytes: int) -> bool:
         """Let others give up so many bytes; return whether these are free."""
@@ -192,10 +206,8 @@ class SlotMemory:
 
     def _forget(self, slot: Slot) -> None:
         slot.lease = None
-        del self.by_address[slot.address]
-        slot.address = 0
         for block in self._blocks:
             if block.views_in is slot:
                 block.set_views(None)
         slot.views.clear()
-        slot.storage = None
+        self._strip(slot)
