@@ -168,6 +168,8 @@ class Runtime(Passing, Sharing, Storing, Conduct):
             self._add_look(table, group.name)
         self._additions = Additions(model, parts, self._wires, self._home)
         self._finalizer = weakref.finalize(model, parts.close)
+        # At exit the model is there, for whoever comes later: the system takes all.
+        self._finalizer.atexit = False
         # The handle comes first, so that a copy of the model begins with it.
         own = {k: v for k, v in model.__dict__.items() if k != HANDLE}
         model.__dict__.clear()

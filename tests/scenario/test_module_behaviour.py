@@ -534,13 +534,54 @@ def test_an_interpreter_exits_cleanly_with_a_runtime_in_every_state(tmp_path):
         "model(batch())\n"
         "print('done')\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-W", "error", script, TESTS.parent / "src", TESTS, tmp_path],
+    done = run(script, tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")
+
+
+def test_what_is_called_first_and_last_at_exit_reads_what_was_trained(tmp_path):
+    """A handler from before torch runs last; a user's finalizer runs before it."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import atexit, sys, weakref\n"
+        "def look(when):\n"
+        "    for model, plain in pairs:\n"
+        "        found, expected = model.state_dict(), plain.state_dict()\n"
+        "        for name, value in expected.items():\n"
+        "            assert torch.equal(found[name].cpu(), value.cpu()), (when, name)\n"
+        "    print(when)\n"
+        "atexit.register(look, 'last')\n"
+        "sys.path[:0] = sys.argv[1:3]\n"
+        "import torch\n"
+        "from copy import deepcopy\n"
+        "from torch import nn\n"
+        "from simulated import sim_device\n"
+        "from scenario.small import stack, batch, LAYER_BYTES, WIDTH\n"
+        "import stagehand\n"
+        "class Trainer: pass\n"
+        "trainer, pairs = Trainer(), []\n"
+        "weakref.finalize(trainer, look, 'a finalizer')\n"
+        "for place in ('hpu', 'cpu'):\n"
+        "    model = nn.Sequential(stack(), nn.LayerNorm(WIDTH))\n"
+        "    plain = deepcopy(model).to(place)\n"
+        "    stagehand.layer(model, vram_budget=4 * LAYER_BYTES, device=place)\n"
+        "    for each in (model, plain):\n"
+        "        each(batch().to(place)).square().sum().backward()\n"
+        "        torch.optim.SGD(each.parameters(), lr=0.1).step()\n"
+        "    pairs.append((model, plain))\n"
+    )
+    done = run(script, tmp_path)
+    printed = "a finalizer\nlast\n"
+    assert (done.returncode, done.stdout, done.stderr) == (0, printed, "")
+
+
+def run(script, folder):
+    """Run a script in a new interpreter."""
+    return subprocess.run(
+        [sys.executable, "-W", "error", script, TESTS.parent / "src", TESTS, folder],
         capture_output=True,
         text=True,
         timeout=300,
     )
-    assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")
 
 
 # The budget
