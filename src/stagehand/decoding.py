@@ -9,8 +9,11 @@ load is the smaller form.
 
 from __future__ import annotations
 
+import os
+import shutil
 import tempfile
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -34,6 +37,7 @@ __all__ = [
     "bytes_of",
     "decode",
     "like_of",
+    "removal_of",
     "scratch_folder",
     "value_of",
 ]
@@ -66,12 +70,28 @@ def scratch_folder(nbytes: int, scratch_dir: str | Path | None) -> Path:
             stacklevel=4,
         )
     try:
-        return Path(tempfile.mkdtemp(prefix="stagehand-", dir=scratch_dir))
+        where = None if scratch_dir is None else Path(scratch_dir).absolute()
+        return Path(tempfile.mkdtemp(prefix="stagehand-", dir=where))
     except OSError as error:
         raise ConfigError(
             f"scratch_dir is '{scratch_dir}': expected a directory that can be written"
             f" to ({error})"
         ) from error
+
+
+def removal_of(folders: Iterable[Path]) -> Callable[[], None]:
+    """Return what removes folders with all that is in them, where they were made.
+
+    A forked process that ends, or shuts its copy of a model down, leaves the files to
+    whose they are.
+    """
+    return partial(_remove, folders, os.getpid())
+
+
+def _remove(folders: Iterable[Path], maker: int) -> None:
+    if os.getpid() == maker:
+        for folder in folders:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def bytes_of(likes: Mapping[str, torch.Tensor]) -> int:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import inspect
-import shutil
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from stagehand.compact import Compact, expand
-from stagehand.decoding import scratch_folder
+from stagehand.decoding import removal_of, scratch_folder
 from stagehand.files import check_key_map
 from stagehand.modes import check_dtype, check_model, layer
 from stagehand.pretrained.deferred import empty_tensor
@@ -97,6 +96,7 @@ def load(
     source = find_source(model, checkpoint_dir)
     checkpoint = open_checkpoint(source.path)
     folders: list[Path] = []
+    remove = removal_of(folders)
 
     def folder_for(nbytes: int) -> Path:
         folders.append(scratch_folder(nbytes, scratch_dir))
@@ -123,16 +123,11 @@ def load(
     except BaseException:
         if compact is not None:
             compact.files.close()
-        _remove(folders)
+        remove()
         raise
-    remove = weakref.finalize(built.model, _remove, folders)
-    getattr(streamed, HANDLE).at_shutdown(lambda _: remove())
+    at_end = weakref.finalize(built.model, remove)
+    getattr(streamed, HANDLE).at_shutdown(lambda _: at_end())
     return streamed
-
-
-def _remove(folders: Iterable[Path]) -> None:
-    for folder in folders:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _naming(

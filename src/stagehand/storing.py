@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import shutil
 import weakref
 from typing import TYPE_CHECKING
 
 from stagehand.compact import Compact, expand, refuse_quantized, wire_blocks
-from stagehand.decoding import scratch_folder
+from stagehand.decoding import removal_of, scratch_folder
 from stagehand.files import KeyMap, back_by_files, check_key_map, key_of
 from stagehand.quantized_layers import quantized_model
 from stagehand.stores.checkpoint import Checkpoint
@@ -158,6 +157,6 @@ class Storing:
         """Make a folder that goes at the shutdown, or with the model."""
         folder = scratch_folder(nbytes, scratch_dir)
         model = self._check_open()
-        remove = weakref.finalize(model, shutil.rmtree, folder, ignore_errors=True)
+        remove = weakref.finalize(model, removal_of([folder]))
         self.at_shutdown(lambda _: remove())
         return folder

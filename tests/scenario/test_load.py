@@ -38,6 +38,7 @@ from stagehand.errors import (
     StagehandWarning,
     TensorMismatchError,
 )
+from stagehand.stores.converting import convert_to_packed
 from streamed import aligned, original, weight_bytes
 
 
@@ -360,6 +361,56 @@ def test_scratch_is_deleted_with_a_model_that_is_dropped(sim, saved, tmp_path):
     del model
     gc.collect()
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+@pytest.mark.parametrize("way", ["drop", "shutdown"])
+@pytest.mark.parametrize("made", ["computed", "decoded"])
+def test_scratch_outlives_a_forked_process_that_ends_its_copy_of_the_model(
+    tmp_path, made, way
+):
+    plain = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3))).bfloat16()
+    (source := tmp_path / "source").mkdir()
+    (scratch := tmp_path / "scratch").mkdir()
+    save_file(plain.state_dict(), source / "model.safetensors")
+    options = {"scratch_dir": scratch, "device": "cpu"}
+    if made == "computed":
+        model = stagehand.load(plain, source, dtype=torch.float32, **options)
+    else:
+        convert_to_packed(source, packed := tmp_path / "packed")
+        model = stagehand.layer(plain, device="cpu")
+        runtime_of(model).convert_registry_to_file_backed_sharded(
+            packed, scratch_dir=scratch
+        )
+    files = sorted(scratch.rglob("*"))
+    assert files
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            if way == "shutdown":
+                runtime_of(model).shutdown()
+            del model, plain
+            gc.collect()
+            status = 0
+        finally:
+            os._exit(status)
+    assert os.waitpid(child, 0)[1] == 0
+    assert sorted(scratch.rglob("*")) == files
+    runtime_of(model).shutdown()
+    assert not list(scratch.iterdir())
+
+
+def test_scratch_in_a_relative_place_is_deleted_from_wherever_the_process_went(
+    sim, saved, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    model = stagehand.load(saved(MIXTRAL), scratch_dir=".", vram_budget="800KB")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir("elsewhere")
+    runtime_of(model).shutdown()
+    assert [path.name for path in tmp_path.iterdir()] == ["elsewhere"]
 
 
 def test_scratch_is_deleted_if_the_budget_is_too_small(sim, saved, tmp_path):

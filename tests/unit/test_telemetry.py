@@ -127,6 +127,17 @@ def test_lines_are_added_to_an_older_file(tmp_path):
     assert [json.loads(x)["step"] for x in path.read_text().splitlines()] == [1, 2]
 
 
+def test_a_relative_path_stays_where_it_was_when_it_was_given(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    telemetry = Telemetry(path="steps.jsonl")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir("elsewhere")
+    telemetry.end_step(step=1)
+    telemetry.close()
+    assert (tmp_path / "steps.jsonl").exists()
+    assert list(Path().iterdir()) == []
+
+
 def test_no_file_appears_without_a_path(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     telemetry = Telemetry()

@@ -332,7 +332,7 @@ class LineFile:
             raise ConfigError(
                 f"telemetry file {str(path)!r} is a directory: expected a file's path"
             )
-        self._path = path
+        self._path = path.absolute()  # wherever the process goes later
         self._file: FileIO | None = None
         self._failed = False
 
