@@ -722,8 +722,12 @@ def llama_directory(folder: Path, **changes: Any) -> Path:
         ({"_class_name": "NoSuchModel"}, r"'NoSuchModel', which diffusers"),
         ({"model_type": "no-such-type"}, r"is not usable: .*no-such-type"),
         ({"quantization_config": {"quant_method": "gptq"}}, r"is quantized"),
+        ({"architectures": [5]}, r"config\.json' .*'architectures' .*, found \[5\]"),
+        ({"architectures": "Net"}, r"to be a list of texts, found 'Net'"),
+        ({"_class_name": 5}, r"config\.json' .*'_class_name' to be a text, found 5"),
+        ({"model_type": 5}, r"config\.json' .*'model_type' to be a text, found 5"),
+        ({"dtype": "no-such-type"}, r"is not usable: .*no-such-type"),
     ],
-    ids=["architecture", "diffusers class", "model type", "quantized"],
 )
 def test_model_that_cannot_be_built_is_refused(changes, problem, tmp_path):
     with pytest.raises(ConfigError, match=problem):
@@ -735,10 +739,13 @@ def test_model_that_cannot_be_built_is_refused(changes, problem, tmp_path):
     [
         ({}, r"expected a config\.json, found none"),
         ({"config.json": "{"}, r"found none that can be read"),
+        ({"config.json": "[" * 100_000}, r"found none that can be read"),
+        ({"config.json": "null"}, r"config\.json' .*a JSON object, found a NoneType"),
+        ({"config.json": '["model_type"]'}, r"a JSON object, found a list"),
         ({"config.json": "{}"}, r"does not say what the model is"),
         ({"model_index.json": "{}"}, r"this is a pipeline"),
     ],
-    ids=["empty", "broken", "silent", "pipeline"],
+    ids=["empty", "broken", "deep", "null", "list", "silent", "pipeline"],
 )
 def test_directory_without_a_model_is_refused(files, problem, tmp_path):
     for name, text in files.items():

@@ -103,9 +103,28 @@ def _is_from(library: str, name: str, given: Any) -> bool:
 
 def _from_directory(directory: Path, checkpoint_dir: str | Path) -> Source:
     file = directory / _CONFIG
+    config = _read_config(file)
+    path = Path(checkpoint_dir).expanduser()
+    if config.get("_class_name") is not None:
+        model_class = diffusers_models.class_for(config["_class_name"])
+        return _from_diffusers(model_class, directory, path)
+    if "model_type" in config or "architectures" in config:
+        settings = transformers_models.read_config(directory)
+        chosen = transformers_models.class_for(settings)
+        return _from_transformers(settings, chosen, path)
+    raise ConfigError(
+        f"'{file}' does not say what the model is: expected '_class_name' (diffusers)"
+        " or 'model_type' (transformers); pass the model's class or a function that"
+        " builds it, and this directory as checkpoint_dir"
+    )
+
+
+def _read_config(file: Path) -> dict[str, Any]:
+    directory = file.parent
     try:
+        # Not strictly: there are configurations with infinite numbers.
         config = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         hint = ""
         if not directory.exists():
             hint = ", it does not exist, and nothing is downloaded"
@@ -117,18 +136,24 @@ def _from_directory(directory: Path, checkpoint_dir: str | Path) -> Source:
             f"'{directory}' is no model directory{hint}: expected a {_CONFIG}, found"
             f" none that can be read ({error})"
         ) from error
-    path = Path(checkpoint_dir).expanduser()
-    if "_class_name" in config:
-        model_class = diffusers_models.class_for(config["_class_name"])
-        return _from_diffusers(model_class, directory, path)
-    if "model_type" in config or "architectures" in config:
-        settings = transformers_models.read_config(directory)
-        chosen = transformers_models.class_for(settings)
-        return _from_transformers(settings, chosen, path)
-    raise ConfigError(
-        f"'{file}' does not say what the model is: expected '_class_name' (diffusers)"
-        " or 'model_type' (transformers); pass the model's class or a function that"
-        " builds it, and this directory as checkpoint_dir"
+    if not isinstance(config, dict):
+        raise ConfigError(
+            f"'{file}' is not valid: expected a JSON object, found {_described(config)}"
+        )
+    for name in ("_class_name", "model_type"):
+        if not isinstance(config.get(name), str | None):
+            raise _not_valid(file, name, "a text", config[name])
+    named = config.get("architectures")
+    if named is not None and not (
+        isinstance(named, list) and all(isinstance(each, str) for each in named)
+    ):
+        raise _not_valid(file, "architectures", "a list of texts", named)
+    return config
+
+
+def _not_valid(file: Path, name: str, expected: str, found: Any) -> ConfigError:
+    return ConfigError(
+        f"'{file}' is not valid: expected {name!r} to be {expected}, found {found!r}"
     )
 
 

@@ -32,7 +32,7 @@ def read_config(directory: Path) -> Any:
         return transformers.AutoConfig.from_pretrained(
             directory, local_files_only=True, trust_remote_code=False
         )
-    except (ValueError, KeyError, OSError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
         raise ConfigError(
             f"the configuration in '{directory}' is not usable: {error}"
         ) from error
