@@ -18,6 +18,7 @@ from stagehand.cli import command, main, outcome
 from stagehand.cli.command import app
 from stagehand.cli.models import find_model
 from stagehand.cli.tasks import Generation, bitwise_equal
+from stagehand.core.telemetry import Trace
 from stagehand.stores.converting import convert_to_packed, convert_to_squareq
 
 SPECIAL = ["[UNK]", "[PAD]"]
@@ -345,6 +346,27 @@ def test_device_that_pytorch_does_not_know_is_a_usage_error(invoke):
 def test_trace_into_no_directory_is_refused_before_the_run(invoke, tmp_path):
     lost = tmp_path / "no" / "trace.json"
     assert_refused(invoke("demo", "--trace", lost), "--trace", "directory")
+    result = invoke("demo", "--trace", tmp_path)
+    assert_refused(result, "--trace", "is a directory")
+    assert "Weights" not in result.output
+
+
+@pytest.mark.parametrize("equal", [True, False])
+def test_results_are_shown_if_the_trace_cannot_be_written(
+    invoke, causal, tmp_path, monkeypatch, equal
+):
+    def write(trace, path):
+        raise OSError(28, "No space left on device", str(path))
+
+    monkeypatch.setattr(Trace, "write", write)
+    monkeypatch.setattr(command, "bitwise_equal", lambda *_: equal)
+    arguments = (causal, "--text", "the cat", "--vram-budget", "400KB", "--verify")
+    result = invoke(*arguments, "--trace", tmp_path / "trace.json")
+    assert result.exit_code == (2 if equal else 1)
+    assert isinstance(result.exception, SystemExit)
+    assert "streamed" in result.stdout
+    assert "the trace could not be written: [Errno 28]" in result.stderr
+    assert "trace.json" in result.stderr
 
 
 @pytest.mark.parametrize("name", ["vram_budget", "ram_budget"])

@@ -142,10 +142,12 @@ def run(
 
     A causal language model continues each prompt, greedily; a text encoder prints the
     similarities of the texts. The exit code is 1 if --verify finds a difference, and 2
-    if the model or the options cannot be used.
+    if the model or the options cannot be used, or the trace cannot be written.
     """
     if trace is not None and not trace.parent.is_dir():
         raise typer.BadParameter(f"--trace: there is no directory '{trace.parent}'")
+    if trace is not None and trace.is_dir():
+        raise typer.BadParameter(f"--trace: '{trace}' is a directory, no file's path")
     how = Streaming(
         vram_budget=vram_budget,
         ram_budget=ram_budget,
@@ -172,8 +174,15 @@ def run(
     console = Console()
     console.print(task.show(streamed.results))
     console.print(_account(streamed, equal))
+    if streamed.trace_error is not None:
+        typer.echo(
+            f"stagehand: the trace could not be written: {streamed.trace_error}",
+            err=True,
+        )
     if equal is False:
         raise typer.Exit(_NOT_EQUAL)
+    if streamed.trace_error is not None:
+        raise typer.Exit(_UNUSABLE)
 
 
 @app.command()

@@ -49,6 +49,8 @@ class Outcome:
     """Wall time of the task, opening the model not included."""
     report: stagehand.Report
     """What the runtime says of it."""
+    trace_error: OSError | None = None
+    """What kept the trace from being written."""
 
 
 def run_streamed(
@@ -67,9 +69,12 @@ def run_streamed(
         # Results are on the host when `run` returns: the device's work is done too.
         results = task.run(model, device=place, advance=advance)
         seconds = time.perf_counter() - start
-        if how.trace is not None:
-            runtime.export_trace(how.trace)
-        return Outcome(results=results, seconds=seconds, report=runtime.report())
+        return Outcome(
+            results=results,
+            seconds=seconds,
+            report=runtime.report(),
+            trace_error=_write_trace(runtime, how.trace),
+        )
     except torch.OutOfMemoryError as error:
         raise StagehandOOMError(
             f"the activations do not fit on the device beside the weights ({error}): "
@@ -77,6 +82,16 @@ def run_streamed(
         ) from error
     finally:
         runtime.shutdown()
+
+
+def _write_trace(runtime: Any, path: Path | None) -> OSError | None:
+    """Write the trace, if one is wanted; return what it failed of: the run is done."""
+    if path is not None:
+        try:
+            runtime.export_trace(path)
+        except OSError as error:
+            return error
+    return None
 
 
 def _stream(found: FoundModel, how: Streaming) -> nn.Module:
