@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import nn
+from torch.jit import ScriptModule
 
 from stagehand.assembly import Settings
 from stagehand.config import StagehandConfig, Transport
@@ -265,6 +266,11 @@ def check_model(model: nn.Module, dtype: torch.dtype | None) -> None:
         raise ConfigError(
             f"the model is {model!r:.80}: expected a torch.nn.Module, such as a class"
             " returns when it is called; load() opens a directory"
+        )
+    if isinstance(model, ScriptModule):
+        raise ConfigError(
+            f"the model is a {type(model).__name__} of TorchScript, which takes no"
+            " hooks: expected the plain module that it was made from"
         )
     check_dtype(dtype)
     for name, module in model.named_modules():

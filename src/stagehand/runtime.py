@@ -117,15 +117,12 @@ class Runtime(Passing, Sharing, Storing, Conduct):
             (t.device for t in model.parameters() if not t.is_meta), torch.device("cpu")
         )
         parts = self._parts
-        for block in parts.blocks:
-            parts.masters.adopt(block)
         self._wires = Wires(parts, settings)
         self._host_memory = HostMemory(parts, settings.pinned_bytes)
         self._owners = {
             id(tensor): block for block in parts.away for tensor in block.tensors
         }
         self._edges = Edges(self, settings.device.torch_device, parts.weights.name)
-        self._tenancy = Tenancy(parts, self._edges)
         self._marked_bytes = settings.budget_bytes  # by watermarks
         self._saved = SavedTensors(
             parts.scheduler,
@@ -139,7 +136,6 @@ class Runtime(Passing, Sharing, Storing, Conduct):
         if self._gradients is not None:
             parts.scheduler.await_steps_with(self._gradients.await_steps)
         self._hooks = SiteHooks(
-            model,
             self._edges,
             before=parts.scheduler.before,
             rise=self._saved.rise,
@@ -151,10 +147,6 @@ class Runtime(Passing, Sharing, Storing, Conduct):
         if not self._device.is_host:  # there it is read where it is
             parts.scheduler.tell_of_leave(_weakly(self._add_edges))
         self._readers = readers_of(sites)
-        for (site, block), reader in zip(sites, self._readers, strict=True):
-            self._hooks.add_site(site, block, reader)
-            block.unseen = block.unseen or _is_read_unseen(site)
-            self._add_look(site, block.name)
         self._rows = RowGather(
             settings.device.torch_device,
             self._counters,
@@ -163,25 +155,53 @@ class Runtime(Passing, Sharing, Storing, Conduct):
             bring=parts.scheduler.before,
             leave=parts.scheduler.after,
         )
-        for table, group in finding.gathered:
-            self._hooks.add_gather(table, self._rows)
-            self._add_look(table, group.name)
         self._additions = Additions(model, parts, self._wires, self._home)
         self._finalizer = weakref.finalize(model, parts.close)
         # At exit the model is there, for whoever comes later: the system takes all.
         self._finalizer.atexit = False
-        # The handle comes first, so that a copy of the model begins with it.
-        own = {k: v for k, v in model.__dict__.items() if k != HANDLE}
-        model.__dict__.clear()
-        model.__dict__.update({HANDLE: self, **own, "_apply": Moves(self)})
+        # Until here the model and the device are as they were.
         try:
+            for block in parts.blocks:
+                parts.masters.adopt(block)
+            self._tenancy = Tenancy(parts, self._edges)
+            self._hook(model, finding, sites)
             parts.steering.steer()
             self._measure.know(parts.scheduler.blocks)
             self._place_rest()
         except BaseException:
-            self.shutdown()
+            self._undo(model)
             raise
         self._startup_seconds = time.perf_counter() - settings.began
+
+    def _hook(
+        self,
+        model: nn.Module,
+        finding: Finding,
+        sites: Sequence[tuple[nn.Module, Block]],
+    ) -> None:
+        self._hooks.add_model(model)
+        for (site, block), reader in zip(sites, self._readers, strict=True):
+            self._hooks.add_site(site, block, reader)
+            block.unseen = block.unseen or _is_read_unseen(site)
+            self._add_look(site, block.name)
+        for table, group in finding.gathered:
+            self._hooks.add_gather(table, self._rows)
+            self._add_look(table, group.name)
+        # The handle comes first, so that a copy of the model begins with it.
+        own = {k: v for k, v in model.__dict__.items() if k != HANDLE}
+        all_of_it = {HANDLE: self, **own, "_apply": Moves(self)}
+        model.__dict__.clear()
+        model.__dict__.update(all_of_it)
+
+    def _undo(self, model: nn.Module) -> None:
+        """Leave the plain model where it could not be streamed."""
+        parts = self._parts
+        parts.keep_pool = self._settings.pool is not None
+        with ExitStack() as rest:  # in reverse; all of it, whatever fails
+            rest.callback(self._measure.telemetry.close)
+            rest.callback(parts.close)
+            rest.callback(self._give_back, model)
+            self.park()
 
     def _make_gradients(self) -> Gradients | None:
         """Gradients are at home where they are made on the host."""
@@ -557,6 +577,7 @@ class Runtime(Passing, Sharing, Storing, Conduct):
                 rest.callback(self._files.close)
             rest.callback(self._compact_files.close)
             rest.callback(parts.close)
+            rest.callback(self._take_home_new_buffers, model)
             rest.callback(self._give_back, model)
             self._host_memory.close()
             if self._gradients is not None:
@@ -574,7 +595,6 @@ class Runtime(Passing, Sharing, Storing, Conduct):
             model.__dict__.pop(name, None)
         for block in parts.blocks:
             parts.masters.give_back(block)
-        self._take_home_new_buffers(model)
         self._finalizer.detach()
 
     def _lost_tensors(self) -> CheckpointError | None:

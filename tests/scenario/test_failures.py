@@ -1,6 +1,8 @@
 """Whatever goes wrong: the error says what, nothing is lost, the next pass works."""
 
+import contextlib
 import gc
+import inspect
 import itertools
 import json
 import os
@@ -31,6 +33,7 @@ from scenario.small import (
     stack,
     values,
 )
+from simulated import sim_device
 from stagehand.core.arena import live_leases
 from stagehand.core.states import BlockState
 from stagehand.core.transfer import TransferEngine
@@ -420,6 +423,98 @@ def test_a_budget_that_cannot_work_leaves_the_model_as_it_was(place):
     assert not any(m._forward_pre_hooks for m in model.modules())
     with torch.no_grad():
         assert_bitwise_equal(model(batch()), stack()(batch()), "plain")
+
+
+class Marked(torch.Tensor):
+    """Is in no block."""
+
+    def __deepcopy__(self, memo):
+        return self.clone()
+
+
+class Mixed(nn.Module):
+    """A table whose rows are looked up, layers, what stays, and what is in no block."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(100, WIDTH)
+        self.body = stack()
+        self.register_buffer("mean", torch.ones(WIDTH))
+        self.register_buffer("odd", torch.full((WIDTH,), 2.0).as_subclass(Marked))
+
+    def forward(self, ids):
+        return (self.body(self.embed(ids)) * self.mean * self.odd).as_subclass(
+            torch.Tensor
+        )
+
+
+class Injected(Exception):
+    """Stands for whatever a step may raise."""
+
+
+@contextlib.contextmanager
+def failing_at(step, modules):
+    """Raise instead of one of the calls that the code of some modules makes."""
+    left = step
+
+    def watch(frame, event, _):
+        nonlocal left
+        if event != "call" or frame.f_back.f_globals["__name__"] not in modules:
+            return
+        if frame.f_code.co_flags & inspect.CO_GENERATOR:
+            return  # Python itself may call it, to close
+        left -= 1
+        if not left:  # Python takes off who raises here
+            raise Injected
+
+    sys.setprofile(watch)
+    try:
+        yield
+    finally:
+        sys.setprofile(None)
+
+
+_MAKING = {f"stagehand.{name}" for name in ("runtime", "passing", "weights.sites")}
+
+
+def holdings(shared):
+    """Memory, leases, places on the device and threads that somebody has."""
+    return (
+        sim_device.allocated_bytes(),
+        sim_device.pinned_bytes(),
+        live_leases(),
+        [(each.name, each.nbytes) for each in shared.holdings()],
+        {t.name for t in threading.enumerate() if t.name.startswith("stagehand")},
+    )
+
+
+def test_a_runtime_that_fails_anywhere_while_it_is_made_leaves_a_plain_model(place):
+    """Its hooks stayed; nothing ran any more, and it was said to be streamed."""
+    model, ids = Mixed(), torch.arange(8)
+    model.body.to(place)  # it came from there, and is there again
+    first = streamed_stack(place)
+    shared = runtime_of(first)._tenancy.shared
+    options = {
+        "vram_budget": 3 * BUDGET,
+        "nan_inf_check": True,
+        "pool": runtime_of(first).shutdown_keep_pool(),
+        "device": place,
+    }
+    expected, output = values(model), run_resident(model, place, ids)
+    shape, held = Shape.of(model), holdings(shared)
+    for step in itertools.count(1):
+        try:
+            with failing_at(step, _MAKING):
+                stagehand.layer(model, **options)
+            break
+        except Injected:
+            assert Shape.of(model) == shape, step
+            assert_bitwise_equal(values(model), expected, f"after step {step}")
+            assert holdings(shared) == held, step
+    assert step > 100
+    assert_passes_equal(model, output, ids)
+    runtime_of(model).shutdown()
+    assert Shape.of(model) == shape
 
 
 def test_the_smallest_watermark_that_block_mode_names_works(place):

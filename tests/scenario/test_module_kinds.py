@@ -1,5 +1,6 @@
 """Modules and parameters of every kind stream bit for bit, in layer and block mode."""
 
+import warnings
 from copy import deepcopy
 
 import pytest
@@ -10,6 +11,7 @@ from torch.nn.utils import parametrizations, parametrize, spectral_norm, weight_
 import stagehand
 from architectures.trees import assert_bitwise_equal
 from scenario.small import (
+    LAYER_BYTES,
     WIDTH,
     batch,
     run_resident,
@@ -17,6 +19,8 @@ from scenario.small import (
     smallest_budget,
     values,
 )
+from stagehand.errors import ConfigError
+from streamed import Shape
 
 
 @pytest.fixture(params=["hpu", "cpu"])
@@ -36,7 +40,7 @@ def seeded(build):
         return build()
 
 
-def stream(model, place, mode, pattern=r"^\d+$"):
+def stream(model, place, mode, pattern=r"^\d+$", **options):
     """Stream a model under a budget that cannot hold all of it."""
     size = sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
     if mode == "block":
@@ -45,8 +49,9 @@ def stream(model, place, mode, pattern=r"^\d+$"):
             vram_high_watermark_mb=mib, vram_low_watermark_mb=mib / 2
         )
         return stagehand.StagehandRuntime(model, config, pattern, device=place)
-    least = smallest_budget(model, place)
-    stagehand.layer(model, vram_budget=max(least, int(size * 0.6)), device=place)
+    least = smallest_budget(model, place, **options)
+    budget = max(least, int(size * 0.6))
+    stagehand.layer(model, vram_budget=budget, device=place, **options)
     return runtime_of(model)
 
 
@@ -59,11 +64,13 @@ def _smallest_of_blocks(model, place, pattern):
     return error.value.needed_bytes
 
 
-def check(build, place, mode, *args, train=False, pattern=r"^\d+$", passes=4):
+def check(
+    build, place, mode, *args, train=False, pattern=r"^\d+$", passes=4, **options
+):
     """Run a streamed and a resident model side by side, then compare all they hold."""
     model = seeded(build).train(train)
     plain = deepcopy(model).to(place)
-    runtime = stream(model, place, mode, pattern)
+    runtime = stream(model, place, mode, pattern, **options)
     budget = runtime.report().budget_bytes
     inputs = [a.to(place) for a in args]
     with torch.no_grad():
@@ -309,6 +316,69 @@ def test_a_model_without_parameters_runs(place):
         )
     assert "blocks" in str(runtime_of(model).report())
     runtime_of(model).shutdown()
+
+
+# Parts of TorchScript
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("scale", torch.full((WIDTH,), 0.5))
+
+    def forward(self, x):
+        return x * self.scale
+
+
+def scripted(module, *example):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        if example:
+            return torch.jit.trace(module, example)
+        return torch.jit.script(module)
+
+
+def test_scripted_parts_without_weights_run_between_and_inside_blocks(place, mode):
+    def block():
+        return nn.Sequential(lin(), scripted(nn.Tanh()), scripted(Scaled()))
+
+    def build():
+        return nn.Sequential(
+            scripted(Scaled()), *repeated(block)(), scripted(nn.Tanh())
+        )
+
+    check(build, place, mode, batch(), pattern=r"^[1-4]$")
+
+
+def test_scripted_parts_with_weights_stream_inside_of_a_block(place, mode):
+    class Around(nn.Module):
+        def __init__(self):
+            super().__init__()
+            inner = nn.Sequential(lin(), nn.Tanh(), lin())
+            self.inner = scripted(inner.requires_grad_(False))
+
+        def forward(self, x):
+            return self.inner(x)
+
+    check(repeated(Around), place, mode, batch(), opaque=[Around])
+
+
+@pytest.mark.parametrize("budget", [4 * LAYER_BYTES, "1GB"])
+def test_scripted_parts_with_weights_are_refused_by_name_before_anything_is_done(
+    place, budget
+):
+    """torch's own error came where half of the hooks were installed."""
+    inner = scripted(lin(), batch()), scripted(nn.Sequential(lin(), lin()))
+    for part, name in zip(inner, ("0.1", "0.1.0"), strict=True):
+        model = nn.Sequential(nn.Sequential(lin(), part), lin())
+        before = Shape.of(model)
+        with pytest.raises(ConfigError, match=f"module '{name}' with weights"):
+            stagehand.layer(model, vram_budget=budget, device=place)
+        with pytest.raises(ConfigError, match=r"module '0\.1' with weights"):
+            stagehand.StagehandRuntime(model, block_pattern=r"\.1$", device=place)
+        with pytest.raises(ConfigError, match="of TorchScript"):
+            stagehand.layer(part, vram_budget=budget, device=place)
+        assert Shape.of(model) == before
 
 
 # Buffers and modules with a state

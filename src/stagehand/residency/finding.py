@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.jit import ScriptModule
 
 from stagehand.core.layout import ALIGNMENT
 from stagehand.errors import ConfigError
@@ -69,7 +70,8 @@ def find_blocks(model: nn.Module, pattern: str | None) -> Finding:
             (`_no_split_modules`, `_repeated_blocks`).
 
     Raises:
-        ConfigError: If nothing matches; it names what could.
+        ConfigError: If nothing matches; it names what could. Or if what does is a
+            module of TorchScript.
     """
     matched = _match(model, pattern)
     owners = _owners(model, matched)
@@ -81,6 +83,7 @@ def find_blocks(model: nn.Module, pattern: str | None) -> Finding:
                 group.tensors[key] = tensor
         _spare_adapters(group)
         if group.tensors:
+            _refuse_scripted(name, module)
             finding.streamed.append(group)
     _collect_rest(model, finding)
     return finding
@@ -195,6 +198,9 @@ def find_layers(
         budget_bytes: What the weights may take on the device.
         opaque: Module classes that read their children's parameters themselves: such a
             module and all below it are one block.
+
+    Raises:
+        ConfigError: If a module of TorchScript would stream by itself.
     """
     finding = _divide(model, budget_bytes, opaque)
     if _at_once(finding) <= budget_bytes:
@@ -245,6 +251,7 @@ def _cells(model: nn.Module, opaque: tuple[type[nn.Module], ...]) -> list[Group]
             continue
         group = cover or Group(name, sites=[module])
         if cover is None:
+            _refuse_scripted(name, module)
             cells.append(group)
             if closed:
                 inside[name] = group
@@ -355,6 +362,17 @@ def _part(name: str) -> str:
     """The name up to its last number: `layers.3` of `layers.3.mlp.up`."""
     match = re.match(r"(.*\.\d+|\d+)(?:\.|$)", name)
     return match[1] if match else ""
+
+
+def _refuse_scripted(name: str, module: nn.Module) -> None:
+    """A module of TorchScript takes no hooks: nothing would tell when it is used."""
+    if isinstance(module, ScriptModule):
+        raise ConfigError(
+            f"module {name!r} with weights is one of TorchScript, which takes no hooks:"
+            " expected a plain one; stream what it was made from, or let a module"
+            " around it be a block, with its class in opaque= of stagehand.layer() or"
+            " with block_pattern= of StagehandRuntime"
+        )
 
 
 def _collect_rest(model: nn.Module, finding: Finding) -> None:

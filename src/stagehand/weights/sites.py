@@ -402,7 +402,12 @@ class _Walk:
 
 
 def _is_called(module: nn.Module) -> bool:
-    """Whether it has a forward: containers have none."""
+    """Whether it has a forward that takes hooks: containers have none.
+
+    That of scripted modules takes none.
+    """
+    if isinstance(module, torch.jit.ScriptModule):
+        return False
     return type(module).forward is not nn.ModuleList.forward
 
 
@@ -410,8 +415,7 @@ class SiteHooks:
     """All hooks of one runtime on its model, installed and removed together.
 
     Args:
-        model: The module that users call.
-        edges: Its edge.
+        edges: The model's edge.
         before: Called with a block when a site begins.
         rise: Called when an edge begins with gradients; returns whether it put hooks
             on top of those through which this thread saves tensors.
@@ -424,7 +428,6 @@ class SiteHooks:
 
     def __init__(
         self,
-        model: nn.Module,
         edges: Edges,
         *,
         before: Callable[[Block], None],
@@ -438,24 +441,27 @@ class SiteHooks:
         self._before = before
         self._track = track
         self._untrack = untrack
+        self._rise = rise
         self._settle = settle
+        self._resume = resume
         self._handles: list[RemovableHandle] = []
         self._extra: dict[nn.Module, list[RemovableHandle]] = {}
         """Edges while what stays is away."""
+
+    def add_model(self, model: nn.Module) -> None:
+        """Make edges of the module that users call and of its children."""
         for edge in (model, *model.children()):
             if _is_called(edge):
-                self._hook_edge(edge, _EdgeBegin(edges, rise, settle), self._handles)
+                begin = _EdgeBegin(self._edges, self._rise, self._settle)
+                self._hook_edge(edge, begin, self._handles)
         loading = _StateLoading(model)
-        self._handles += (
-            model.register_load_state_dict_pre_hook(loading),  # type: ignore[no-untyped-call]
-            model.register_load_state_dict_post_hook(_StateLoaded(loading)),  # type: ignore[no-untyped-call]
-        )
-        asking = _StateAsked(edges, settle)
-        asked: RemovableHandle = model.register_state_dict_pre_hook(asking)  # type: ignore[no-untyped-call]
-        given: RemovableHandle = model.register_state_dict_post_hook(  # type: ignore[no-untyped-call]
-            _StateGiven(asking, resume)
-        )
-        self._handles += (asked, given)
+        asking = _StateAsked(self._edges, self._settle)
+        given = _StateGiven(asking, self._resume)
+        add = self._handles.append
+        add(model.register_load_state_dict_pre_hook(loading))  # type: ignore[no-untyped-call]
+        add(model.register_load_state_dict_post_hook(_StateLoaded(loading)))  # type: ignore[no-untyped-call]
+        add(model.register_state_dict_pre_hook(asking))  # type: ignore[no-untyped-call]
+        add(model.register_state_dict_post_hook(given))  # type: ignore[no-untyped-call]
 
     def _hook_edge(
         self, module: nn.Module, begin: _EdgeBegin, handles: list[RemovableHandle]
@@ -499,16 +505,12 @@ class SiteHooks:
 
     def add_site(self, module: nn.Module, block: Block, reader: Reader) -> None:
         """Tell the scheduler when a module uses a block."""
-        begin = module.register_forward_pre_hook(
-            _SiteBegin(block, self._before, self._edges, reader, self._track).__call__,
-            prepend=True,
-            with_kwargs=True,
-        )
-        end = module.register_forward_hook(
-            _SiteEnd(block, self._edges, reader, self._untrack).__call__,
-            always_call=True,
-        )
-        self._handles += (begin, end)
+        add, edges = self._handles.append, self._edges
+        begin = _SiteBegin(block, self._before, edges, reader, self._track).__call__
+        end = _SiteEnd(block, edges, reader, self._untrack).__call__
+        hook = module.register_forward_pre_hook
+        add(hook(begin, prepend=True, with_kwargs=True))
+        add(module.register_forward_hook(end, always_call=True))
 
     def add_look(self, module: nn.Module, look: Callable[[Any, Any], None]) -> None:
         """Show a module's inputs and every output to `look`."""
@@ -518,9 +520,9 @@ class SiteHooks:
 
     def add_gather(self, module: nn.Module, mode: RowGather) -> None:
         """Let a module look its rows up on the host."""
-        begin = module.register_forward_pre_hook(_RowsBegin(mode))
-        end = module.register_forward_hook(_RowsEnd(mode), always_call=True)
-        self._handles += (begin, end)
+        add, end = self._handles.append, _RowsEnd(mode)
+        add(module.register_forward_pre_hook(_RowsBegin(mode)))
+        add(module.register_forward_hook(end, always_call=True))
 
     def remove(self) -> None:
         """Take all hooks off. Idempotent."""
