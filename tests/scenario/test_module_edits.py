@@ -568,6 +568,51 @@ def test_a_state_dict_loaded_by_assignment_replaces_every_weight(place):
     assert_bitwise_equal(values(model), values(other), "after shutdown")
 
 
+@pytest.mark.parametrize("with_gradients", [False, True])
+@pytest.mark.parametrize("assign", [True, False])
+def test_after_a_state_dict_is_loaded_a_recurrent_network_trains_as_a_plain_one(
+    place, assign, with_gradients
+):
+    """It knows its weights by a list of its own, and kept what was assigned there."""
+
+    def build():
+        return nn.GRU(WIDTH, WIDTH, num_layers=2)
+
+    first, other = build(), build()
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), first)
+    plain, own = deepcopy(model).to(place), list(model.parameters())
+    stagehand.layer(model, vram_budget="1GB", device=place)
+    found = []
+    for one, device in ((model, "cpu"), (plain, place)):
+        x = batch().to(device)
+        one(x)[0].square().sum().backward()
+        donor = deepcopy(other)
+        if with_gradients:
+            donor(batch())[0].sum().backward()
+        state = donor.to(device).state_dict(keep_vars=True)
+        state = one.state_dict() | {f"1.{k}": v for k, v in state.items()}
+        one.load_state_dict(state, assign=assign)
+        found.append(steps(one, x))
+    assert_bitwise_equal(*found, "gradients, and what was computed")
+    assert list(map(id, model.parameters())) == list(map(id, own))
+    assert list(map(id, first._flat_weights)) == list(map(id, own[2:]))
+    runtime_of(model).shutdown()
+    assert_bitwise_equal(values(model), values(plain), "after shutdown")
+
+
+def steps(model, x):
+    """Gradients before each of two steps of training, and what the model returns."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
+    found = []
+    for _ in range(2):
+        found += [None if p.grad is None else p.grad.cpu() for p in model.parameters()]
+        output = model(x)[0]
+        output.square().sum().backward()
+        found.append(output.detach().cpu())
+        optimizer.step()
+    return found
+
+
 @pytest.mark.parametrize("assign", [True, False])
 def test_a_state_dict_is_loaded_into_layers_that_others_were_replaced_by(place, assign):
     """What was there before has left the model, or has another name, or no place."""

@@ -121,11 +121,11 @@ class _StateLoading(_Hook):
         self._known = {
             id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())
         }
-        self.places: list[tuple[dict[str, Any], str, torch.Tensor]] = []
+        self.places: list[tuple[nn.Module, str, torch.Tensor]] = []
 
     def __call__(self, module: nn.Module, *_: Any) -> None:
         self.places = [
-            (place, name, tensor)
+            (part, name, tensor)
             for part in module.modules()
             for place in (part._parameters, part._buffers)
             for name, tensor in place.items()
@@ -146,11 +146,14 @@ class _StateLoaded(_Hook):
 
     def __call__(self, *_: Any) -> None:
         places, self._loading.places = self._loading.places, []
-        for place, name, tensor in places:
-            given = place.get(name)
-            if given is not None and given is not tensor:
+        for part, name, tensor in places:
+            given = getattr(part, name, None)
+            if isinstance(given, torch.Tensor) and given is not tensor:
+                tensor.grad = None
                 tensor.data = given.data
-                place[name] = tensor
+                if given.is_leaf:
+                    tensor.grad = given.grad
+                setattr(part, name, tensor)  # as it was replaced: modules may see it
 
 
 def _get_nothing() -> Callable[..., None]:
