@@ -1,5 +1,6 @@
 """Modules and parameters of every kind stream bit for bit, in layer and block mode."""
 
+import io
 import warnings
 from copy import deepcopy
 
@@ -291,6 +292,21 @@ class Mixed(nn.Module):
 
 def test_parameters_of_every_element_type_cross_unchanged(place, mode):
     check(repeated(Mixed), place, mode, batch())
+
+
+def test_a_state_dict_of_every_element_type_can_be_saved(place, mode):
+    """What is empty began where its neighbour of another element type does."""
+    model = seeded(repeated(Mixed))
+    expected = values(model)
+    runtime = stream(model, place, mode)
+    for _ in range(2):
+        with torch.no_grad():
+            model(batch())
+        file = io.BytesIO()
+        torch.save(model.state_dict(), file)
+        file.seek(0)
+        assert_bitwise_equal(torch.load(file), expected, "saved")
+    runtime.shutdown()
 
 
 def test_models_of_empty_and_scalar_parameters_only_run(place):
