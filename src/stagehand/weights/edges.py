@@ -101,15 +101,14 @@ class _Backward:
         self.task = graph_task()
 
     def __call__(self) -> None:
-        self._end(failed=False)
-
-    def __del__(self) -> None:
-        self._end(failed=True)
-
-    def _end(self, *, failed: bool) -> None:
         if not self.over:
             self.over = True
-            self._tell(self, failed=failed)
+            self._tell(self, failed=False)
+
+    def __del__(self) -> None:
+        if not self.over:
+            self.over = True
+            self._tell(self, failed=True)
 
 
 class Edges:
