@@ -4,6 +4,7 @@ import contextlib
 import dis
 import functools
 import itertools
+import math
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
@@ -733,7 +734,8 @@ def interrupted_at_call(number):
     def look(frame):
         nonlocal left
         left -= 1
-        if not left:
+        if left <= 0 and not _is_swallowed(frame):
+            left = math.inf
             raise KeyboardInterrupt
 
     def inside(frame, event, arg):
@@ -749,8 +751,7 @@ def interrupted_at_call(number):
         if frame.f_globals["__name__"] not in _TURNING:
             return None
         frame.f_trace_opcodes, frame.f_trace_lines = True, False
-        if frame.f_code.co_name != "__del__":
-            look(frame)
+        look(frame)
         return inside
 
     before = sys.gettrace()
@@ -759,6 +760,13 @@ def interrupted_at_call(number):
         yield
     finally:
         sys.settrace(before)
+
+
+def _is_swallowed(frame):
+    """Whether Python writes what is raised here to the standard error, and goes on."""
+    while frame is not None and frame.f_code.co_name != "__del__":
+        frame = frame.f_back
+    return frame is not None
 
 
 @functools.cache
