@@ -94,7 +94,9 @@ class _Backward:
     """
 
     over = True
-    """Whether there is nothing to tell: it has not begun, or was told of."""
+    """Whether there is nothing to tell: it has not begun, or was told of.
+
+    Whoever is told says so: if an interrupt comes before that, it is told again."""
 
     def __init__(self, tell: Callable[..., None]) -> None:
         self._tell = tell
@@ -102,12 +104,10 @@ class _Backward:
 
     def __call__(self) -> None:
         if not self.over:
-            self.over = True
             self._tell(self, failed=False)
 
     def __del__(self) -> None:
         if not self.over:
-            self.over = True
             self._tell(self, failed=True)
 
 
@@ -272,6 +272,7 @@ class Edges:
 
         What it brought may be mixed with that of others who go on: then it comes along.
         """
+        inner.over = True
         try:
             if not failed or self.guests == {inner.task}:
                 self._listener.end_inner_backward(failed=failed)
@@ -292,8 +293,9 @@ class Edges:
             self.lock.release()
             raise
 
-    def _leave_backward(self, _: _Backward, *, failed: bool) -> None:
+    def _leave_backward(self, backward: _Backward, *, failed: bool) -> None:
         """End autograd's pass, in any thread."""
+        backward.over = True
         try:
             self._forget_backward()
             self._listener.end_backward(failed=failed)
