@@ -307,6 +307,7 @@ def assemble(
         ) from None
     pinners = WorkerGroup("pinner", 1)
     masters = Masters(pinned_arena, pinners, device.page_locked)
+    scheduler.leave_hosts_with(masters.leave)
     parts = Parts(
         device=device,
         shared=shared,

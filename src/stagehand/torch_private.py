@@ -103,6 +103,7 @@ __all__ = [
     "sharing_versions",
     "skipped",
     "sparing",
+    "storage_key",
     "storage_use_count",
     "tensor_use_count",
     "top_saved_hooks",
@@ -192,6 +193,12 @@ WRAPPERS = _wrapper_count()
 def storage_use_count(storage: torch.UntypedStorage) -> int:
     """Return how many tensors and handles hold a storage, the argument included."""
     return use_count_of(storage._cdata)
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """Return what tells a tensor's storage from others, for `use_count_of`."""
+    key: int = tensor.untyped_storage()._cdata
+    return key
 
 
 _storage_at = _required("_new_with_weak_ptr", torch.UntypedStorage)

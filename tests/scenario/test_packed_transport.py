@@ -266,6 +266,27 @@ def test_what_joins_a_packed_model_leaves_room_to_decode(streamed, rank):
     assert (parts.wire_bytes < before) == (rank == 96)
 
 
+def test_packed_weights_that_were_put_aside_for_others_come_back(streamed):
+    plain, x = net(), batch()
+    model = streamed(deepcopy(plain))
+    expected = resident(plain, x)
+    others = net()
+    for parameter in others.parameters():
+        parameter.data.mul_(0.5)
+    averaged = resident(others, x)
+    for number in range(3):
+        assert torch.equal(run(model, x), expected), number
+        kept = [p.data for p in model.parameters()]
+        for mine, other in zip(model.parameters(), others.parameters(), strict=True):
+            mine.data = other.data
+        assert torch.equal(run(model, x), averaged), number
+        assert all(map(torch.equal, kept, plain.parameters())), number
+        for mine, value in zip(model.parameters(), kept, strict=True):
+            mine.data = value
+    assert torch.equal(run(model, x), expected)
+    assert runtime_of(model).report().compact_blocks > 0
+
+
 # ---------------------------------------------------------------------------- training
 
 

@@ -9,11 +9,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from stagehand.residency.residency import Residency
-from stagehand.torch_private import sequence_number, without_modes
+from stagehand.torch_private import (
+    WRAPPERS,
+    sequence_number,
+    storage_key,
+    use_count_of,
+    without_modes,
+)
 from stagehand.units import format_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Mapping, Sequence
+    from collections.abc import Hashable, Iterable, Mapping, Sequence
 
     from torch import nn
 
@@ -282,6 +288,19 @@ class Block(Residency):
     def is_replaced(self) -> bool:
         """Whether somebody pointed a tensor elsewhere, through `.data`."""
         return [tensor.data_ptr() for tensor in self.tensors] != self.addresses
+
+    def held_hosts(self, numbers: Iterable[int]) -> list[int]:
+        """Return of which host tensors somebody else refers to the memory."""
+        store = self.store
+        if store is None:
+            return []
+        hosts = (*self._hosts, *store.hosts, store.pinned, self.image)
+        own = {id(tensor): tensor for tensor in hosts if tensor is not None}
+        known = Counter(map(storage_key, own.values()))
+        # Not the tensors themselves: who looks for strays would take it for a use.
+        known.update(storage_key(tensor.data) for tensor in self.tensors)
+        keys = {number: storage_key(self._hosts[number]) for number in numbers}
+        return [n for n, k in keys.items() if use_count_of(k) > known[k] + WRAPPERS]
 
     def read_versions(self) -> list[int]:
         """Return the version counters of the tensors that have one."""

@@ -18,10 +18,11 @@ from stagehand.torch_private import storage_use_count
 from stagehand.units import MIB, format_at_least, format_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
     from concurrent.futures import Future
 
     from stagehand.core.arena import Arena, Lease
+    from stagehand.core.layout import Place
     from stagehand.core.workers import WorkerGroup
     from stagehand.residency.blocks import Block
     from stagehand.stores.base import Store
@@ -366,6 +367,30 @@ class Masters:
         hosts = _plain_copies(block, block.layout.host_views(image))
         self.hand_over(block, ModuleStore(block.layout, hosts))
 
+    def leave(self, block: Block, numbers: Iterable[int]) -> None:
+        """Leave host tensors to who else holds their memory; the block has other.
+
+        The block must be off the device, and no copy under way. Values are kept but for
+        those of these tensors, which are to be written next.
+        """
+        store = block.store
+        if store is None:
+            return
+        lease = self._images.pop(block.index, None)
+        if lease is not None:
+            lease.abandon()
+            new = self._arena.acquire_nowait(block.nbytes, f"image of {block.name}")
+            if new is not None:
+                self._move(block, new)
+                return
+        if lease is not None or block.layout.overlaps:
+            self.unpack(block)
+            store = ModuleStore(block.layout, _plain_copies(block, store.hosts))
+        else:
+            for number in numbers:
+                store.rehost(number, _plain(block.layout.entries[number]))
+        block.rehouse(store)
+
     def hand_over(self, block: Block, store: Store) -> None:
         """Let another store be a block's truth; the memory of the old one is given up.
 
@@ -403,10 +428,14 @@ def _plain_copies(block: Block, hosts: list[torch.Tensor]) -> list[torch.Tensor]
             image = torch.empty(block.nbytes, dtype=torch.uint8, device="cpu")
             views = block.layout.views(image)
         else:
-            views = [
-                torch.empty_strided(e.shape, e.stride, dtype=e.dtype, device="cpu")
-                for e in block.layout.entries
-            ]
+            views = [_plain(entry) for entry in block.layout.entries]
     for view, host in zip(views, hosts, strict=True):
         copy_values(view, host)
     return views
+
+
+def _plain(entry: Place) -> torch.Tensor:
+    with plain_tensors():
+        return torch.empty_strided(
+            entry.shape, entry.stride, dtype=entry.dtype, device="cpu"
+        )

@@ -16,7 +16,7 @@ from stagehand.residency.loader import Loader, has_sample, pageable
 from stagehand.torch_private import use_count_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     import torch
 
@@ -36,6 +36,10 @@ _CRITICAL, _ARRIVED, _DROPPED = Priority.CRITICAL, ARRIVED[-1], DROPPED[-1]
 
 def _nothing() -> None:
     """Wait for nobody."""
+
+
+def _nowhere(block: Block, numbers: Iterable[int]) -> None:
+    """Leave no host memory to anybody."""
 
 
 class Mover:
@@ -59,6 +63,8 @@ class Mover:
     ) -> None:
         self.await_steps: Callable[[], None] = _nothing
         """Waits for who changes weights on the host in the middle of a pass."""
+        self.leave_hosts: Callable[[Block, Iterable[int]], None] = _nowhere
+        """Gives a block other memory for some of its host tensors."""
         self.passed = 0
         """Counts ends and beginnings of passes: users edit between them."""
         self._device = device
@@ -292,6 +298,8 @@ class Mover:
         """Copy in what somebody assigned to a tensor's `.data`, and point back.
 
         While the block is away the truth gets the values, while it is here its slot.
+        What somebody else still refers to, as who means to assign it again, keeps its
+        values: the memory is left to them, and the block has other.
 
         Raises:
             OrphanedParameterError: If it has another shape or element type.
@@ -299,34 +307,80 @@ class Mover:
         if block.store is None or not block.is_replaced():
             return
         self._replaced_in = self.passed
-        if block.slot is not None and not block.bound:  # from what is written now
-            self._engine.finish_load(block.slot)
-        elif block.slot is not None:  # others may still read the slot
-            stream = self._device.current_stream()
-            self._engine.await_filled(block.slot, stream)
+        slot, bound = block.slot, block.bound
+        stream = self._device.current_stream()
+        if bound and slot is not None:  # others may still read the slot
+            self._engine.await_filled(slot, stream)
             self._engine.join_passes(stream)
-            self._engine.release(block.slot, stream)
-        refused: list[str] = []
-        for (tensor, place), address in zip(
-            block.pairs(), block.addresses, strict=True
-        ):
-            given = tensor.data
-            if given.data_ptr() == address:
-                continue
-            tensor.data = place
-            if given.shape != place.shape or given.dtype != place.dtype:
-                refused.append(
-                    f"by {given.dtype} {list(given.shape)}, expected {place.dtype}"
-                    f" {list(place.shape)}"
-                )
-            else:
-                copy_values(place, given)
-                if not given.is_cpu:  # may have been made on another stream
-                    self._engine.disown(given)
-        block.mark_changed()
+            self._engine.release(slot, stream)
+        elif slot is not None:  # from what is written now
+            self._engine.finish_load(slot)
+        given, refused = _assigned(block)
+        try:
+            self._write(block, given, slot if bound else None, stream)
+        except BaseException:  # as if it was assigned just now
+            for number, value in given.items():
+                block.tensors[number].data = value
+            raise
         if refused:
             raise OrphanedParameterError(
                 f"a tensor of block {block.name!r} was replaced {refused[0]}, and has"
                 " its old values again; call runtime.shutdown() before changing a"
                 " parameter's shape or element type, then stagehand.layer() again"
             )
+
+    def _write(
+        self,
+        block: Block,
+        given: dict[int, torch.Tensor],
+        slot: Slot | None,
+        stream: Stream,
+    ) -> None:
+        """Write values to a block's tensors, by number, where nobody else has them.
+
+        Args:
+            block: All its tensors are where they belong.
+            given: The values.
+            slot: Where it is bound, if it is.
+            stream: The current stream.
+        """
+        held = block.held_hosts(given)
+        moves = slot is not None and (held or _has_more_users(slot, block))
+        if moves:  # what is left of it is left with the values of now
+            self.evict(block, verify=True)
+        if held:
+            self.leave_hosts(block, held)
+        places = block.pairs()
+        for number, value in given.items():
+            copy_values(places[number][1], value)
+            if not value.is_cpu:  # may have been made on another stream
+                self._engine.disown(value)
+        block.mark_changed()
+        if moves and slot is not None:
+            block.versions = block.read_versions()
+            self.load(block, slot, _CRITICAL)
+            self.bind(block, slot, stream)
+
+
+def _has_more_users(slot: Slot, block: Block) -> bool:
+    """Whether somebody refers to the memory of a slot, beside its block's tensors."""
+    return use_count_of(slot.storage_key) > slot.alone + len(block.tensors)
+
+
+def _assigned(block: Block) -> tuple[dict[int, torch.Tensor], list[str]]:
+    """Point a block's tensors back; return what they were pointed to, by number."""
+    given: dict[int, torch.Tensor] = {}
+    refused: list[str] = []
+    for number, (tensor, place) in enumerate(block.pairs()):
+        value = tensor.data
+        if value.data_ptr() == block.addresses[number]:
+            continue
+        tensor.data = place
+        if value.shape != place.shape or value.dtype != place.dtype:
+            refused.append(
+                f"by {value.dtype} {list(value.shape)}, expected {place.dtype}"
+                f" {list(place.shape)}"
+            )
+        else:
+            given[number] = value
+    return given, refused

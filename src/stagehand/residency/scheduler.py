@@ -335,6 +335,10 @@ class Scheduler:
         """Say how to wait for who changes weights on the host in mid-pass."""
         self._mover.await_steps = wait
 
+    def leave_hosts_with(self, leave: Callable[[Block, Iterable[int]], None]) -> None:
+        """Say who gives blocks other host memory; see `Masters.leave`."""
+        self._mover.leave_hosts = leave
+
     def tell_of_leave(self, tell: Callable[[], None]) -> None:
         """Say whom to tell between passes that what is read without a use is away."""
         self._tell_of_leave = tell

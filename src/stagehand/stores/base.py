@@ -135,6 +135,12 @@ class Store(Protocol):
     def edited(self, index: int) -> None:
         """Say that the host tensor of one entry was changed, and is the truth now."""
 
+    def rehost(self, index: int, host: torch.Tensor) -> None:
+        """Have other host memory for one entry; its values are written there next.
+
+        Not where entries overlap, or all of them lie in pinned memory.
+        """
+
     def check_hosts(self) -> None:
         """Do nothing if the host tensors can be read, and nobody else wrote to them.
 

@@ -121,6 +121,10 @@ class FileWire:
         if index in self._streams:
             self._is_old = True
 
+    def rehost(self, index: int, host: torch.Tensor) -> None:
+        """Say that a host tensor lies elsewhere from now on."""
+        self._hosts[index] = host
+
     def is_current(self) -> bool:
         """See `Wire.is_current`."""
         return not self._is_old

@@ -97,6 +97,10 @@ class ModuleStore:
     def edited(self, index: int) -> None:
         """Do nothing: a host tensor is the truth itself."""
 
+    def rehost(self, index: int, host: torch.Tensor) -> None:
+        """See `Store.rehost`."""
+        self._hosts[index] = host
+
     def check_hosts(self) -> None:
         """Do nothing: they are memory."""
 

@@ -67,11 +67,7 @@ class PackedWire:
         self._memory = memory
         self._scratch_nbytes = scratch_nbytes(form, device_type)
         self._is_old = False
-        self._probes = [
-            probe
-            for host, entry in zip(hosts, layout.entries, strict=True)
-            if (probe := _probe(host, entry)) is not None
-        ]
+        self._probes = [*map(_probe, hosts, layout.entries)]
         self._seen = self._look()
 
     @property
@@ -92,6 +88,11 @@ class PackedWire:
     def edited(self, index: int) -> None:
         """Say that a host tensor was changed."""
         self._is_old = True
+
+    def rehost(self, index: int, host: torch.Tensor) -> None:
+        """Say that a host tensor lies elsewhere from now on."""
+        self._hosts[index] = host
+        self._probes[index] = _probe(host, self._layout.entries[index])
 
     def is_current(self) -> bool:
         """See `Wire.is_current`."""
@@ -126,9 +127,8 @@ class PackedWire:
         unpack_image(wire, self._form, image, scratch=scratch)
 
     def _look(self) -> torch.Tensor:
-        if not self._probes:
-            return torch.empty(0, device="cpu")
-        return torch.cat(self._probes)
+        probes = [probe for probe in self._probes if probe is not None]
+        return torch.cat(probes) if probes else torch.empty(0, device="cpu")
 
 
 def _probe(host: torch.Tensor, entry: Place) -> torch.Tensor | None:

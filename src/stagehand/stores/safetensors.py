@@ -186,6 +186,11 @@ class SafetensorsStore:
             self._edited.add(index)
             self._files.overlay_bytes += self._extents[index].nbytes
 
+    def rehost(self, index: int, host: torch.Tensor) -> None:
+        """See `Store.rehost`."""
+        self._hosts[index] = host
+        self.edited(index)
+
     def check_hosts(self) -> None:
         """See `Store.check_hosts`."""
         for path in {extent.path for extent in self._extents}:

@@ -105,6 +105,13 @@ class WiredStore(ModuleStore):
                 copy_values(host, view)
                 self.edited(index)
 
+    def rehost(self, index: int, host: torch.Tensor) -> None:
+        """See `Store.rehost`."""
+        self.edited(index)
+        super().rehost(index, host)
+        if self._wire is not None:
+            self._wire.rehost(index, host)
+
     def check_hosts(self) -> None:
         """See `Store.check_hosts`."""
         if self.before is not None:
@@ -124,3 +131,6 @@ class EditableWire(Wire, Protocol):
 
     def edited(self, index: int) -> None:
         """Say that the host tensor of one entry was changed."""
+
+    def rehost(self, index: int, host: torch.Tensor) -> None:
+        """Say that it lies elsewhere from now on."""

@@ -194,6 +194,10 @@ class LayerStore:
         """Refuse: there are no host tensors to edit."""
         raise StagehandInternalError(f"layer {self._layer} has no tensor {index}")
 
+    def rehost(self, index: int, host: torch.Tensor) -> None:
+        """Refuse: there are no host tensors."""
+        raise StagehandInternalError(f"layer {self._layer} has no tensor {index}")
+
     def check_hosts(self) -> None:
         """Do nothing: there are none."""
 
