@@ -112,12 +112,17 @@ def test_a_dense_tensor_keeps_its_strides(tensor):
         torch.randn(4, 5, dtype=torch.complex64).t().conj(),
         torch.randn(6, dtype=torch.complex64).conj().imag,
         torch.randn(20).as_strided((4, 5), (2, 1)),
+        torch.randn(2, 8, 5, 7).to(memory_format=torch.channels_last)[:, :3],
+        torch.randn(9, 8, 4).permute(2, 0, 1)[:, ::2],
     ],
-    ids=["expanded", "columns", "steps", "conjugate", "negative", "windows"],
+    ids=[
+        *("expanded", "columns", "steps", "conjugate", "negative", "windows"),
+        *("channels_last", "permuted"),
+    ],
 )
-def test_a_tensor_that_does_not_fill_its_memory_becomes_contiguous(tensor):
+def test_a_tensor_that_does_not_fill_its_memory_does_so_as_its_copy_elsewhere(tensor):
     layout, (view,) = packed([tensor])
-    assert view.is_contiguous()
+    assert view.stride() == tensor.to("cpu", copy=True).stride()
     assert layout.entries[0].nbytes == tensor.numel() * tensor.dtype.itemsize
     assert torch.equal(view, tensor)
 

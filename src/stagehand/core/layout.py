@@ -217,9 +217,10 @@ def layout_of(
 
     Strides survive where a tensor fills its memory (any permutation of contiguous, such
     as channels_last or a transpose). A tensor with gaps, an expanded one and one with a
-    conjugate or negative bit becomes contiguous. Tensors that overlap in memory (tied,
-    or slices of each other) overlap in the image just as they do now: an in-place
-    change of one stays visible in the other. Their common span is aligned as a whole.
+    conjugate or negative bit get those that a copy of it on another device has.
+    Tensors that overlap in memory (tied, or slices of each other) overlap in the image
+    just as they do now: an in-place change of one stays visible in the other. Their
+    common span is aligned as a whole.
 
     Cost: `sum(round_up(bytes, alignment))` over the tensors, overlapping ones once.
 
@@ -335,7 +336,7 @@ def _place(name: str, tensor: torch.Tensor, span: _Span, offset: int) -> Place:
         offset += start - span.start
         nbytes = end - start
     elif not _is_dense(tensor):
-        stride = contiguous_stride(shape)
+        stride = torch.empty_like(tensor, device="meta").stride()  # as `to()` does
     return Place(
         name=name,
         dtype=tensor.dtype,
