@@ -114,7 +114,8 @@ class StagehandRuntime(Runtime):
             name=type(model).__name__,
             transport=config.transport,
         )
-        super().__init__(model, find_blocks(model, block_pattern), settings)
+        finding = find_blocks(model, block_pattern, on_host=settings.device.is_host)
+        super().__init__(model, finding, settings)
 
 
 def layer(
@@ -213,7 +214,9 @@ def layer(
     )
     # A block that is decoded takes the room of two, and a quarter to work in.
     room = budget if transport == "plain" else int(budget / 2.25)
-    finding = find_layers(model, budget_bytes=room, opaque=opaque)
+    finding = find_layers(
+        model, budget_bytes=room, opaque=opaque, on_host=settings.device.is_host
+    )
     Runtime(model, finding, settings)
     return model
 

@@ -18,7 +18,7 @@ from scenario.small import (
     stack,
     values,
 )
-from training import ALL, assert_trains_equally, net, over, sgd, train
+from training import ALL, assert_trains_equally, built, net, over, sgd, train
 
 
 def averages(model):
@@ -187,3 +187,31 @@ def test_what_was_put_aside_has_the_changes_from_before_others_were_assigned(
     expected = torch.full((WIDTH, WIDTH), 0.125)
     for layer in model:
         assert_bitwise_equal(layer.weight, expected, "others")
+
+
+class InParts(nn.Module):
+    """Has a buffer that is a part of its weight: an optimizer changes both."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+        self.register_buffer("part", self.layer.weight.detach()[8:])
+
+    def forward(self, x):
+        return self.layer(x) + nn.functional.pad(x @ self.part.t(), (0, 8))
+
+
+class Net(nn.Module):
+    """Some of these, and a plain layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.Sequential(InParts(), nn.Linear(16, 16), InParts())
+
+    def forward(self, x):
+        return self.blocks(x)
+
+
+@over([setting for setting in ALL if setting.place == "cpu"])
+def test_on_the_host_a_buffer_that_is_a_part_of_a_weight_stays_so(setting):
+    assert_trains_equally(built(Net), train, setting)

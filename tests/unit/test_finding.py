@@ -481,3 +481,18 @@ def test_adapters_in_a_frozen_block_stay_on_the_device(width, streams):
     assert id(block[0].weight) in found
     rest = {id(t) for t in finding.rest.tensors.values()}
     assert (id(block[1].weight) in rest) is not streams
+
+
+def test_tensors_of_several_groups_that_have_bytes_in_common_stay():
+    model = nn.Sequential(*(linear() for _ in range(5)))
+    model[1].register_buffer("part", model[1].weight.detach()[8:])
+    whole = torch.zeros(40, 32)
+    model[2].weight.data, model[3].weight.data = whole[:32], whole[8:]
+    for finding in (
+        find_blocks(model, r"^\d$", on_host=True),
+        find_layers(model, budget_bytes=0, on_host=True),
+    ):
+        assert names(finding) == ["0", "4"]
+        kept = ["1.part", "1.weight", "2.weight", "3.weight"]
+        assert of_group(finding.rest) == kept
+        assert_each_tensor_is_once(model, finding)

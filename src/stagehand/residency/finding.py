@@ -56,7 +56,9 @@ class Finding:
     gathered: list[tuple[nn.Module, Group]]
 
 
-def find_blocks(model: nn.Module, pattern: str | None) -> Finding:
+def find_blocks(
+    model: nn.Module, pattern: str | None, *, on_host: bool = False
+) -> Finding:
     """Divide a model for block mode: one block for each module that matches.
 
     Of nested matches the outermost counts. A parameter that belongs to several blocks,
@@ -68,6 +70,7 @@ def find_blocks(model: nn.Module, pattern: str | None) -> Finding:
         pattern: A regular expression that is searched in the modules' names; None takes
             the classes that the model itself says must not be split
             (`_no_split_modules`, `_repeated_blocks`).
+        on_host: Whether the device is the host: see `_keep_overlapping`.
 
     Raises:
         ConfigError: If nothing matches; it names what could. Or if what does is a
@@ -86,6 +89,8 @@ def find_blocks(model: nn.Module, pattern: str | None) -> Finding:
             _refuse_scripted(name, module)
             finding.streamed.append(group)
     _collect_rest(model, finding)
+    if on_host:
+        _keep_overlapping(model, finding)
     return finding
 
 
@@ -182,7 +187,11 @@ def _no_match(model: nn.Module, pattern: str | None) -> str:
 
 
 def find_layers(
-    model: nn.Module, *, budget_bytes: int, opaque: Sequence[type[nn.Module]] = ()
+    model: nn.Module,
+    *,
+    budget_bytes: int,
+    opaque: Sequence[type[nn.Module]] = (),
+    on_host: bool = False,
 ) -> Finding:
     """Divide a model for layer mode: each module that owns large parameters streams.
 
@@ -198,18 +207,23 @@ def find_layers(
         budget_bytes: What the weights may take on the device.
         opaque: Module classes that read their children's parameters themselves: such a
             module and all below it are one block.
+        on_host: Whether the device is the host: see `_keep_overlapping`.
 
     Raises:
         ConfigError: If a module of TorchScript would stream by itself.
     """
-    finding = _divide(model, budget_bytes, opaque)
+    finding = _divide(model, budget_bytes, opaque, on_host=on_host)
     if _at_once(finding) <= budget_bytes:
         return finding
-    return _divide(model, 0, opaque)
+    return _divide(model, 0, opaque, on_host=on_host)
 
 
 def _divide(
-    model: nn.Module, budget_bytes: int, opaque: Sequence[type[nn.Module]]
+    model: nn.Module,
+    budget_bytes: int,
+    opaque: Sequence[type[nn.Module]],
+    *,
+    on_host: bool,
 ) -> Finding:
     cells = _cells(model, (nn.MultiheadAttention, *opaque))
     total = sum(c.nbytes for c in cells) + sum(tensor_bytes(b) for b in model.buffers())
@@ -221,6 +235,8 @@ def _divide(
     target = min(_COPY_EFFICIENT_BYTES, budget_bytes // _SHARE)
     finding.streamed = list(_coalesce(away, target))
     _collect_rest(model, finding)
+    if on_host:
+        _keep_overlapping(model, finding)
     return finding
 
 
@@ -373,6 +389,43 @@ def _refuse_scripted(name: str, module: nn.Module) -> None:
             " around it be a block, with its class in opaque= of stagehand.layer() or"
             " with block_pattern= of StagehandRuntime"
         )
+
+
+def _keep_overlapping(model: nn.Module, finding: Finding) -> None:
+    """Let tensors stay that have bytes in common with others of another group.
+
+    For a device that is the host: a model that moves there keeps them in common.
+    """
+    away = [*finding.streamed, *(group for _, group in finding.gathered)]
+    owners: dict[int, tuple[Group, torch.Tensor]] = {}
+    for group in (finding.rest, *away):
+        for tensor in group.tensors.values():
+            if can_stream(tensor) and tensor.is_cpu and tensor.numel():
+                owners.setdefault(id(tensor), (group, tensor))
+    spans: list[list[tuple[Group, torch.Tensor]]] = []
+    reach = 0
+    for start, end, key in sorted((*_byte_range(t), k) for k, (_, t) in owners.items()):
+        if start >= reach:
+            spans.append([])
+        spans[-1].append(owners[key])
+        reach = max(reach, end)
+    parts = [
+        span for span in spans if any(group is not span[0][0] for group, _ in span)
+    ]
+    stay = {id(tensor) for span in parts for _, tensor in span}
+    for group in away:
+        group.tensors = {k: t for k, t in group.tensors.items() if id(t) not in stay}
+    finding.streamed = [group for group in finding.streamed if group.tensors]
+    finding.gathered = [pair for pair in finding.gathered if pair[1].tensors]
+    _collect_rest(model, finding)
+
+
+def _byte_range(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return where in memory a tensor begins and ends."""
+    pairs = zip(tensor.shape, tensor.stride(), strict=True)
+    last = sum((size - 1) * stride for size, stride in pairs)
+    start = tensor.data_ptr()
+    return start, start + (last + 1) * tensor.element_size()
 
 
 def _collect_rest(model: nn.Module, finding: Finding) -> None:
