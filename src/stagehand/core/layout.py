@@ -184,7 +184,8 @@ def own_storage(view: torch.Tensor, nbytes: int) -> torch.Tensor:
     The new tensor keeps the memory of `view` alive.
     """
     if not nbytes:  # where it lies, its neighbour begins
-        return placed(torch.UntypedStorage(), view.dtype, 0, view.shape, view.stride())
+        nothing = torch.UntypedStorage()  # type: ignore[no-untyped-call]
+        return placed(nothing, view.dtype, 0, view.shape, view.stride())
     memory = (ctypes.c_ubyte * nbytes).from_address(view.data_ptr())
     memory.tensor = view  # type: ignore[attr-defined]
     with plain_tensors():
