@@ -569,24 +569,6 @@ def test_a_state_dict_loaded_by_assignment_replaces_every_weight(place):
     assert_bitwise_equal(values(model), values(other), "after shutdown")
 
 
-@pytest.mark.parametrize("budget", [3 * LAYER_BYTES, "1GB"])
-def test_the_models_own_state_dict_loaded_steps_later_changes_nothing(place, budget):
-    """Of what was on the device it had the values of an earlier step."""
-    model, plain = stack(), stack().to(place)
-    stagehand.layer(model, vram_budget=budget, device=place)
-    for one in (model, plain):  # until all is pinned, it is there as it was
-        steps(one, batch().to(place))
-    for _ in range(3):
-        for one in (model, plain):
-            state = one.state_dict()
-            for _ in range(2):
-                steps(one, batch().to(place))
-            one.load_state_dict(state)
-            one.zero_grad()
-        assert_bitwise_equal(values(model), values(plain), "loaded")
-    runtime_of(model).shutdown()
-
-
 @pytest.mark.parametrize("with_gradients", [False, True])
 @pytest.mark.parametrize("assign", [True, False])
 def test_after_a_state_dict_is_loaded_a_recurrent_network_trains_as_a_plain_one(
@@ -625,8 +607,7 @@ def steps(model, x):
     found = []
     for _ in range(2):
         found += [None if p.grad is None else p.grad.cpu() for p in model.parameters()]
-        output = model(x)
-        output = output[0] if isinstance(output, tuple) else output
+        output = model(x)[0]
         output.square().sum().backward()
         found.append(output.detach().cpu())
         optimizer.step()

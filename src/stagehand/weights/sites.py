@@ -112,25 +112,18 @@ class _StateGiven(_Hook):
 class _StateLoading(_Hook):
     """Notes where the tensors are that the model had when it was streamed.
 
-    They may be elsewhere by now, and others in their places. All come home first: the
-    model's own state dict may be what is loaded, and is to have its present values.
+    They may be elsewhere by now, and others in their places.
     """
 
-    __slots__ = ("_edges", "_known", "_settle", "places")
+    __slots__ = ("_known", "places")
 
-    def __init__(
-        self, model: nn.Module, edges: Edges, settle: Callable[[], None]
-    ) -> None:
-        self._edges = edges
-        self._settle = settle
+    def __init__(self, model: nn.Module) -> None:
         self._known = {
             id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())
         }
         self.places: list[tuple[nn.Module, str, torch.Tensor]] = []
 
     def __call__(self, module: nn.Module, *_: Any) -> None:
-        if not self._edges.running():
-            self._settle()
         self.places = [
             (part, name, tensor)
             for part in module.modules()
@@ -146,11 +139,10 @@ class _StateLoaded(_Hook):
     `load_state_dict(assign=True)` replaces the tensors themselves.
     """
 
-    __slots__ = ("_loading", "_resume")
+    __slots__ = ("_loading",)
 
-    def __init__(self, loading: _StateLoading, resume: Callable[[], None]) -> None:
+    def __init__(self, loading: _StateLoading) -> None:
         self._loading = loading
-        self._resume = resume
 
     def __call__(self, *_: Any) -> None:
         places, self._loading.places = self._loading.places, []
@@ -162,7 +154,6 @@ class _StateLoaded(_Hook):
                 if given.is_leaf:
                     tensor.grad = given.grad
                 setattr(part, name, tensor)  # as it was replaced: modules may see it
-        self._resume()
 
 
 def _get_nothing() -> Callable[..., None]:
@@ -466,13 +457,12 @@ class SiteHooks:
             if _is_called(edge):
                 begin = _EdgeBegin(self._edges, self._rise, self._settle)
                 self._hook_edge(edge, begin, self._handles)
-        loading = _StateLoading(model, self._edges, self._settle)
-        loaded = _StateLoaded(loading, self._resume)
+        loading = _StateLoading(model)
         asking = _StateAsked(self._edges, self._settle)
         given = _StateGiven(asking, self._resume)
         add = self._handles.append
         add(model.register_load_state_dict_pre_hook(loading))  # type: ignore[no-untyped-call]
-        add(model.register_load_state_dict_post_hook(loaded))  # type: ignore[no-untyped-call]
+        add(model.register_load_state_dict_post_hook(_StateLoaded(loading)))  # type: ignore[no-untyped-call]
         add(model.register_state_dict_pre_hook(asking))  # type: ignore[no-untyped-call]
         add(model.register_state_dict_post_hook(given))  # type: ignore[no-untyped-call]
 
