@@ -19,7 +19,7 @@ from stagehand.stores.converting import convert_to_packed
 from stagehand.stores.files import FileSet
 from stagehand.stores.packed_files import packed_weights
 from stagehand.stores.reading import Sectors
-from stagehand.streamer.images import LayerImage, read_tensor, wanted_dtype
+from stagehand.streamer.images import LayerImage, wanted_dtype
 
 TENSORS = {
     "b": torch.randn(3, 128),
@@ -167,12 +167,6 @@ def test_layer_without_bytes_needs_no_file(opened):
     image = LayerImage("layers.0", {"none": extents["none"]}, None)
     assert image.read(files, torch.empty(0, dtype=torch.uint8)) == 0
     assert image.tensors(torch.empty(0, dtype=torch.uint8))["none"].shape == (4, 0)
-
-
-def test_single_tensor_is_read_as_it_is(opened):
-    _, extents, files = opened
-    for name, tensor in TENSORS.items():
-        assert same_bits(read_tensor(files, extents[name]), tensor)
 
 
 def test_files_are_not_read_into_a_device(opened, sim):

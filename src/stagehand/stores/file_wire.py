@@ -4,7 +4,6 @@ The block's host tensors are the same weights decoded, in memory or in files; wh
 not shrink crosses as it is, from there.
 """
 
-import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
@@ -17,7 +16,7 @@ from stagehand.stores.checkpoint import Extent
 from stagehand.stores.files import FileSet, naming
 from stagehand.stores.packed_layout import RawRun, in_runs
 from stagehand.stores.pages import was_written
-from stagehand.stores.reading import Part
+from stagehand.stores.reading import Part, writable
 from stagehand.stores.wired import value_of
 
 if TYPE_CHECKING:
@@ -143,9 +142,8 @@ class FileWire:
         if self._is_old or any(was_written(self._hosts[i]) for i in self._streams):
             self._is_old = True
             return None
-        room = (ctypes.c_ubyte * memory.numel()).from_address(memory.data_ptr())
         with naming(self._extents):
-            nbytes = self._files.fill(self._parts, memoryview(room).cast("B"))
+            nbytes = self._files.fill(self._parts, writable(memory))
         with plain_tensors():
             for piece in self._copies:
                 _copy_bytes(piece, memory)

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from stagehand.core.device import host_memory
-from stagehand.errors import ReadError, TruncatedShardError
+from stagehand.errors import ReadError, StagehandInternalError, TruncatedShardError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     import torch
 
-__all__ = ["Chunk", "OpenFile", "Part", "Scratch", "Sectors", "cut"]
+__all__ = ["Chunk", "OpenFile", "Part", "Scratch", "Sectors", "cut", "writable"]
 
 # Bytes of one read. Larger ones gain nothing, smaller ones lose to whoever holds the
 # interpreter lock in between.
@@ -344,3 +344,11 @@ def _open_direct(path: Path, number: int) -> int:
         return direct
     os.close(direct)
     return -1
+
+
+def writable(memory: torch.Tensor) -> memoryview:
+    """Return the memory of a 1-D uint8 host tensor, which must outlive the view."""
+    if memory.device.type != "cpu":
+        raise StagehandInternalError(f"a file cannot be read into {memory.device}")
+    array = (ctypes.c_ubyte * memory.numel()).from_address(memory.data_ptr())
+    return memoryview(array).cast("B")

@@ -7,7 +7,6 @@ and never reaches the file. The pages that were written are the overlay: once an
 is marked as edited its truth is the host tensor, and the file is not read for it again.
 """
 
-import ctypes
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -30,7 +29,7 @@ from stagehand.stores.base import Skew
 from stagehand.stores.checkpoint import Extent
 from stagehand.stores.files import FileSet, naming
 from stagehand.stores.pages import was_written
-from stagehand.stores.reading import Part
+from stagehand.stores.reading import Part, writable
 
 __all__ = ["SafetensorsStore", "host_tensor", "read_tensor"]
 
@@ -112,7 +111,7 @@ class SafetensorsStore:
         self._find_edits()
         views = self._layout.views(image)
         with naming(self._extents):
-            read = self._files.fill(self._parts, _writable(image))
+            read = self._files.fill(self._parts, writable(image))
         for index, entry in enumerate(self._layout.entries):
             if index not in self._edited and not entry.is_contiguous:
                 tensor = read_tensor(self._files, self._extents[index])
@@ -165,7 +164,7 @@ class SafetensorsStore:
             piece = mine[start : start + _COMPARED_BYTES]
             theirs = buffer[: len(piece)]
             part = Part(extent.offset + start, 0, len(piece))
-            self._files.fill({extent.path: [part]}, _writable(theirs), compare=False)
+            self._files.fill({extent.path: [part]}, writable(theirs), compare=False)
             if not torch.equal(piece, theirs):
                 return False
         return True
@@ -298,13 +297,5 @@ def read_tensor(files: FileSet, extent: Extent) -> torch.Tensor:
     with plain_tensors():
         buffer = torch.empty(extent.nbytes, dtype=torch.uint8, device="cpu")
         with naming([extent]):
-            files.read(extent.path, extent.offset, _writable(buffer))
+            files.read(extent.path, extent.offset, writable(buffer))
         return buffer.view(extent.dtype).view(extent.shape)
-
-
-def _writable(buffer: torch.Tensor) -> memoryview:
-    """Return the memory of a 1-D uint8 host tensor, which must outlive the view."""
-    if buffer.device.type != "cpu":
-        raise StagehandInternalError(f"a file cannot be read into {buffer.device}")
-    memory = (ctypes.c_ubyte * buffer.numel()).from_address(buffer.data_ptr())
-    return memoryview(memory).cast("B")

@@ -6,12 +6,11 @@ to the image behind it.
 
 from __future__ import annotations
 
-import ctypes
 from typing import TYPE_CHECKING
 
 import torch
 
-from stagehand.core.layout import can_cast, layout_of, plain_tensors
+from stagehand.core.layout import can_cast, layout_of
 from stagehand.errors import (
     CheckpointError,
     StagehandInternalError,
@@ -20,7 +19,7 @@ from stagehand.errors import (
 from stagehand.stores.headers import FileStamp
 from stagehand.stores.packed_files import PackedWeight
 from stagehand.stores.packed_layout import in_runs, packed_layout_of
-from stagehand.stores.reading import Part
+from stagehand.stores.reading import Part, writable
 from stagehand.stores.unpacking import scratch_nbytes, unpack_image
 from stagehand.streamer.depths import Footprint
 
@@ -36,7 +35,7 @@ if TYPE_CHECKING:
     from stagehand.stores.packed_layout import PackedLayout
     from stagehand.streamer.layers import Stored
 
-__all__ = ["LayerImage", "footprint_of", "read_tensor", "wanted_dtype"]
+__all__ = ["LayerImage", "footprint_of", "wanted_dtype"]
 
 _HOST_ALIGNMENT = 64  # bytes: torch's own, for tensors in host memory
 _VIEW_ALIGNMENT = 8  # a tensor that begins so can be viewed as any type up to int64
@@ -113,7 +112,7 @@ class LayerImage:
         if self.form is not None:
             self.form.directory_in(memory).copy_(self.form.directory().flatten())
         try:
-            return files.fill(self._parts, _writable(memory))
+            return files.fill(self._parts, writable(memory))
         except CheckpointError as error:
             cut = self._first_cut()
             what = f"layer {self.name!r}" + (f", tensor {cut!r}" if cut else "")
@@ -242,15 +241,6 @@ def wanted_dtype(
     return wanted
 
 
-def read_tensor(files: FileSet, extent: Extent) -> torch.Tensor:
-    """Return a tensor of a file in ordinary memory."""
-    with plain_tensors():
-        memory = torch.empty(extent.nbytes, dtype=torch.uint8, device="cpu")
-        if extent.nbytes:
-            files.read(extent.path, extent.offset, _writable(memory))
-        return memory.view(extent.dtype).view(extent.shape)
-
-
 def _extent_of(stored: Stored) -> Extent:
     return stored.extent if isinstance(stored, PackedWeight) else stored
 
@@ -290,10 +280,3 @@ def _find_parts(
         else:
             parts.append(part)
     return found
-
-
-def _writable(memory: torch.Tensor) -> memoryview:
-    if memory.device.type != "cpu":
-        raise StagehandInternalError(f"a file cannot be read into {memory.device}")
-    array = (ctypes.c_ubyte * memory.numel()).from_address(memory.data_ptr())
-    return memoryview(array).cast("B")

@@ -16,8 +16,9 @@ from stagehand.core.telemetry import Telemetry
 from stagehand.errors import ConfigError, MissingTensorError, StagehandWarning
 from stagehand.stores.checkpoint import Checkpoint
 from stagehand.stores.files import FileSet
+from stagehand.stores.safetensors import read_tensor
 from stagehand.streamer.depths import Depths
-from stagehand.streamer.images import LayerImage, read_tensor, wanted_dtype
+from stagehand.streamer.images import LayerImage, wanted_dtype
 from stagehand.streamer.layers import describe, open_stack
 from stagehand.streamer.pipeline import Pipeline
 from stagehand.streamer.progress import Progress
