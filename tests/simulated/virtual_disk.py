@@ -94,8 +94,10 @@ class Readers:
         self._sim = sim
         self._free_at = [0.0] * count
 
-    def submit(self, job: Callable[..., Any], *arguments: Any) -> Job:
-        future = Job(self._sim)
+    def hand(
+        self, note: Callable[[Job], object], job: Callable[..., Any], *arguments: Any
+    ) -> None:
+        note(future := Job(self._sim))
         begins = max(min(self._free_at), self._sim.host_seconds())
 
         def read() -> None:
@@ -108,7 +110,6 @@ class Readers:
         thread.join()
         self._free_at.remove(min(self._free_at))
         self._free_at.append(future.ends)
-        return future
 
     def drop(self, future: Job) -> None:
         """What was given up takes no time of whoever gives it up."""

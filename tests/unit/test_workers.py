@@ -5,6 +5,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import weakref
 from concurrent.futures import CancelledError
 
 import pytest
@@ -214,6 +215,32 @@ def test_failure_of_a_job_is_what_it_raised_or_that_it_was_dropped(group):
     assert failure_of(running) is None
     assert isinstance(failure_of(waiting), CancelledError)
     assert isinstance(failure_of(group.submit(fail)), ReadError)
+
+
+def test_what_a_failed_job_was_given_goes_with_the_job(group):
+    """Not with the next collection: it may be page-locked memory."""
+
+    class Given:
+        pass
+
+    given = Given()
+    held = weakref.ref(given)
+
+    def use(what):
+        del what
+        fail()
+
+    gc.disable()
+    try:
+        future = group.submit(use, given)
+        del given
+        assert isinstance(failure_of(future), ReadError)
+        group.submit(str).result(PATIENCE)  # the thread has left the other one
+        assert held() is None
+        future = weakref.ref(future)
+        assert future() is None
+    finally:
+        gc.enable()
 
 
 def test_without_threads_jobs_run_where_they_are_given(group, monkeypatch):

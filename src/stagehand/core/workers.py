@@ -217,23 +217,37 @@ def _work(queue: "SimpleQueue[_Work | None]", open_jobs: "set[Future[Any]]") -> 
 def _run(future: "Future[Any]", work: Callable[[], Any]) -> None:
     if not future.set_running_or_notify_cancel():
         return
-    with _KeepingFailure(future):
-        future.set_result(work())
+    doing = _Doing(future, work)
+    del future, work  # a traceback would hold them by this frame
+    with doing:
+        doing.do()
 
 
-class _KeepingFailure:
-    """Keeps what is raised in a future, for whoever asks for the result."""
+class _Doing:
+    """Does a job, and keeps what it raises in the job's future.
 
-    def __init__(self, future: "Future[Any]") -> None:
-        self._future: Future[Any] | None = future
+    Afterwards it has neither, for a failure's traceback holds it.
+    """
+
+    def __init__(self, future: "Future[Any]", work: Callable[[], Any]) -> None:
+        self._parts: tuple[Future[Any], Callable[[], Any]] | None = future, work
+        self._result: Any = None
+
+    def do(self) -> None:
+        """Do it."""
+        if self._parts is not None:
+            self._result = self._parts[1]()
 
     def __enter__(self) -> None:
         """Nothing has been raised yet."""
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> bool:
-        future, self._future = self._future, None  # the traceback holds this object
-        if error is not None and future is not None:
-            future.set_exception(error)
+        parts, self._parts = self._parts, None
+        result, self._result = self._result, None
+        if parts is not None and error is None:
+            parts[0].set_result(result)
+        elif parts is not None:
+            parts[0].set_exception(error)
         return True
 
 
