@@ -49,6 +49,7 @@ from stagehand.torch_private import (
     is_last_hook,
     keeps_graph,
     make_last_hook,
+    storage_key,
     storage_use_count,
     tensor_use_count,
     use_count_of,
@@ -532,7 +533,7 @@ class Gradients:
             home.place = None
             return None
         home.place = _like(like, lease.buffer)
-        home.key = lease.buffer.untyped_storage()._cdata
+        home.key = storage_key(lease.buffer)
         home.alone = use_count_of(home.key)
         return home.place.detach()
 

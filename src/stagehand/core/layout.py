@@ -27,10 +27,12 @@ __all__ = [
     "copy_values",
     "layout_of",
     "moved",
+    "overlapping",
     "own_storage",
     "placed",
     "plain_tensors",
     "same_bits",
+    "spanned_bytes",
 ]
 
 ALIGNMENT = 256
@@ -360,7 +362,11 @@ def _spans(tensors: Sequence[torch.Tensor]) -> list[_Span]:
         else:
             by_storage.setdefault(id(storage), []).append(index)
     for indices in by_storage.values():
-        spans += [_span(members, tensors) for members in _overlapping(indices, tensors)]
+        ranges = [_byte_range(tensors[index]) for index in indices]
+        spans += [
+            _span([indices[number] for number in group], tensors)
+            for group in overlapping(ranges)
+        ]
     return sorted(spans, key=lambda span: min(span.members))
 
 
@@ -381,32 +387,38 @@ def _span(members: list[int], tensors: Sequence[torch.Tensor]) -> _Span:
     return _Span(members=members, start=start, nbytes=nbytes)
 
 
-def _overlapping(
-    indices: Sequence[int], tensors: Sequence[torch.Tensor]
-) -> list[list[int]]:
-    """Return the tensors of one storage in groups whose byte ranges overlap."""
+def overlapping(ranges: Sequence[tuple[int, int]]) -> list[list[int]]:
+    """Return the numbers of byte ranges in groups that overlap, one by one or in a row.
+
+    Args:
+        ranges: First byte and end of each, counted in the same memory; none is empty.
+    """
     groups: list[list[int]] = []
     reach = 0
-    for index in sorted(indices, key=lambda index: _byte_range(tensors[index])):
-        start, end = _byte_range(tensors[index])
+    for number in sorted(range(len(ranges)), key=ranges.__getitem__):
+        start, end = ranges[number]
         if groups and start < reach:
-            groups[-1].append(index)
+            groups[-1].append(number)
             reach = max(reach, end)
         else:
-            groups.append([index])
+            groups.append([number])
             reach = end
     return groups
 
 
-def _byte_range(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return the first byte and the end of a tensor within its storage."""
-    itemsize = tensor.dtype.itemsize
-    start = int(tensor.storage_offset()) * itemsize
+def spanned_bytes(tensor: torch.Tensor) -> int:
+    """Return the bytes from a tensor's first to the end of its last, gaps included."""
     last = sum(
         (size - 1) * stride
         for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
     )
-    return start, start + (last + 1) * itemsize
+    return (last + 1) * tensor.dtype.itemsize
+
+
+def _byte_range(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return the first byte and the end of a tensor within its storage."""
+    start = int(tensor.storage_offset()) * tensor.dtype.itemsize
+    return start, start + spanned_bytes(tensor)
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:

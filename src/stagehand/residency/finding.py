@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.jit import ScriptModule
 
-from stagehand.core.layout import ALIGNMENT
+from stagehand.core.layout import ALIGNMENT, overlapping, spanned_bytes
 from stagehand.errors import ConfigError
 from stagehand.residency.blocks import can_stream, tensor_bytes
 from stagehand.units import MIB
@@ -402,30 +402,17 @@ def _keep_overlapping(model: nn.Module, finding: Finding) -> None:
         for tensor in group.tensors.values():
             if can_stream(tensor) and tensor.is_cpu and tensor.numel():
                 owners.setdefault(id(tensor), (group, tensor))
-    spans: list[list[tuple[Group, torch.Tensor]]] = []
-    reach = 0
-    for start, end, key in sorted((*_byte_range(t), k) for k, (_, t) in owners.items()):
-        if start >= reach:
-            spans.append([])
-        spans[-1].append(owners[key])
-        reach = max(reach, end)
-    parts = [
-        span for span in spans if any(group is not span[0][0] for group, _ in span)
-    ]
-    stay = {id(tensor) for span in parts for _, tensor in span}
+    owned = [*owners.values()]
+    ranges = [(t.data_ptr(), t.data_ptr() + spanned_bytes(t)) for _, t in owned]
+    stay: set[int] = set()
+    for numbers in overlapping(ranges):
+        if len({id(owned[number][0]) for number in numbers}) > 1:
+            stay.update(id(owned[number][1]) for number in numbers)
     for group in away:
         group.tensors = {k: t for k, t in group.tensors.items() if id(t) not in stay}
     finding.streamed = [group for group in finding.streamed if group.tensors]
     finding.gathered = [pair for pair in finding.gathered if pair[1].tensors]
     _collect_rest(model, finding)
-
-
-def _byte_range(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return where in memory a tensor begins and ends."""
-    pairs = zip(tensor.shape, tensor.stride(), strict=True)
-    last = sum((size - 1) * stride for size, stride in pairs)
-    start = tensor.data_ptr()
-    return start, start + (last + 1) * tensor.element_size()
 
 
 def _collect_rest(model: nn.Module, finding: Finding) -> None:
