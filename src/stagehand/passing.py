@@ -261,11 +261,14 @@ class Passing(PassListener):
             gradients.pass_on()
         scheduler.fetch(block)
 
-    def _track(self, block: Block, reader: Reader) -> bool:
-        """A site begins, with gradients."""
+    def _track(self, block: Block, reader: Reader, given: Any) -> bool:
+        """A site begins, with gradients or where autocast may keep its casts."""
         watched = self._gradients is not None
+        if not torch.is_grad_enabled():
+            self._casts.begin(block, reader, given)
+            return False
         if block.trains or not watched:  # autocast keeps no casts of frozen weights
-            self._casts.begin(block, reader.own)
+            self._casts.begin(block, reader, given)
             if reader.binding != block.bindings and reader.several is False:
                 reader.binding = block.bindings  # mostly
             elif watched and self._saved.backward is None:
@@ -277,10 +280,10 @@ class Passing(PassListener):
     def _untrack(self, block: Block, reader: Reader, output: Any) -> None:
         """It ends."""
         self._saved.site = None
-        if block.trains or self._gradients is None:
-            self._casts.end(block)
-            if reader.since is not None and self._gradients is not None:
-                self._gradients.end_use(reader, output)
+        if self._casts.sites:
+            self._casts.end(block, reader, output)
+        if reader.since is not None and self._gradients is not None:
+            self._gradients.end_use(reader, output)
 
     def _takes_gradients(self) -> bool:
         return torch.is_grad_enabled() and not self._settings.inference_mode

@@ -131,7 +131,7 @@ class Runtime(Passing, Sharing, Storing, Conduct):
             self._turn_back,
             settings.device,
         )
-        self._casts = Casts(settings.device.torch_device.type)
+        self._casts = Casts(settings.device.torch_device)
         self._gradients = self._make_gradients()
         if self._gradients is not None:
             parts.scheduler.await_steps_with(self._gradients.await_steps)

@@ -355,10 +355,20 @@ class Reader:
         again: Whether what it reads may have been read before in the same binding.
         several: Whether a use of the site reads a weight more than once; None if that
             is not known yet.
+        has_shown_casts: Whether it is known if a use casts a weight more than once.
     """
 
-    __slots__ = ("_tied", "again", "binding", "own", "several", "since")
+    __slots__ = (
+        "_tied",
+        "again",
+        "binding",
+        "has_shown_casts",
+        "own",
+        "several",
+        "since",
+    )
     several: bool | None
+    has_shown_casts: bool
 
     def __init__(self, own: Mapping[int, torch.Tensor], *, tied: bool) -> None:
         self.own = own
@@ -371,6 +381,7 @@ class Reader:
     def forget(self) -> None:
         """The model's modules are others now: its uses may be, too."""
         self.several = True if self._tied else None
+        self.has_shown_casts = False
 
     def begin(self, block: Block) -> None:
         """The site begins, for a backward pass to come."""
