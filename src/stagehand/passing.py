@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from stagehand.weights.edges import Edges
     from stagehand.weights.rows import RowGather
     from stagehand.weights.sites import SiteHooks
+    from stagehand.weights.strays import Fusing
     from stagehand.wires import Wires
 
 __all__ = ["Passing"]
@@ -78,7 +79,7 @@ class Passing(PassListener):
     _took_gradients: bool
     _steps: Steps
     _strays: list[Block]
-    _watches: bool
+    _fusing: Fusing
     _watched: int | None
     _known: set[int]
     _warned: bool
@@ -155,6 +156,7 @@ class Passing(PassListener):
             return
         for reader in self._readers:
             reader.forget()
+        self._known.clear()
         weights = self._parts.weights
         share, marked = weights.limit_bytes, self._marked_bytes
         taken = False
@@ -334,7 +336,7 @@ class Passing(PassListener):
                 stack.enter_context(torch.no_grad())
             elif torch.is_grad_enabled() and not self._hooks.is_extra(module):
                 stack.enter_context(self._saved.hooks())
-            if self._watches and id(module) not in self._known:
+            if id(module) not in self._known and not self._fusing.may():
                 self._watched = id(module)
                 watch = StrayUses(
                     self._owners,

@@ -37,6 +37,7 @@ from stagehand.units import parse_bytes
 from stagehand.weights.edges import Edges
 from stagehand.weights.rows import RowGather
 from stagehand.weights.sites import SiteHooks
+from stagehand.weights.strays import Fusing
 from stagehand.wires import Wires
 
 if TYPE_CHECKING:
@@ -101,11 +102,7 @@ class Runtime(Passing, Sharing, Storing, Conduct):
         self._closed = False
         self._hands_over = False
         self._strays: list[Block] = []
-        # Under a torch function mode attention modules leave their fast path, whose
-        # results differ in the last bits; what they read themselves is one block.
-        self._watches = not any(
-            isinstance(m, nn.MultiheadAttention) for m in model.modules()
-        )
+        self._fusing = Fusing(model)
         self._startup_seconds = 0.0
         self._known: set[int] = set()  # edges whose passes are not watched any more
         self._watched: int | None = None

@@ -245,3 +245,128 @@ def test_a_pass_fails_by_what_it_raises_not_by_what_is_being_handled(sim, fails)
     assert bool(runtime._known) != fails  # its strays are known, or not
     assert runtime._handled is None
     runtime.shutdown()
+
+
+class Attending(nn.Module):
+    """Has an attention module, and reads a layer's weight as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(WIDTH, 4, batch_first=True)
+        self.inner = linear()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.unsqueeze(0)
+        x = self.attention(x, x, x, need_weights=False)[0].squeeze(0)
+        return x @ self.inner.weight.T
+
+
+@pytest.mark.parametrize("device", ["hpu", "cpu"], ids=["simulated", "host"])
+@pytest.mark.parametrize("training", [True, False])
+def test_weights_beside_attention_are_found_where_it_cannot_be_fused(
+    sim: ModuleType, device: str, training: bool
+) -> None:
+    """Models with attention modules were not watched at all."""
+    model = Chain(Attending()).train(training)
+    x = torch.randn(3, WIDTH, device=device)
+
+    def learn() -> list[torch.Tensor]:
+        model.zero_grad()
+        output = model(x)
+        output.square().mean().backward()
+        grads = [p.grad.cpu() for p in model.parameters() if p.grad is not None]
+        return [output.detach().cpu(), *grads]
+
+    model.to(device)
+    expected = learn()
+    with torch.no_grad():
+        looked = model(x)
+    stagehand.layer(model.to("cpu"), vram_budget=6 * LAYER_BYTES, device=device)
+    for number in range(3):
+        assert_bitwise_equal(learn(), expected, f"step {number}")
+    with torch.no_grad():  # what is known by now needs no watching
+        assert_bitwise_equal(model(x), looked, "without gradients")
+    model._stagehand_layer_runtime.shutdown()
+
+
+def tie(first: nn.Linear, second: nn.Linear) -> None:
+    first.weight = second.weight
+
+
+def swap(first: nn.Linear, second: nn.Linear) -> None:
+    first.weight, second.weight = second.weight, first.weight
+
+
+@pytest.mark.parametrize("device", ["hpu", "cpu"], ids=["simulated", "host"])
+@pytest.mark.parametrize("act", [tie, swap])
+def test_a_weight_that_another_module_is_given_later_is_read_there(
+    sim: ModuleType, device: str, act: Callable[[nn.Linear, nn.Linear], None]
+) -> None:
+    """It is known, and has not joined; its new module reads another block."""
+    model, x = make(linear)
+    x = x.to(device)
+    stagehand.layer(model, vram_budget=4 * LAYER_BYTES, device=device)
+    model(x)
+    act(model.before[1], model.behind[1])
+    outputs = [model(x) for _ in range(3)]
+    model._stagehand_layer_runtime.shutdown()
+    expected = model.to(device)(x)
+    for number, output in enumerate(outputs):
+        assert_bitwise_equal(output, expected, f"pass {number}")
+
+
+def test_weights_beside_attention_are_found_without_gradients_in_training_mode(
+    sim: ModuleType,
+) -> None:
+    model = Chain(Attending())
+    x = torch.randn(3, WIDTH, device="hpu")
+    with torch.no_grad():
+        expected = model.to("hpu")(x)
+        stagehand.layer(model.to("cpu"), vram_budget=6 * LAYER_BYTES)
+        assert_bitwise_equal(model(x), expected, "the first pass")
+    model._stagehand_layer_runtime.shutdown()
+
+
+def test_weights_beside_fused_attention_are_found_where_their_reader_is_named(
+    sim: ModuleType,
+) -> None:
+    model = Chain(Attending()).eval()
+    x = torch.randn(3, WIDTH, device="hpu")
+    with torch.no_grad():
+        expected = model.to("hpu")(x)
+        named = (Attending,)
+        stagehand.layer(model.to("cpu"), vram_budget=7 * LAYER_BYTES, opaque=named)
+        for number in range(3):
+            assert_bitwise_equal(model(x), expected, f"pass {number}")
+    model._stagehand_layer_runtime.shutdown()
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(WIDTH, 4, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.unsqueeze(0)
+        return self.attention(x, x, x, need_weights=False)[0].squeeze(0)
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_looking_for_such_weights_leaves_fused_attention_as_it_is(
+    sim: ModuleType, monkeypatch: pytest.MonkeyPatch, frozen: bool
+) -> None:
+    model, x = Chain(Attention()).eval(), torch.randn(3, WIDTH)
+    model.requires_grad_(not frozen)
+    fused, counted = torch._native_multi_head_attention, []
+    monkeypatch.setattr(
+        torch,
+        "_native_multi_head_attention",
+        lambda *args, **kwargs: (counted.append(1), fused(*args, **kwargs))[1],
+    )
+    with torch.set_grad_enabled(frozen):
+        model(x)
+        assert len(counted) == 1, "the resident model fuses it"
+        stagehand.layer(model, vram_budget=6 * LAYER_BYTES, device="cpu")
+        model(x)
+    assert len(counted) == 2
+    model._stagehand_layer_runtime.shutdown()

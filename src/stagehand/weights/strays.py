@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 from torch.compiler import is_dynamo_compiling
 from torch.overrides import TorchFunctionMode
 
@@ -16,7 +18,28 @@ if TYPE_CHECKING:
     from stagehand.residency.blocks import Block
     from stagehand.weights.rows import RowGather
 
-__all__ = ["StrayUses"]
+__all__ = ["Fusing", "StrayUses"]
+
+
+class Fusing:
+    """Whether attention modules of a model may take their fused path, for inference.
+
+    Under a torch function mode they do not, and its results differ in the last bits.
+    What they read themselves is one block.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        found = (m for m in model.modules() if isinstance(m, nn.MultiheadAttention))
+        self._modules = [weakref.ref(module) for module in found]
+
+    def may(self) -> bool:
+        """Whether some may now. Mostly the first that is asked tells."""
+        grads = torch.is_grad_enabled()
+        return any(
+            not (grads and any(p.requires_grad for p in m.parameters(recurse=False)))
+            for m in (known() for known in self._modules)
+            if m is not None and not m.training
+        )
 
 
 class StrayUses(TorchFunctionMode):
