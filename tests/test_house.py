@@ -23,7 +23,7 @@ PLAN: dict[int, dict[str, tuple[str, ...]]] = {
     1: {
         "core": (
             *("states", "machine", "device", "stopwatch", "clock", "telemetry"),
-            *("limits", "turn"),
+            *("limits", "turn", "hidden_gradients"),
             *("ledger", "arena", "workers", "layout", "saved"),
             *("trees", "terms", "steps"),
             *("wire_ring", "traffic", "transfer"),

@@ -22,10 +22,6 @@ nodes of graphs are left that stand for the weight and have not run, or may run 
 Memory: as many bytes of pinned memory as the trained streamed parameters have, for
 their gradients; while they accumulate, those of two blocks more. Where copies home
 yield to loads, those of all that is put aside, but no more than stays free beside them.
-
-Note [Unseen by the compiler]: in a pass a parameter is on the device, and what its
-`.grad` holds is on the host. PyTorch's compiler makes a fake of both, and cannot. So
-while it looks at a frame in the middle of a pass, such a parameter has no `.grad`.
 """
 
 from __future__ import annotations
@@ -38,12 +34,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import is_grad_enabled
 
+from stagehand.core.hidden_gradients import HiddenGradients, assign_gradient
 from stagehand.core.layout import placed
 from stagehand.core.terms import terms_of
-from stagehand.core.turn import HERE
 from stagehand.errors import StagehandWarning
 from stagehand.torch_private import (
-    around_compiling,
     graph_task,
     has_more_hooks,
     is_last_hook,
@@ -53,11 +48,10 @@ from stagehand.torch_private import (
     storage_use_count,
     tensor_use_count,
     use_count_of,
-    without_modes,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Sequence
     from concurrent.futures import Future
 
     from torch import nn
@@ -193,8 +187,9 @@ class Gradients:
         self._engine = engine
         self._arena = arena
         self._workers = workers
-        self._turn = turn
-        self._blocks = blocks
+        self._hidden = HiddenGradients(
+            turn, lambda: [t for b in blocks() if b.bound for t in b.tensors]
+        )
         self._enter = enter
         self._fetch = fetch
         self._begin = begin
@@ -212,21 +207,16 @@ class Gradients:
         self._in_forward = False
         self._lost = 0  # gradients of earlier calls that a failed one took along
         self._warned = False
-        self._unseen: list[tuple[torch.Tensor, torch.Tensor]] = []
-        _LIVE[id(self)] = self
 
     def __repr__(self) -> str:
         return f"Gradients({len(self._homes)} parameters, {len(self._jobs)} jobs)"
 
-    # The compiler: see Note [Unseen by the compiler]
+    # Forward passes
 
     def begin_pass(self) -> None:
-        """Hide gradients from the compiler from now on, if it is loaded.
-
-        Listeners are told of none until the forward ends: they change weights.
-        """
+        """Tell listeners of none until the forward ends: they change weights."""
         self._in_forward = True
-        around_compiling(_hide, _show)
+        self._hidden.begin()
 
     def end_pass(self) -> None:
         """A forward pass ends; see `settle`."""
@@ -234,24 +224,6 @@ class Gradients:
             self.settle()
         finally:
             self._in_forward = False
-
-    def hide(self) -> None:
-        """Take away gradients on the host of parameters that are on the device."""
-        for block in self._blocks():
-            for tensor in block.tensors if block.bound else ():
-                grad = tensor.grad if tensor.is_leaf else None
-                if grad is None or grad.device == tensor.device:
-                    continue
-                if grad.layout is torch.strided:  # else it could not be given back
-                    self._unseen.append((tensor, grad))
-                    tensor.grad = None
-
-    def show(self) -> None:
-        """Give back what `hide` took away."""
-        while self._unseen:
-            tensor, grad = self._unseen.pop()
-            if tensor.grad is None:
-                _assign(tensor, grad)
 
     # Which parameters
 
@@ -703,7 +675,8 @@ class Gradients:
         return failed
 
     def _put_back(self) -> None:
-        self.show()  # while others compile, the compiler does not say that it is done
+        # While others compile, the compiler does not say that it is done.
+        self._hidden.show()
         touched, self._touched = self._touched, []
         self._late.clear()
         self._complete.clear()
@@ -724,7 +697,7 @@ class Gradients:
             if home.parameter.device == grad.device:
                 home.parameter.grad = grad
             else:  # in a forward pass that goes on
-                _assign(home.parameter, grad)
+                assign_gradient(home.parameter, grad)
 
     def close(self) -> None:
         """Take the hooks off and leave gradients to their parameters. Idempotent."""
@@ -735,46 +708,6 @@ class Gradients:
         while self._graded:
             self._graded.pop().graded = False
         self._workers.close()
-
-
-# Callbacks of the compiler, one pair for all: they cannot be taken back safely while
-# other threads compile.
-_LIVE: weakref.WeakValueDictionary[int, Gradients] = weakref.WeakValueDictionary()
-
-
-def _of_this_thread() -> Iterator[Gradients]:
-    """Those whose runtime's lock this thread has."""
-    for reference in _LIVE.valuerefs():
-        one = reference()
-        if one is not None and one._turn.owner is HERE.thread:
-            yield one
-
-
-def _hide(_: object) -> None:
-    for one in _of_this_thread():
-        one.hide()
-
-
-def _show(_: object) -> None:
-    for one in _of_this_thread():
-        one.show()
-
-
-def _assign(parameter: torch.Tensor, grad: torch.Tensor) -> None:
-    """Set a parameter's gradient to one on another device, which PyTorch refuses.
-
-    The parameter itself is left as it is, for autograd would take it for a new one.
-    """
-    if grad.layout is not torch.strided:
-        parameter.grad = grad.to(parameter.device)
-        return
-    with without_modes():
-        place, there = grad.data, parameter.data
-        if grad.dtype is not there.dtype:
-            there = there.new_empty((), dtype=grad.dtype).expand(there.shape)
-        grad.data = there
-        parameter.grad = grad
-        grad.data = place
 
 
 def _like(tensor: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,7 @@ from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
 import stagehand
 from architectures import assert_bitwise_equal
 from scenario.small import LAYER_BYTES, WIDTH, batch, runtime_of
-from stagehand.gradients import _hide
+from stagehand.core.hidden_gradients import _hide
 from stagehand.units import MIB
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
