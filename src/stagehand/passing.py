@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import warnings
 from contextlib import AbstractContextManager, ExitStack
 from typing import TYPE_CHECKING, Any
 
@@ -15,11 +14,9 @@ from stagehand.errors import (
     ClosedError,
     ConfigError,
     StagehandOOMError,
-    StagehandWarning,
 )
 from stagehand.torch_private import func_transform, graph_task
 from stagehand.weights.edges import PassListener
-from stagehand.weights.strays import StrayUses
 
 if TYPE_CHECKING:
     import weakref
@@ -43,7 +40,7 @@ if TYPE_CHECKING:
     from stagehand.weights.edges import Edges
     from stagehand.weights.rows import RowGather
     from stagehand.weights.sites import SiteHooks
-    from stagehand.weights.strays import Fusing
+    from stagehand.weights.strays import Strays
     from stagehand.wires import Wires
 
 __all__ = ["Passing"]
@@ -78,11 +75,7 @@ class Passing(PassListener):
     _hands_over: bool
     _took_gradients: bool
     _steps: Steps
-    _strays: list[Block]
-    _fusing: Fusing
-    _watched: int | None
-    _known: set[int]
-    _warned: bool
+    _strays: Strays
     _handled: BaseException | None
 
     def _next_step(self, step: int | None) -> None:
@@ -156,7 +149,7 @@ class Passing(PassListener):
             return
         for reader in self._readers:
             reader.forget()
-        self._known.clear()
+        self._strays.look_again()
         weights = self._parts.weights
         share, marked = weights.limit_bytes, self._marked_bytes
         taken = False
@@ -336,24 +329,14 @@ class Passing(PassListener):
                 stack.enter_context(torch.no_grad())
             elif torch.is_grad_enabled() and not self._hooks.is_extra(module):
                 stack.enter_context(self._saved.hooks())
-            if id(module) not in self._known and not self._fusing.may():
-                self._watched = id(module)
-                watch = StrayUses(
-                    self._owners,
-                    self._rows,
-                    device=self._device.torch_device,
-                    bring=self._bring_stray,
-                    let_go=self._parts.scheduler.after,
-                )
+            watch = self._strays.begin(module)
+            if watch is not None:
                 stack.enter_context(watch)
             return stack.pop_all()
 
     def end_pass(self) -> None:
         """See `PassListener.end_pass`."""
-        strays, self._strays = self._strays, []
-        watched, self._watched = self._watched, None
-        if watched is not None and not self._has_failed():
-            self._known.add(watched)  # a pass that failed did not show all
+        failed = self._has_failed()
         self._parts.scheduler.release_fetched()  # by a backward inside of a forward
         try:
             self._parts.scheduler.end_pass()
@@ -366,46 +349,21 @@ class Passing(PassListener):
             self._tenancy.end(failed=self._has_failed())
             self._handled = None
         self._measure.end_pass()
-        if strays:
-            self._keep(strays)
+        self._strays.end(failed=failed)
 
     def _has_failed(self) -> bool:
         """Whether something was raised since the pass began, and is on its way."""
         return sys.exc_info()[1] not in (None, self._handled)
 
-    def _keep(self, strays: Sequence[Block]) -> None:
-        """Let weights that others read stay; without room, look out for them again."""
-        try:
-            self._parts.steering.keep(strays)
-        except StagehandOOMError as error:
-            self._known.clear()
-            if not self._warned:
-                self._warned = True
-                warnings.warn(
-                    f"{len(strays)} blocks, {strays[0].name!r} first, are read by"
-                    " modules that do not own them and do not fit the budget together"
-                    f" ({error}): every call is watched from now on, which is slow;"
-                    " name the modules that read them in opaque=, or raise the budget",
-                    StagehandWarning,
-                    stacklevel=2,
-                )
-
     def abort_pass(self) -> None:
         """See `PassListener.abort_pass`."""
-        self._strays = []
-        self._watched = self._handled = None
+        self._handled = None
         self._measure.stopwatch.forget()
         self._parts.scheduler.recover()
 
     def in_use(self) -> bool:
         """See `PassListener.in_use`."""
         return bool(self._parts.scheduler.in_use)
-
-    def _bring_stray(self, block: Block) -> None:
-        """A module reads a weight that is not its own."""
-        self._parts.scheduler.before(block)
-        if block not in self._strays:
-            self._strays.append(block)
 
     def _prepare(self) -> None:
         """Pin what is streamed, as far as the pool allows, and place what stays."""

@@ -37,7 +37,7 @@ from stagehand.units import parse_bytes
 from stagehand.weights.edges import Edges
 from stagehand.weights.rows import RowGather
 from stagehand.weights.sites import SiteHooks
-from stagehand.weights.strays import Fusing
+from stagehand.weights.strays import Strays
 from stagehand.wires import Wires
 
 if TYPE_CHECKING:
@@ -101,13 +101,8 @@ class Runtime(Passing, Sharing, Storing, Conduct):
         self._ready = False
         self._closed = False
         self._hands_over = False
-        self._strays: list[Block] = []
-        self._fusing = Fusing(model)
         self._startup_seconds = 0.0
-        self._known: set[int] = set()  # edges whose passes are not watched any more
-        self._watched: int | None = None
         self._resumes = False
-        self._warned = False
         self._last_report: Report | None = None
         self._at_shutdown: list[Callable[[nn.Module], None]] = []
         self._home = next(
@@ -151,6 +146,15 @@ class Runtime(Passing, Sharing, Storing, Conduct):
             join=parts.scheduler.join,
             bring=parts.scheduler.before,
             leave=parts.scheduler.after,
+        )
+        self._strays = Strays(
+            model,
+            self._owners,
+            self._rows,
+            device=settings.device.torch_device,
+            bring=parts.scheduler.before,
+            let_go=parts.scheduler.after,
+            keep=parts.steering.keep,
         )
         self._additions = Additions(model, parts, self._wires, self._home)
         self._finalizer = weakref.finalize(model, parts.close)

@@ -470,7 +470,7 @@ def test_an_interrupt_where_a_pass_begins_leaves_no_hooks_on_the_thread(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("stagehand.passing.StrayUses", interrupt)
+        patch.setattr("stagehand.weights.strays.StrayUses", interrupt)
         with pytest.raises(KeyboardInterrupt):
             model(batch())
     assert top_saved_hooks() is None

@@ -242,7 +242,7 @@ def test_a_pass_fails_by_what_it_raises_not_by_what_is_being_handled(sim, fails)
         with torch.no_grad(), contextlib.suppress(ZeroDivisionError):
             model(x)
     assert told == [fails]
-    assert bool(runtime._known) != fails  # its strays are known, or not
+    assert bool(runtime._strays._known) != fails  # its strays are known, or not
     assert runtime._handled is None
     runtime.shutdown()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,7 @@ from torch import nn
 from torch.compiler import is_dynamo_compiling
 from torch.overrides import TorchFunctionMode
 
+from stagehand.errors import StagehandOOMError, StagehandWarning
 from stagehand.torch_private import is_compiled_for, skipped
 
 if TYPE_CHECKING:
@@ -18,28 +20,116 @@ if TYPE_CHECKING:
     from stagehand.residency.blocks import Block
     from stagehand.weights.rows import RowGather
 
-__all__ = ["Fusing", "StrayUses"]
+__all__ = ["StrayUses", "Strays"]
 
 
-class Fusing:
-    """Whether attention modules of a model may take their fused path, for inference.
+class Strays:
+    """The weights of one model that others read; they stay on the device once found.
 
-    Under a torch function mode they do not, and its results differ in the last bits.
-    What they read themselves is one block.
+    First passes through each edge are watched: a pass that fails does not show all.
+
+    Args:
+        model: Any module. Its attention modules take a fused path for inference, not
+            under a torch function mode, and results differ in the last bits: where they
+            may, a pass is not watched. What they read themselves is one block.
+        owners: As for `StrayUses`, and so are all but the last.
+        rows: See there.
+        device: See there.
+        bring: See there.
+        let_go: See there.
+        keep: Lets blocks stay from the next pass on. Raises `StagehandOOMError` if they
+            do not fit the budget together.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        owners: Mapping[int, Block],
+        rows: RowGather,
+        *,
+        device: torch.device,
+        bring: Callable[[Block], None],
+        let_go: Callable[[Block], None],
+        keep: Callable[[Sequence[Block]], None],
+    ) -> None:
         found = (m for m in model.modules() if isinstance(m, nn.MultiheadAttention))
-        self._modules = [weakref.ref(module) for module in found]
+        self._attention = [weakref.ref(module) for module in found]
+        self._owners = owners
+        self._rows = rows
+        self._device = device
+        self._bring = bring
+        self._let_go = let_go
+        self._keep = keep
+        self._known: set[int] = set()  # edges that are not watched any more
+        self._watched: int | None = None  # the edge of this pass, if it is watched
+        self._found: list[Block] = []
+        self._has_warned = False
 
-    def may(self) -> bool:
-        """Whether some may now. Mostly the first that is asked tells."""
+    def __repr__(self) -> str:
+        return f"Strays({len(self._known)} edges known)"
+
+    def begin(self, edge: nn.Module) -> StrayUses | None:
+        """A pass begins: return the mode that watches it, if it is to be watched."""
+        self._found = []
+        self._watched = None
+        if id(edge) in self._known or self._may_fuse():
+            return None
+        self._watched = id(edge)
+        return StrayUses(
+            self._owners,
+            self._rows,
+            device=self._device,
+            bring=self._bring_stray,
+            let_go=self._let_go,
+        )
+
+    def end(self, *, failed: bool) -> None:
+        """It ends. Without room for what it has found, the next ones look out again.
+
+        Args:
+            failed: Whether something was raised in it.
+        """
+        if self._watched is not None and not failed:
+            self._known.add(self._watched)
+        found, self._found = self._found, []
+        self._watched = None
+        if not found:
+            return
+        try:
+            self._keep(found)
+        except StagehandOOMError as error:
+            self.look_again()
+            self._warn(found, error)
+
+    def look_again(self) -> None:
+        """Watch first passes anew: modules may read others' weights from now on."""
+        self._known.clear()
+
+    def _bring_stray(self, block: Block) -> None:
+        self._bring(block)
+        if block not in self._found:
+            self._found.append(block)
+
+    def _may_fuse(self) -> bool:
+        """Whether some attention module may fuse now. Mostly the first one tells."""
         grads = torch.is_grad_enabled()
         return any(
             not (grads and any(p.requires_grad for p in m.parameters(recurse=False)))
-            for m in (known() for known in self._modules)
+            for m in (known() for known in self._attention)
             if m is not None and not m.training
         )
+
+    def _warn(self, found: Sequence[Block], error: StagehandOOMError) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"{len(found)} blocks, {found[0].name!r} first, are read by modules"
+                f" that do not own them and do not fit the budget together ({error}):"
+                " every call is watched from now on, which is slow; name the modules"
+                " that read them in opaque=, or raise the budget",
+                StagehandWarning,
+                stacklevel=2,
+            )
 
 
 class StrayUses(TorchFunctionMode):
