@@ -20,7 +20,7 @@ from stagehand.weights.edges import PassListener
 
 if TYPE_CHECKING:
     import weakref
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from torch import nn
 
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from stagehand.stores.files import FileSet
     from stagehand.tenancy import Tenancy
     from stagehand.weights.edges import Edges
-    from stagehand.weights.rows import RowGather
     from stagehand.weights.sites import SiteHooks
     from stagehand.weights.strays import Strays
     from stagehand.wires import Wires
@@ -65,9 +64,7 @@ class Passing(PassListener):
     _files: FileSet | None
     _compact_files: CompactFiles
     _model_ref: weakref.ref[nn.Module]
-    _owners: Mapping[int, Block]
     _readers: Sequence[Reader]
-    _rows: RowGather
     _marked_bytes: int
     _manual: bool
     _closed: bool

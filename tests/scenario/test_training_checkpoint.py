@@ -1,6 +1,5 @@
 """Recomputed regions and users' own saved-tensor hooks work through the stream."""
 
-import contextlib
 import functools
 
 import pytest
@@ -384,9 +383,8 @@ def test_regions_cost_no_more_memory_than_resident_beside_the_weights(
         run = start(build, setting) if streams else None
         model = run.model if run else build().to("hpu")
         inputs = torch.randn(500, 16).to("hpu").requires_grad_()
-        with contextlib.nullcontext():
-            model(inputs).sum().backward()
-            model.zero_grad()
+        model(inputs).sum().backward()
+        model.zero_grad()
         held = sim.allocated_bytes()
         sim.reset_peak()
         model(inputs).sum().backward()
@@ -397,3 +395,28 @@ def test_regions_cost_no_more_memory_than_resident_beside_the_weights(
             end(run)
         del model, inputs
     assert peaks[1] <= peaks[0]
+
+
+class Unbiased(Net):
+    """Regions that end with a layer whose weight autograd unpacks before its input."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(
+            torch.nn.Sequential(
+                *(torch.nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3))
+            )
+            for _ in range(4)
+        )
+
+    def around(self, block, x):
+        return checkpoint(block, x, use_reentrant=False)
+
+
+def test_a_weight_that_is_unpacked_first_keeps_no_slot_while_its_region_recomputes(sim):
+    run = start(built(Unbiased), TIGHT)
+    for number in range(3):
+        run.loss(number).backward()
+        run.model.zero_grad()
+    assert run.runtime.report().abandoned_slots == 0
+    end(run)
