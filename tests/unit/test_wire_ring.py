@@ -3,6 +3,7 @@
 import contextlib
 import inspect
 import textwrap
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -141,9 +142,9 @@ def ring_in_memory_that_a_slot_had(rig):
     rig.engine.adopt(slot)
 
 
-def slot_in_memory_that_the_ring_had(rig):
-    rig.load(1)
-    rig.load(2, 1)
+def slot_in_memory_that_the_ring_had(rig, loads=2):
+    for number in range(loads):
+        rig.load(number + 1, number)
     rig.engine.close_wires()
     rig.arena.trim()
     buffers = [rig.engine.allocate(size) for size in (WIRE, WIRE, SCRATCH)]
@@ -167,10 +168,24 @@ def wire_whose_decoder_failed(rig):
     assert is_filled_with(rig.use(), 2)
 
 
+def wire_that_was_interrupted(rig):
+    """It is on its way, and the lane does not wait for it."""
+
+    def interrupt(_):
+        raise KeyboardInterrupt
+
+    for piece in rig.engine.wires._pieces:
+        piece.arrived = SimpleNamespace(record=interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        rig.load(1)
+    slot_in_memory_that_the_ring_had(rig, loads=0)
+
+
 HAZARDS = (
     *(read_after_decode, decode_after_read, wire_over_wire_that_is_decoded),
     *(plain_load_over_decoded, scratch_is_shared, ring_in_memory_that_a_slot_had),
     *(slot_in_memory_that_the_ring_had, wire_whose_decoder_failed),
+    wire_that_was_interrupted,
 )
 
 # The line that closes each hazard, by its class and method.
@@ -187,7 +202,13 @@ GUARDS = {
     (WireRing, "__init__", "self.stream.wait_event(self._order)"): (
         ring_in_memory_that_a_slot_had,
     ),
+    (WireRing, "close", "self._lane.wait_event(self._order)"): (
+        wire_that_was_interrupted,
+    ),
     # Marks that waits rely on.
+    (WireRing, "close", "self._order.record(self.stream)"): (
+        wire_that_was_interrupted,
+    ),
     (TransferEngine, "load_wire", "filled.record(lane.stream)"): (read_after_decode,),
     (TransferEngine, "load_wire", "piece.arrived.record(wires.stream)"): (
         read_after_decode,
