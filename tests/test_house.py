@@ -25,7 +25,7 @@ PLAN: dict[int, dict[str, tuple[str, ...]]] = {
             *("states", "machine", "device", "stopwatch", "clock", "telemetry"),
             *("limits", "turn", "hidden_gradients"),
             *("ledger", "arena", "workers", "layout", "saved"),
-            *("trees", "terms", "steps"),
+            *("trees", "casts", "terms", "steps"),
             *("wire_ring", "traffic", "transfer"),
         )
     },

@@ -1,12 +1,17 @@
-"""Keeps autocast from holding on to casts of streamed weights.
+"""Lets autocast keep its casts of streamed weights, but not their memory.
 
 Autocast caches its casts of trained fp32 weights until its region ends: half of a
-model's bytes. So the cache is off while a site runs that reads such weights, and in
-passes without gradients. It must be on for what is read more than once in a region:
-with it autograd adds the gradients before they are cast back, without it after, which
-rounds differently. That is so for a leaf that a site is given, for what no site reads,
-and for a streamed weight that is used again. Such a weight is known from its second use
-on; from then on its block's casts are kept as if it were resident.
+model's bytes. Which it keeps can be told from the gradients: what is cast once is
+added up before it is cast back, what is cast for each use after, which rounds
+differently. So the cache is left alone, and its casts of streamed weights have memory
+only while their block is in use: when a site ends they are emptied, and they are made
+again when it is used again. What autograd saves of them are handles already.
+
+A cast is known by the graph, when an operator saves it for backward. One that none
+saves, for the operator's input has no gradient, is asked for with an operator that
+computes nothing.
+
+Without gradients it makes no difference whether a cast is kept, and none is.
 """
 
 from __future__ import annotations
@@ -15,24 +20,30 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 
+from stagehand.core.casts import cast_of, is_cast, note_cast
 from stagehand.core.terms import terms_of
-from stagehand.core.trees import tensors_in
 from stagehand.errors import StagehandWarning
-from stagehand.torch_private import sequence_number, without_modes
+from stagehand.torch_private import (
+    sequence_number,
+    storage_use_count,
+    tensor_use_count,
+    without_modes,
+)
 
 if TYPE_CHECKING:
-    from torch.autograd.graph import Node
-
     from stagehand.residency.blocks import Block, Reader
 
 __all__ = ["Casts"]
 
-_CAST = "ToCopyBackward0"
+# Who refers to a tensor that is in autocast's cache and nowhere else, and to its
+# memory: whoever asks is one of them.
+_CACHED, _ALONE = 2, 2
 
 
 class Casts:
-    """Autocast's cache during the passes of one runtime; a context for one at a time.
+    """Autocast's casts of the streamed weights of one runtime.
 
     Args:
         device: Where the model computes.
@@ -40,129 +51,137 @@ class Casts:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._region = _Region(device)
-        self._wanted = True
-        self.sites: list[tuple[Reader, bool, int | None]] = []
-        """Those that run and may cast trained weights; whether the cache was on before,
-        and the number of the graph's next node then, if what is added to the graph is
-        to be looked at."""
-        self._used: set[int] = set()  # weights, since the latest backward
-        self._before: set[int] = set()  # in the forward that this backward recomputes
-        self._reused: set[int] = set()  # blocks
+        self._nothing: dict[torch.dtype, torch.Tensor] = {}
+        # Sites that run: the number of the graph's next node when they began, if what
+        # they cast is not known yet; None if the cache is off for them.
+        self._sites: list[tuple[Reader, int | None]] = []
         self._has_warned = False
 
-    def __enter__(self) -> None:
-        """A pass begins."""
-        self._wanted = torch.is_autocast_cache_enabled()
-        self.sites.clear()
-        grads = torch.is_grad_enabled()
-        if grads:
-            goes_on = self._goes_on()
-            if self._before or not goes_on:
-                self._used.clear()
-                self._before.clear()
-        torch.set_autocast_cache_enabled(self._wanted and grads)
+    def forget(self) -> None:
+        """A pass begins: sites that an interrupt has left do not run any more."""
+        if any(since is None for _, since in self._sites):
+            torch.set_autocast_cache_enabled(True)
+        self._sites.clear()
 
-    def __exit__(self, *_: object) -> None:
-        """The pass ends: let the cache be as it was, whatever has failed."""
-        torch.set_autocast_cache_enabled(self._wanted)
+    def _are_kept(self) -> bool:
+        """Whether autocast keeps what it casts now."""
+        return torch.is_autocast_cache_enabled() and torch.is_autocast_enabled(
+            self._device.type
+        )
 
-    def _goes_on(self) -> bool:
-        """Whether this pass begins in the region of the latest one."""
-        if not self._wanted or not torch.is_autocast_enabled(self._device.type):
-            return False
-        return self._region.goes_on()
+    def begin(self, block: Block, reader: Reader) -> None:
+        """A module that reads a block begins; the block is in use."""
+        if block.casts:
+            self.fill(block)
+        if not self._are_kept():
+            return
+        if torch.is_grad_enabled():
+            if reader.cast is None:
+                self._sites.append((reader, sequence_number()))
+        elif any(map(_may_be_cached, reader.own.values())):
+            self._sites.append((reader, None))
+            torch.set_autocast_cache_enabled(False)
 
-    def turn_back(self) -> None:
-        """A backward pass begins: what it recomputes are no further uses."""
-        self._before |= self._used
-        self._used.clear()
-
-    def begin(self, block: Block, reader: Reader, given: Any) -> None:
-        """A module that reads a block begins.
+    def end(self, block: Block, reader: Reader, output: Any, *, last: bool) -> None:
+        """It ends.
 
         Args:
-            block: The block, of which other modules may read the rest.
-            reader: What of it this module reads.
-            given: What the module is called with.
-        """
-        was = torch.is_autocast_cache_enabled()
-        wanted = self.sites[0][1] if self.sites else was
-        if not wanted or not torch.is_autocast_enabled(self._device.type):
-            return
-        own = reader.own
-        if not any(map(_may_be_kept, own.values())):
-            return
-        grads = torch.is_grad_enabled()
-        if grads and self._used.isdisjoint(own):
-            self._used.update(own.keys() - self._before)
-        elif grads:
-            self._keep(block)
-        on = block.index in self._reused
-        on = on or any(_may_be_kept(tensor) for _, tensor in tensors_in(given))
-        looks = grads and not on and not reader.has_shown_casts
-        self.sites.append((reader, was, sequence_number() if looks else None))
-        torch.set_autocast_cache_enabled(on)
-
-    def end(self, block: Block, reader: Reader, output: Any) -> None:
-        """It ends, if it has begun.
-
-        Args:
-            block: As it was given to `begin`.
-            reader: As well.
+            block: The block, which is still in use.
+            reader: What of it the module reads.
             output: What the module returns.
+            last: Whether nobody else reads the block now.
         """
-        if self.sites[-1][0] is not reader:
-            return
-        _, was, since = self.sites.pop()
-        torch.set_autocast_cache_enabled(was)
-        terms = {} if since is None else terms_of(output, since)
-        for makers in terms.values():
-            reader.has_shown_casts = True
-            if sum(maker.name() == _CAST for maker, _ in makers) > 1:
-                self._keep(block)
-                break
+        if self._sites and self._sites[-1][0] is reader:
+            _, since = self._sites.pop()
+            if since is None:
+                torch.set_autocast_cache_enabled(True)
+            else:
+                reader.cast = _cast_in(reader, output, since)
+        if reader.cast and torch.is_grad_enabled() and self._are_kept():
+            for weight in reader.cast:
+                known = block.casts.get(id(weight))
+                if known is None or known.cast() is None:
+                    self._ask_for(block, weight)
+        if last and block.casts:
+            self.empty(block)
 
-    def _keep(self, block: Block) -> None:
-        """Let autocast keep the casts of a block from now on."""
-        self._reused.add(block.index)
+    def fill(self, block: Block) -> None:
+        """Give the casts of a block that is in use their memory back."""
+        for key, known in [*block.casts.items()]:
+            cast, weight = known.cast(), known.weight
+            if cast is None:  # the region is over
+                del block.casts[key]
+                continue
+            if known.version != weight._version:
+                known.version = weight._version
+                self._warn(block)
+            elif cast.numel() == weight.numel():
+                continue
+            with without_modes():
+                cast.data = weight.data.to(cast.dtype)
+
+    def _warn(self, block: Block) -> None:
         if not self._has_warned:
             self._has_warned = True
             warnings.warn(
-                f"a weight of block {block.name!r} is used again under autocast before"
-                " its gradients were made: those of this pass are added in fp32, those"
-                " of later passes as without streaming, which keeps its cast until"
-                " autocast ends; this is said of the first such block only",
+                f"a weight of block {block.name!r} has changed since autocast has cast"
+                " it: its cast is made again, while without streaming the old one would"
+                " be used, as others are; end autocast before the optimizer steps",
                 StagehandWarning,
                 stacklevel=2,
             )
 
+    def empty(self, block: Block) -> None:
+        """Take it from those that nobody but autocast refers to."""
+        if block.read_elsewhere:
+            return
+        for known in block.casts.values():
+            cast = known.cast()
+            if (
+                cast is not None
+                and tensor_use_count(cast) == _CACHED
+                and storage_use_count(cast.untyped_storage()) == _ALONE
+            ):
+                cast.data = self._empty_one(cast.dtype)
 
-def _may_be_kept(tensor: torch.Tensor) -> bool:
-    """Whether autocast caches what it casts it to."""
+    def _empty_one(self, dtype: torch.dtype) -> torch.Tensor:
+        found = self._nothing.get(dtype)
+        if found is None:
+            found = torch.empty(0, dtype=dtype, device=self._device)
+            self._nothing[dtype] = found
+        return found
+
+    def _ask_for(self, block: Block, weight: torch.Tensor) -> None:
+        """Find the cast of a weight of which nothing was saved."""
+        saved: list[torch.Tensor] = []
+        dtype = torch.get_autocast_dtype(self._device.type)
+        with without_modes(), saved_tensors_hooks(saved.append, _never):
+            rows = torch.empty(0, weight.shape[-2], dtype=dtype, device=self._device)
+            torch.matmul(rows.requires_grad_(), weight)
+        for tensor in saved:
+            found = cast_of(tensor)
+            if found is not None and found[1] is weight:
+                note_cast(block.casts, *found)
+
+
+def _cast_in(
+    reader: Reader, output: Any, since: int
+) -> tuple[torch.Tensor, ...] | None:
+    """Return what a use of a site has cast, but for what is small; None if unknown."""
+    terms = terms_of(output, since)
+    if not terms:
+        return None
+    cast = {
+        id(node.variable)  # type: ignore[attr-defined]
+        for node, makers in terms.items()
+        if any(is_cast(maker) for maker, _ in makers)
+    }
+    return tuple(t for t in reader.own.values() if id(t) in cast and t.dim() > 1)
+
+
+def _may_be_cached(tensor: torch.Tensor) -> bool:
     return tensor.requires_grad and tensor.is_leaf and tensor.dtype is torch.float32
 
 
-class _Region:
-    """Tells autocast's regions apart: at the end of the outermost it forgets all casts.
-
-    Args:
-        device: Where autocast casts.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._operands: tuple[torch.Tensor, torch.Tensor] | None = None
-        self._cast: Node | None = None
-
-    def goes_on(self) -> bool:
-        """Whether it is the one of the latest call. Call with gradients, 6 us."""
-        with without_modes():
-            if self._operands is None:
-                empty = torch.empty(0, 0, dtype=torch.float32, device=self._device)
-                self._operands = empty, empty.detach().requires_grad_()
-            other, leaf = self._operands
-            made: Any = torch.addmm(leaf, other, other).grad_fn  # saves nothing
-        cast: Node = made.next_functions[0][0]
-        before, self._cast = self._cast, cast
-        return cast is before and cast.name() == _CAST
+def _never(_: object) -> torch.Tensor:
+    raise NotImplementedError  # nobody goes back through it

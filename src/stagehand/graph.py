@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from torch import is_grad_enabled
 
+from stagehand.core.casts import cast_of, note_cast
 from stagehand.core.device import Device
 from stagehand.core.saved import Kept, modified, unchanged
 from stagehand.core.transfer import Slot
@@ -410,18 +411,18 @@ class SavedTensors:
         return _note(block, place)
 
     def _cast(self, saved: torch.Tensor) -> "_Cast | None":
-        base = saved if saved._base is None else saved._base
-        made = base.grad_fn
-        if made is None or made.name() != "ToCopyBackward0":
+        found = cast_of(saved)
+        if found is None:
             return None
-        weight = getattr(made.next_functions[0][0], "variable", None)
+        cast, weight = found
         block = self._owners.get(id(weight))
-        if weight is None or block is None or base.device != weight.device:
+        if block is None or cast.device != weight.device:
             return None
         # Only what casting again would give: autocast's casts, which nobody changes.
-        if base._version or base.stride() != weight.stride():
+        if cast._version or cast.stride() != weight.stride():
             return None
-        return _Cast(block, weight, base.dtype, saved)
+        note_cast(block.casts, cast, weight)
+        return _Cast(block, weight, cast.dtype, saved)
 
 
 class _Saving:

@@ -104,6 +104,7 @@ class Passing(PassListener):
     def begin_pass(self, module: nn.Module) -> AbstractContextManager[Any] | None:
         """See `PassListener.begin_pass`."""
         self._handled = sys.exc_info()[1]
+        self._casts.forget()
         if module is self._model_ref() and not self._manual:
             self._next_step(None)
         self._tell(Phase.FORWARD)
@@ -183,7 +184,6 @@ class Passing(PassListener):
     def begin_backward(self, *, by_module: bool) -> None:
         """See `PassListener.begin_backward`."""
         self._saved.backward = graph_task()
-        self._casts.turn_back()
         self._tell(Phase.BACKWARD)
         self._parts.scheduler.expect_changes(follow=True)
         self._hands_over = self._tenancy.begin()
@@ -244,36 +244,40 @@ class Passing(PassListener):
             self._edges.enter_backward()
         scheduler, gradients = self._parts.scheduler, self._gradients
         left = scheduler.fetched
-        if (left is block or block.stays) and scheduler.is_at_hand(block):
-            return
-        if left is not None and left.trains and gradients is not None:
-            scheduler.release_fetched()
-            if gradients.has_listeners:
-                scheduler.send_home(left)
-            gradients.pass_on()
-        scheduler.fetch(block)
+        if not (left is block or block.stays) or not scheduler.is_at_hand(block):
+            if left is not None and left.casts and left.uses == 1:
+                self._casts.empty(left)
+            if left is not None and left.trains and gradients is not None:
+                scheduler.release_fetched()
+                if gradients.has_listeners:
+                    scheduler.send_home(left)
+                gradients.pass_on()
+            scheduler.fetch(block)
+        if block.casts:
+            self._casts.fill(block)
 
-    def _track(self, block: Block, reader: Reader, given: Any) -> bool:
-        """A site begins, with gradients or where autocast may keep its casts."""
-        watched = self._gradients is not None
+    def _track(self, block: Block, reader: Reader) -> bool:
+        """A site begins, with gradients or under autocast."""
+        if block.casts or torch.is_autocast_enabled(self._edges.kind):
+            self._casts.begin(block, reader)
         if not torch.is_grad_enabled():
-            self._casts.begin(block, reader, given)
             return False
-        if block.trains or not watched:  # autocast keeps no casts of frozen weights
-            self._casts.begin(block, reader, given)
-            if reader.binding != block.bindings and reader.several is False:
-                reader.binding = block.bindings  # mostly
-            elif watched and self._saved.backward is None:
-                reader.begin(block)
-        if watched and block.unseen:
-            self._saved.site = block
+        if self._gradients is not None:
+            if block.trains:
+                if reader.binding != block.bindings and reader.several is False:
+                    reader.binding = block.bindings  # mostly
+                elif self._saved.backward is None:
+                    reader.begin(block)
+            if block.unseen:
+                self._saved.site = block
         return self._saved.rise()
 
     def _untrack(self, block: Block, reader: Reader, output: Any) -> None:
         """It ends."""
         self._saved.site = None
-        if self._casts.sites:
-            self._casts.end(block, reader, output)
+        if block.casts or torch.is_autocast_enabled(self._edges.kind):
+            last = block.uses - (self._parts.scheduler.fetched is block) <= 1
+            self._casts.end(block, reader, output, last=last)
         if reader.since is not None and self._gradients is not None:
             self._gradients.end_use(reader, output)
 
@@ -321,7 +325,6 @@ class Passing(PassListener):
 
     def _pass_context(self, module: nn.Module) -> ExitStack:
         with ExitStack() as stack:  # an interrupt leaves none of them entered
-            stack.enter_context(self._casts)
             if self._settings.inference_mode:
                 stack.enter_context(torch.no_grad())
             elif torch.is_grad_enabled() and not self._hooks.is_extra(module):

@@ -153,6 +153,7 @@ class Runtime(Passing, Sharing, Storing, Conduct):
             self._rows,
             device=settings.device.torch_device,
             bring=parts.scheduler.before,
+            fill=self._casts.fill,
             let_go=parts.scheduler.after,
             keep=parts.steering.keep,
         )
@@ -345,6 +346,7 @@ class Runtime(Passing, Sharing, Storing, Conduct):
             if not self._ready:
                 self._prepare()
             self._parts.scheduler.before(block)
+            self._casts.fill(block)
         except BaseException:
             self._edges.lock.release()
             raise

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from stagehand.core.casts import KnownCast
     from stagehand.core.layout import BlockLayout
     from stagehand.core.transfer import Slot, Ticket
     from stagehand.stores.base import Skew, Store, Wire
@@ -57,6 +58,7 @@ class Block(Residency):
         "begins",
         "bindings",
         "bound",
+        "casts",
         "changes",
         "clean_versions",
         "filled_in",
@@ -71,6 +73,7 @@ class Block(Residency):
         "link_nbytes",
         "nbytes",
         "needs_staging",
+        "read_elsewhere",
         "sampled",
         "seal",
         "sent",
@@ -164,6 +167,10 @@ class Block(Residency):
         stays bound, and the versions of what it brings."""
         self.handles: dict[int, tuple[Any, ...]] = {}
         """What autograd keeps of its tensors, by where in the image they begin."""
+        self.casts: dict[int, KnownCast] = {}
+        """Of its tensors, by their ids: what autocast may keep of them."""
+        self.read_elsewhere = False
+        """Whether modules read its tensors that are no sites of it."""
         self.seal: torch.Tensor | bytes | None = None
         """A sample of the host bytes that the slot was filled from."""
 
@@ -355,20 +362,20 @@ class Reader:
         again: Whether what it reads may have been read before in the same binding.
         several: Whether a use of the site reads a weight more than once; None if that
             is not known yet.
-        has_shown_casts: Whether it is known if a use casts a weight more than once.
+        cast: What of it autocast casts in a use; None if that is not known yet.
     """
 
     __slots__ = (
         "_tied",
         "again",
         "binding",
-        "has_shown_casts",
+        "cast",
         "own",
         "several",
         "since",
     )
     several: bool | None
-    has_shown_casts: bool
+    cast: tuple[torch.Tensor, ...] | None
 
     def __init__(self, own: Mapping[int, torch.Tensor], *, tied: bool) -> None:
         self.own = own
@@ -381,7 +388,7 @@ class Reader:
     def forget(self) -> None:
         """The model's modules are others now: its uses may be, too."""
         self.several = True if self._tied else None
-        self.has_shown_casts = False
+        self.cast = None
 
     def begin(self, block: Block) -> None:
         """The site begins, for a backward pass to come."""

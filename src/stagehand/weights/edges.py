@@ -124,6 +124,8 @@ class Edges:
         self.lock = Turn(name, self._is_left, self._bury)
         self._listener = listener
         self._device = device
+        self.kind = device.type
+        """As autocast knows the device."""
         self._stack: list[_Frame] = []
         self.thread: Any = None
         """In which a pass is under way."""

@@ -275,7 +275,7 @@ class _SiteBegin(_SiteHook):
         before: Callable[[Block], None],
         edges: Edges,
         reader: Reader,
-        track: Callable[[Block, Reader, Any], bool],
+        track: Callable[[Block, Reader], bool],
     ) -> None:
         super().__init__(block, edges, reader)
         self._before = before
@@ -298,9 +298,8 @@ class _SiteBegin(_SiteHook):
             apart(self._before, self._block)
         else:
             self._before(self._block)
-        if torch.is_grad_enabled() or torch.is_autocast_cache_enabled():
-            given = args, kwargs
-            edges.risen.append((module, self._track(self._block, self._reader, given)))
+        if torch.is_grad_enabled() or torch.is_autocast_enabled(edges.kind):
+            edges.risen.append((module, self._track(self._block, self._reader)))
         return moved
 
 
@@ -423,9 +422,9 @@ class SiteHooks:
         before: Called with a block when a site begins.
         rise: Called when an edge begins with gradients; returns whether it put hooks
             on top of those through which this thread saves tensors.
-        track: Called with a block, its reader and what the site is given when a site
-            begins with gradients, or while autocast may keep casts; returns the same.
-        untrack: Called with the first two, and what the site returns, when it ends.
+        track: Called with a block and its reader when a site begins with gradients or
+            under autocast; returns the same.
+        untrack: Called with both, and what the site returns, when it ends.
         settle: Brings every tensor home before the model is copied.
         resume: Called when it was.
     """
@@ -436,7 +435,7 @@ class SiteHooks:
         *,
         before: Callable[[Block], None],
         rise: Callable[[], bool],
-        track: Callable[[Block, Reader, Any], bool],
+        track: Callable[[Block, Reader], bool],
         untrack: Callable[[Block, Reader, Any], None],
         settle: Callable[[], None],
         resume: Callable[[], None],

@@ -32,11 +32,12 @@ class Strays:
         model: Any module. Its attention modules take a fused path for inference, not
             under a torch function mode, and results differ in the last bits: where they
             may, a pass is not watched. What they read themselves is one block.
-        owners: As for `StrayUses`, and so are all but the last.
-        rows: See there.
-        device: See there.
-        bring: See there.
-        let_go: See there.
+        owners: As for `StrayUses`.
+        rows: As well.
+        device: As well.
+        bring: As well.
+        fill: Called with a block that was brought: its casts have memory from now on.
+        let_go: As for `StrayUses`.
         keep: Lets blocks stay from the next pass on. Raises `StagehandOOMError` if they
             do not fit the budget together.
     """
@@ -49,6 +50,7 @@ class Strays:
         *,
         device: torch.device,
         bring: Callable[[Block], None],
+        fill: Callable[[Block], None],
         let_go: Callable[[Block], None],
         keep: Callable[[Sequence[Block]], None],
     ) -> None:
@@ -58,6 +60,7 @@ class Strays:
         self._rows = rows
         self._device = device
         self._bring = bring
+        self._fill = fill
         self._let_go = let_go
         self._keep = keep
         self._known: set[int] = set()  # edges that are not watched any more
@@ -107,6 +110,8 @@ class Strays:
 
     def _bring_stray(self, block: Block) -> None:
         self._bring(block)
+        block.read_elsewhere = True
+        self._fill(block)
         if block not in self._found:
             self._found.append(block)
 
