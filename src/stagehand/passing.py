@@ -245,8 +245,6 @@ class Passing(PassListener):
         scheduler, gradients = self._parts.scheduler, self._gradients
         left = scheduler.fetched
         if not (left is block or block.stays) or not scheduler.is_at_hand(block):
-            if left is not None and left.casts and left.uses == 1:
-                self._casts.empty(left)
             if left is not None and left.trains and gradients is not None:
                 scheduler.release_fetched()
                 if gradients.has_listeners:

@@ -235,6 +235,7 @@ def test_casts_that_the_model_keeps_are_left_to_it(sim, view, cached):
         model(x).sum().backward()
     for own, cast in zip(model, expected, strict=True):
         assert torch.equal(own.kept.cpu(), cast.t() if view else cast)
+        assert not view or own.kept._base.shape == cast.shape
         own.kept = None
     runtime_of(model).shutdown()
 
@@ -356,6 +357,28 @@ def test_a_block_that_others_call_is_used_again(sim):
     runtime.shutdown()
 
 
+class Recursive(nn.Module):
+    """Calls itself between two reads of its weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(32, 32) / 4)
+
+    def forward(self, x, depth=2):
+        x = torch.tanh(x @ self.weight)
+        if depth:
+            x = self(x, depth - 1)
+        return torch.tanh(x @ self.weight).float()
+
+
+def test_a_block_that_calls_itself_is_used_until_the_last_has_ended(sim):
+    model = nn.Sequential(*(Recursive() for _ in range(4)))
+    expected = gradients(deepcopy(model).to("hpu"))
+    stagehand.layer(model, vram_budget=2 * LAYER_BYTES)
+    assert_equal_gradients(gradients(model), expected)
+    runtime_of(model).shutdown()
+
+
 class Attention(nn.Module):
     """Three layers that read one input."""
 
@@ -456,16 +479,20 @@ def test_a_weight_that_two_modules_read_has_the_resident_gradients(sim):
 class Within(nn.Module):
     """A block that recomputes a part of itself, which is given a leaf."""
 
-    def __init__(self):
+    def __init__(self, reentrant):
         super().__init__()
         self.inner = Attention()
+        self.reentrant = reentrant
 
     def forward(self, x):
-        return checkpoint(self.inner, x, use_reentrant=True)
+        return checkpoint(self.inner, x, use_reentrant=self.reentrant)
 
 
+@pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("inside", [True, False], ids=["inside", "outside"])
-def test_a_block_that_recomputes_a_part_of_itself_casts_as_resident(sim, inside):
+def test_a_block_that_recomputes_a_part_of_itself_casts_as_resident(
+    sim, inside, reentrant
+):
     def step(model):
         model.zero_grad()
         x = batch(2, 32).to("hpu").requires_grad_()
@@ -477,7 +504,7 @@ def test_a_block_that_recomputes_a_part_of_itself_casts_as_resident(sim, inside)
             loss.backward()
         return [x.grad.cpu(), *(p.grad.cpu().clone() for p in model.parameters())]
 
-    model = nn.Sequential(*(Within() for _ in range(3)))
+    model = nn.Sequential(*(Within(reentrant) for _ in range(3)))
     resident = deepcopy(model).to("hpu")
     expected = [step(resident), step(resident)]
     runtime = stagehand.StagehandRuntime(model, block_pattern=r"^\d$", device="hpu")
