@@ -40,10 +40,16 @@ class Moves:
     Moving to the device brings what always stays there, with adapters that were added
     since, and nothing else; moving to the CPU brings everything home until the next
     pass; casting is refused.
+
+    Args:
+        runtime: Of the model.
+        additions: Is kept here, by the model, and by nobody else: it knows all modules,
+            and where one of them knows the whole, the model would never be dropped.
     """
 
-    def __init__(self, runtime: _Parkable) -> None:
+    def __init__(self, runtime: _Parkable, additions: object) -> None:
         self._runtime = runtime
+        self._additions = additions
 
     def __call__(self, fn: Any, recurse: bool = True) -> nn.Module:
         runtime = self._runtime

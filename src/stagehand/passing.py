@@ -53,7 +53,7 @@ class Passing(PassListener):
     _device: Device
     _measure: Measure
     _tenancy: Tenancy
-    _additions: Additions
+    _additions: weakref.ref[Additions]
     _edges: Edges
     _saved: SavedTensors
     _casts: Casts
@@ -143,7 +143,8 @@ class Passing(PassListener):
         """Bring what has joined the model to the device, which has its own memory."""
         if self._device.is_host or self._parts.scheduler.in_use:
             return
-        if not self._additions.may_have_joined():
+        additions = self._additions()
+        if additions is None or not additions.may_have_joined():
             return
         for reader in self._readers:
             reader.forget()
@@ -152,7 +153,7 @@ class Passing(PassListener):
         share, marked = weights.limit_bytes, self._marked_bytes
         taken = False
         try:
-            taken = self._take_in_additions()
+            taken = self._take_in_additions(additions)
         finally:
             if not taken:
                 self._marked_bytes = marked
@@ -163,13 +164,13 @@ class Passing(PassListener):
             self._place_rest()
             self._measure.know(self._parts.scheduler.blocks)
 
-    def _take_in_additions(self) -> bool:
+    def _take_in_additions(self, additions: Additions) -> bool:
         """See `Additions.take_in`. What joins may need more than is had now."""
         weights = self._parts.weights
         while True:
             weights.set_limit(self._marked_bytes)
             try:
-                return self._additions.take_in()
+                return additions.take_in()
             except StagehandOOMError as error:
                 if self._marked_bytes >= self._parts.budget_bytes:
                     raise

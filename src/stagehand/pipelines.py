@@ -109,7 +109,8 @@ def pipeline(
         gives back plain models; it can be used as a context, too.
 
     Raises:
-        ConfigError: If there is no model, or one is streamed already.
+        ConfigError: If there is no model, or one is streamed already; or if `shared` or
+            `name` is among the options.
         StagehandOOMError: If the budget is too small for one of them. Nothing is
             changed then.
 
@@ -117,6 +118,12 @@ def pipeline(
         >>> with stagehand.pipeline(pipe, vram_budget="12GB"):
         ...     image = pipe("a lighthouse in a storm").images[0]
     """
+    for key in ("shared", "name"):
+        if key in options:
+            raise ConfigError(
+                f"{key}={options[key]!r} is not for a pipeline: its models share one"
+                " budget, under the names they have there"
+            )
     place = find_device(device)
     models = _models(pipe_or_dict)
     sizes = {name: _weight_bytes(model) for name, model in models.items()}
@@ -140,13 +147,13 @@ def pipeline(
             )
             runtimes[name] = getattr(model, HANDLE)
         _keep_small(runtimes, sizes, budget)
+        own = type(pipe_or_dict)
+        if not hasattr(own, "_execution_device"):
+            return Pipeline(runtimes)
+        pipe_or_dict.__class__ = _placed(own, place.torch_device)
     except BaseException:
         Pipeline(runtimes).shutdown()
         raise
-    own = type(pipe_or_dict)
-    if not hasattr(own, "_execution_device"):
-        return Pipeline(runtimes)
-    pipe_or_dict.__class__ = _placed(own, place.torch_device)
     return Pipeline(runtimes, lambda: setattr(pipe_or_dict, "__class__", own))
 
 

@@ -157,7 +157,8 @@ class Runtime(Passing, Sharing, Storing, Conduct):
             let_go=parts.scheduler.after,
             keep=parts.steering.keep,
         )
-        self._additions = Additions(model, parts, self._wires, self._home)
+        additions = Additions(model, parts, self._wires, self._home)
+        self._additions = weakref.ref(additions)  # see `Moves`
         self._finalizer = weakref.finalize(model, parts.close)
         # At exit the model is there, for whoever comes later: the system takes all.
         self._finalizer.atexit = False
@@ -166,7 +167,7 @@ class Runtime(Passing, Sharing, Storing, Conduct):
             for block in parts.blocks:
                 parts.masters.adopt(block)
             self._tenancy = Tenancy(parts, self._edges)
-            self._hook(model, finding, sites)
+            self._hook(model, finding, sites, additions)
             parts.steering.steer()
             self._measure.know(parts.scheduler.blocks)
             self._place_rest()
@@ -180,6 +181,7 @@ class Runtime(Passing, Sharing, Storing, Conduct):
         model: nn.Module,
         finding: Finding,
         sites: Sequence[tuple[nn.Module, Block]],
+        additions: Additions,
     ) -> None:
         self._hooks.add_model(model)
         for (site, block), reader in zip(sites, self._readers, strict=True):
@@ -191,7 +193,7 @@ class Runtime(Passing, Sharing, Storing, Conduct):
             self._add_look(table, group.name)
         # The handle comes first, so that a copy of the model begins with it.
         own = {k: v for k, v in model.__dict__.items() if k != HANDLE}
-        all_of_it = {HANDLE: self, **own, "_apply": Moves(self)}
+        all_of_it = {HANDLE: self, **own, "_apply": Moves(self, additions)}
         model.__dict__.clear()
         model.__dict__.update(all_of_it)
 
@@ -488,6 +490,7 @@ class Runtime(Passing, Sharing, Storing, Conduct):
         if self._closed and self._last_report is not None:
             return self._last_report
         parts, measure, plan = self._parts, self._measure, self._parts.steering.plan
+        additions = self._additions()
         totals = measure.telemetry.totals()
         startup, first = self._startup_seconds, measure.first_seconds
         limit = plan.limit
@@ -499,7 +502,7 @@ class Runtime(Passing, Sharing, Storing, Conduct):
             shared_bytes=self._tenancy.shared.ledger.device.limit_bytes,
             holdings=self._tenancy.holdings(),
             peak_device_bytes=parts.weights.peak_bytes,
-            weight_bytes=self._weight_bytes + self._additions.nbytes,
+            weight_bytes=self._weight_bytes + (additions.nbytes if additions else 0),
             resident_bytes=sum(b.nbytes for b in parts.scheduler.staying()),
             gathered_bytes=self._gathered_bytes,
             pinned_bytes=parts.pinned_arena.leased_bytes - parts.masters.reserved_bytes,
@@ -544,8 +547,8 @@ class Runtime(Passing, Sharing, Storing, Conduct):
     def shutdown(self) -> None:
         """Give back the plain model: no hooks, all tensors where they came from.
 
-        Idempotent. What is on the device is given back even where its file was removed
-        or cut short.
+        Idempotent, and nothing is left to do where the model is gone. What is on the
+        device is given back even where its file was removed or cut short.
 
         Raises:
             CheckpointError: At the end, once, if a file changed in place: it names the
@@ -566,7 +569,12 @@ class Runtime(Passing, Sharing, Storing, Conduct):
     def _end(self, *, keep_pool: bool) -> None:
         if self._closed:
             return
-        model, parts = self._check_open(), self._parts
+        model, parts = self._model_ref(), self._parts
+        if model is None:  # its finalizer has closed the parts
+            self._closed = True
+            with ExitStack() as rest:
+                self._close_files(rest)
+            return
         with self._at_rest():
             for block, image in parts.scheduler.bring_home():
                 parts.masters.rescue(block, image)
@@ -575,10 +583,7 @@ class Runtime(Passing, Sharing, Storing, Conduct):
         with ExitStack() as rest:  # in reverse; all of it, whatever fails
             for call in reversed(self._at_shutdown):
                 rest.callback(call, model)
-            rest.callback(self._measure.telemetry.close)
-            if self._files is not None:
-                rest.callback(self._files.close)
-            rest.callback(self._compact_files.close)
+            self._close_files(rest)
             rest.callback(parts.close)
             rest.callback(self._take_home_new_buffers, model)
             rest.callback(self._give_back, model)
@@ -590,6 +595,12 @@ class Runtime(Passing, Sharing, Storing, Conduct):
             parts.keep_pool = keep_pool
         if lost is not None:
             raise lost
+
+    def _close_files(self, rest: ExitStack) -> None:
+        rest.callback(self._measure.telemetry.close)
+        if self._files is not None:
+            rest.callback(self._files.close)
+        rest.callback(self._compact_files.close)
 
     def _give_back(self, model: nn.Module) -> None:
         parts, self._closed = self._parts, True

@@ -499,6 +499,67 @@ def test_a_dropped_model_takes_its_memory_and_threads_with_it(sim, tmp_path):
     assert not any(t.name.startswith("stagehand") for t in threading.enumerate())
 
 
+class Knowing(nn.Module):
+    """A model of which a part knows the whole, or keeps a graph."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.layers = stack()
+        if how == "hook":
+            self.layers[3].register_forward_hook(self.look)
+        elif how == "parent":
+            self.layers[3].parent = [self]
+        self.keeps = how == "graph"
+
+    def look(self, *_):
+        pass
+
+    def forward(self, x):
+        x = self.layers(x)
+        if self.keeps:
+            self.layers[3].kept = x
+        return x
+
+
+@pytest.mark.parametrize("how", ["hook", "parent", "graph"])
+@pytest.mark.parametrize("end", ["dropped", "parked", "shut down"])
+@pytest.mark.parametrize("grads", [True, False])
+def test_a_model_of_which_a_part_knows_the_whole_is_dropped_too(sim, how, end, grads):
+    model = stagehand.layer(Knowing(how), vram_budget=BUDGET, device="hpu")
+    with torch.set_grad_enabled(grads):
+        for _ in range(2):
+            model(batch())
+    if end == "parked":
+        runtime_of(model).park()
+    elif end == "shut down":
+        runtime_of(model).shutdown()
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
+    gc.collect()  # what its weights lay in
+    torch.accelerator.synchronize()
+    assert (live_leases(), sim.allocated_bytes(), sim.pinned_bytes()) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_a_runtime_whose_model_is_gone_can_be_shut_down(sim, tmp_path, keeps):
+    model = stack()
+    safetensors.torch.save_model(model, str(tmp_path / "model.safetensors"))
+    telemetry = tmp_path / "steps.jsonl"
+    stagehand.layer(model, vram_budget=BUDGET, device="hpu", telemetry=telemetry)
+    runtime = runtime_of(model)
+    runtime.convert_registry_to_file_backed_sharded(tmp_path)
+    with torch.no_grad():
+        model(batch())
+    del model
+    gc.collect()
+    for _ in range(2):
+        runtime.shutdown_keep_pool() if keeps else runtime.shutdown()
+    assert repr(runtime) == "Runtime(shut down)"
+    assert live_leases() == 0
+
+
 def test_a_weight_of_a_dropped_model_stays_readable(sim):
     model = stagehand.layer(stack(), vram_budget=BUDGET, device="hpu")
     with torch.no_grad():

@@ -110,6 +110,40 @@ def test_what_is_no_pipeline_is_refused(pipe):
         stagehand.pipeline(pipe)
 
 
+@pytest.mark.parametrize("option", [{"shared": False}, {"name": "mine"}], ids=str)
+def test_what_models_of_a_pipeline_have_together_is_no_option(option):
+    with pytest.raises(stagehand.ConfigError, match="not for a pipeline"):
+        stagehand.pipeline(parts(), vram_budget=4 * LAYER_BYTES, **option)
+
+
+class Slotted:
+    """A pipeline whose class cannot be changed."""
+
+    __slots__ = ("components",)
+    _execution_device = torch.device("cpu")
+
+
+def test_a_pipeline_that_cannot_say_where_it_is_changes_nothing(sim):
+    pipe = Slotted()
+    pipe.components = parts()
+    for _ in range(2):
+        with pytest.raises(TypeError, match="__class__"):
+            stagehand.pipeline(pipe, vram_budget=8 * LAYER_BYTES, device="hpu")
+
+
+def test_what_is_raised_inside_of_a_pipeline_is_what_comes_out(sim):
+    """Its models may be gone by then."""
+    models = {"a": stack()}
+
+    def fail():
+        with stagehand.pipeline(models, vram_budget=4 * LAYER_BYTES, device="hpu"):
+            models.clear()
+            raise ValueError("mine")
+
+    with pytest.raises(ValueError, match="mine"):
+        fail()
+
+
 def test_a_host_budget_is_for_all_models_together(sim):
     models = parts()
     weights = sum(weight_bytes(m) for m in models.values() if isinstance(m, nn.Module))

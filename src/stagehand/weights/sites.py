@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import sys
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -27,7 +28,7 @@ from stagehand.torch_private import (
 from stagehand.weights.edges import apart
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, MutableMapping
     from types import FrameType
 
     from torch.utils.hooks import RemovableHandle
@@ -448,7 +449,8 @@ class SiteHooks:
         self._settle = settle
         self._resume = resume
         self._handles: list[RemovableHandle] = []
-        self._extra: dict[nn.Module, list[RemovableHandle]] = {}
+        self._extra: MutableMapping[nn.Module, list[RemovableHandle]]
+        self._extra = WeakKeyDictionary()
         """Edges while what stays is away."""
 
     def add_model(self, model: nn.Module) -> None:
