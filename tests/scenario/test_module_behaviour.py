@@ -505,17 +505,20 @@ class Knowing(nn.Module):
     def __init__(self, how):
         super().__init__()
         self.layers = stack()
-        if how == "hook":
-            self.layers[3].register_forward_hook(self.look)
-        elif how == "parent":
-            self.layers[3].parent = [self]
+        norm = nn.LayerNorm(WIDTH)  # it stays
+        self.tail = nn.Sequential(nn.Sequential(norm, nn.ReLU()))
+        for part in (self.layers[3], norm):
+            if how == "hook":
+                part.register_forward_hook(self.look)
+            elif how == "parent":
+                part.parent = [self]
         self.keeps = how == "graph"
 
     def look(self, *_):
         pass
 
     def forward(self, x):
-        x = self.layers(x)
+        x = self.tail(self.layers(x))
         if self.keeps:
             self.layers[3].kept = x
         return x
