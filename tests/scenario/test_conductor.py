@@ -521,8 +521,22 @@ def test_a_model_cannot_be_attached_twice_nor_under_a_name_that_is_taken(
     assert conductor.budget.ledger.device.held_bytes == booked
     conductor.attach(other)
     assert "stagehand, stagehand 2" in repr(conductor)
-    with pytest.raises(ConfigError, match="a Linear cannot be attached"):
+
+
+def test_what_cannot_be_attached_is_refused_by_name(stream, conduct):
+    model, elsewhere = stream(), stream(device="cpu")
+    conductor = conduct()
+    with pytest.raises(ConfigError, match=r"on 'cpu', and .* of 'hpu:0'"):
+        conductor.attach(elsewhere)
+    assert conductor.budget.ledger.device.held_bytes == 0
+    with pytest.raises(ConfigError, match="to be attached is of type Linear: expected"):
         conductor.attach(torch.nn.Linear(2, 2))
+    with pytest.raises(ConfigError, match="name is 3: expected a text or None"):
+        conductor.attach(model, name=3)
+    with pytest.raises(ConfigError, match="name is 3: expected a text"):
+        conductor.attach_store(3, dict)
+    with pytest.raises(ConfigError, match="to be detached is of type int: expected"):
+        conductor.detach(3)
 
 
 def test_a_model_has_one_conductor_at_a_time(stream, conduct):

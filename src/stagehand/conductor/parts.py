@@ -138,6 +138,13 @@ class Parts:
                     f"{runtime!r} is attached to another conductor; detach() it there"
                     " first"
                 )
+            here = self._shared.device.torch_device
+            there = runtime.engine.device.torch_device
+            if there != here:
+                raise ConfigError(
+                    f"{runtime!r} computes on '{there}', and this conductor is of"
+                    f" '{here}': attach it to a conductor of its own device"
+                )
             name = name or self._free_name(runtime.kind)
             self._check_name(name)
             self.budget.check_pinned(self._pinned.whole, name)
