@@ -128,19 +128,18 @@ def pipeline(
     models = _models(pipe_or_dict)
     sizes = {name: _weight_bytes(model) for name, model in models.items()}
     budget = device_budget(place, vram_budget)
-    pinned = None
+    pinned: dict[str, int] = {}
     if ram_budget is not None and place.is_host:  # there is one memory
         budget = min(budget, host_budget(ram_budget))
     elif ram_budget is not None:
-        pinned = host_budget(ram_budget) / max(1, sum(sizes.values()))
+        pinned = _parts_of(ram_budget, sizes)
     runtimes: dict[str, Runtime] = {}
     try:
         for name, model in models.items():
-            ram = None if pinned is None else int(pinned * sizes[name])
             layer(
                 model,
                 vram_budget=budget,
-                ram_budget=ram,
+                ram_budget=pinned.get(name),
                 device=device,
                 name=name,
                 **options,
@@ -180,6 +179,18 @@ def _models(pipe_or_dict: Any) -> dict[str, nn.Module]:
 
 def _weight_bytes(model: nn.Module) -> int:
     return sum(tensor_bytes(t) for t in (*model.parameters(), *model.buffers()))
+
+
+def _parts_of(ram_budget: int | str, sizes: Mapping[str, int]) -> dict[str, int]:
+    """Divide page-locked bytes by the weights of each model."""
+    nbytes, weights = host_budget(ram_budget), max(1, sum(sizes.values()))
+    parts = {name: nbytes * size // weights for name, size in sizes.items()}
+    if any(size and not parts[name] for name, size in sizes.items()):
+        raise ConfigError(
+            f"ram_budget is {ram_budget!r} for {len(sizes)} models: expected more, of"
+            " which each gets a part"
+        )
+    return {name: max(1, part) for name, part in parts.items()}  # without weights: 1
 
 
 def _keep_small(

@@ -4,6 +4,7 @@ import gc
 import json
 import math
 import warnings
+from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -138,6 +139,32 @@ def test_watermarks_alone_are_asked_for_by_naming_them():
     assert config.watermarks().low_bytes == 12000 * MIB
     with pytest.raises(stagehand.ConfigError, match="not both"):
         ActivationStagehandConfig.from_json({**SEED, "budget": "50%"})
+
+
+def from_json_text(**settings):
+    return ActivationStagehandConfig.from_json(json.loads(json.dumps(settings)))
+
+
+@pytest.mark.parametrize("make_config", [ActivationStagehandConfig, from_json_text])
+def test_what_is_named_counts_whatever_the_defaults_are(make_config):
+    config = make_config(vram_high_watermark_mb=20000, vram_low_watermark_mb=16000)
+    assert config.budget is None
+    assert config.watermarks().high_bytes == 20000 * MIB
+    assert make_config(vram_high_watermark_mb=20000) == config
+    assert make_config(budget=None) == config
+    for mark in ("vram_high_watermark_mb", "vram_low_watermark_mb"):
+        with pytest.raises(stagehand.ConfigError, match=f"'50%' and {mark} is given"):
+            make_config(budget="50%", **{mark: 18000})
+    assert make_config(budget="50%") == make_config()
+
+
+@pytest.mark.parametrize("settings", [{}, {"budget": "4GB"}, {"budget": None}, SEED])
+def test_settings_are_the_same_when_they_are_given_again(settings):
+    config = ActivationStagehandConfig.from_json(settings)
+    assert replace(config) == config
+    assert from_json_text(**asdict(config)) == config
+    marks = replace(ActivationStagehandConfig(), vram_high_watermark_mb=21000)
+    assert marks.watermarks().low_bytes == 16000 * MIB
 
 
 @pytest.mark.parametrize("budget", [None, "2", "many", -1, 2.5, True, math.nan])

@@ -624,6 +624,24 @@ def test_context_is_reusable_and_reentrant(saved):
 # Together with streamed weights
 
 
+def test_who_leaves_without_having_entered_is_told(saved):
+    """And nothing else happens: who has entered still can leave."""
+    with pytest.raises(stagehand.ConfigError, match="'MainThread', in which they are"):
+        saved.__exit__(None, None, None)
+    told = []
+
+    def leave():
+        with pytest.raises(stagehand.ConfigError, match="left in thread 'other'"):
+            saved.__exit__(None, None, None)
+        told.append(True)
+
+    with saved:
+        other = threading.Thread(target=leave, name="other")
+        other.start()
+        other.join()
+    assert told
+
+
 def test_with_streamed_weights_each_keeps_its_own_budget(saved, sim):
     model = stack()
     expected = gradients(deepcopy(model).to("hpu"), plain)

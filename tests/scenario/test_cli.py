@@ -256,6 +256,36 @@ def test_unusable_configuration_is_refused(invoke, encoder):
     assert_refused(invoke(encoder, "--text", "the cat"), "no-such-model")
 
 
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"hidden_size": "x"}, "int"),
+        ({"num_attention_heads": 0}, "ZeroDivisionError"),
+        ({"hidden_act": "nope"}, "KeyError: 'nope'"),
+        ({"dtype": "nope"}, "'nope'"),
+        ({"pad_token_id": 1000}, "Padding_idx must be within"),
+        ({"architectures": "BertModel"}, "'BertModel' as its architectures: expected"),
+        ({"architectures": [3]}, "[3] as its architectures: expected a list"),
+    ],
+)
+def test_configuration_with_a_wrong_value_is_refused_in_a_line(
+    invoke, encoder, settings, problem
+):
+    file = encoder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | settings))
+    assert_refused(invoke(encoder, "--text", "the cat"), str(encoder), problem)
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [("{", "is not JSON"), ("[1]", "is [1]: expected an object"), ("\0", "not JSON")],
+)
+def test_description_of_pooling_that_is_none_is_refused(invoke, encoder, text, problem):
+    (encoder / "1_Pooling").mkdir()
+    (encoder / "1_Pooling" / "config.json").write_text(text)
+    assert_refused(invoke(encoder, "--text", "the cat"), "1_Pooling", problem)
+
+
 def test_missing_tokenizer_is_refused(invoke, encoder):
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (encoder / name).unlink()

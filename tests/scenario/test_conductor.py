@@ -22,10 +22,11 @@ from scenario.small import (
     stack,
 )
 from stagehand import ActivationRuntime, ActivationStagehandConfig
+from stagehand.conductor import parts as conductor_parts
 from stagehand.conductor.adapters import Conducted
 from stagehand.core.clock import Phase, PhaseClock
 from stagehand.core.device import HostDevice, find_device
-from stagehand.core.ledger import Mode
+from stagehand.core.ledger import NO_LIMIT, Mode
 from stagehand.core.limits import Bounds, Limits, Priority
 from stagehand.core.telemetry import Counters
 from stagehand.core.traffic import Denied
@@ -520,8 +521,22 @@ def test_a_model_cannot_be_attached_twice_nor_under_a_name_that_is_taken(
     assert conductor.budget.ledger.device.held_bytes == booked
     conductor.attach(other)
     assert "stagehand, stagehand 2" in repr(conductor)
-    with pytest.raises(ConfigError, match="a Linear cannot be attached"):
+
+
+def test_what_cannot_be_attached_is_refused_by_name(stream, conduct):
+    model, elsewhere = stream(), stream(device="cpu")
+    conductor = conduct()
+    with pytest.raises(ConfigError, match=r"on 'cpu', and .* of 'hpu:0'"):
+        conductor.attach(elsewhere)
+    assert conductor.budget.ledger.device.held_bytes == 0
+    with pytest.raises(ConfigError, match="to be attached is of type Linear: expected"):
         conductor.attach(torch.nn.Linear(2, 2))
+    with pytest.raises(ConfigError, match="name is 3: expected a text or None"):
+        conductor.attach(model, name=3)
+    with pytest.raises(ConfigError, match="name is 3: expected a text"):
+        conductor.attach_store(3, dict)
+    with pytest.raises(ConfigError, match="to be detached is of type int: expected"):
+        conductor.detach(3)
 
 
 def test_a_model_has_one_conductor_at_a_time(stream, conduct):
@@ -744,6 +759,41 @@ def test_the_pinned_cap_is_of_weights_saved_tensors_and_grants_together(
     grant.release()
     assert pinned.held_bytes == weights
     assert pinned.free_bytes > most
+
+
+class Interruption(BaseException):
+    """Not an error: what Ctrl-C raises is none."""
+
+
+@pytest.mark.parametrize("fails", ["telemetry_file", "measure_link", "cap_pinned"])
+def test_a_conductor_that_could_not_be_made_leaves_no_cap_and_no_hook(
+    sim, tmp_path, monkeypatch, fails
+):
+    shared, options = shared_device(find_device(None)), {}
+
+    def stop(*_):
+        raise Interruption
+
+    if fails == "telemetry_file":
+        options["telemetry_file"] = tmp_path / "nowhere" / "steps.jsonl"
+    elif fails == "measure_link":
+        monkeypatch.setattr(conductor_parts, "measure_link", stop)
+    else:
+        cap = shared.cap_pinned
+
+        def capped(who, nbytes):
+            cap(who, nbytes)
+            if nbytes is not None:
+                stop()
+
+        monkeypatch.setattr(shared, "cap_pinned", capped)
+    hooks = len(_global_optimizer_pre_hooks)
+    with pytest.raises((ConfigError, Interruption)):
+        stagehand.ConductorRuntime(
+            stagehand.ConductorConfig(pinned_cap_mb=0.001, **options)
+        )
+    assert shared.ledger.pinned.limit_bytes == NO_LIMIT
+    assert len(_global_optimizer_pre_hooks) == hooks
 
 
 @pytest.mark.parametrize("ends", ["shutdown", "dropped"])

@@ -144,6 +144,15 @@ def test_what_is_raised_inside_of_a_pipeline_is_what_comes_out(sim):
         fail()
 
 
+def test_a_host_budget_of_which_nothing_is_left_for_a_model_is_named(sim):
+    models = {"encoder": stack(2), "model": stack(4)}
+    with pytest.raises(stagehand.ConfigError, match="ram_budget is 1 for 2 models"):
+        stagehand.pipeline(models, vram_budget="1MB", ram_budget=1, device="hpu")
+    models["switch"] = nn.Identity()  # has no weights, and needs none of it
+    with stagehand.pipeline(models, vram_budget="1MB", ram_budget="1MB", device="hpu"):
+        models["switch"](models["model"](batch().to("hpu")))
+
+
 def test_a_host_budget_is_for_all_models_together(sim):
     models = parts()
     weights = sum(weight_bytes(m) for m in models.values() if isinstance(m, nn.Module))

@@ -17,8 +17,16 @@ from stagehand.units import MIB, parse_bytes
 
 __all__ = ["ActivationStagehandConfig"]
 
-_MARKS = ("vram_high_watermark_mb", "vram_low_watermark_mb")
-_BUDGET = "50%"
+_MARKS = {"vram_high_watermark_mb": 20000.0, "vram_low_watermark_mb": 16000.0}
+
+
+class _Unnamed(str):
+    """A budget that nobody has named: it gives way to watermarks."""
+
+    __slots__ = ()
+
+
+_BUDGET = _Unnamed("50%")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,12 +46,12 @@ class ActivationStagehandConfig:
     budget: int | str | None = _BUDGET
     """Device bytes of saved tensors: an int, "4GB", or a part of what is free when the
     runtime is made. None lets the watermarks decide, and so does who names watermarks
-    and leaves the budget as it is; both are a contradiction."""
-    vram_high_watermark_mb: float = 20000
+    and no budget; both are a contradiction."""
+    vram_high_watermark_mb: float | None = None
     """Device memory of the whole process at which the oldest saved tensors leave, if
-    there is no budget."""
-    vram_low_watermark_mb: float = 16000
-    """Down to which they leave; below it more may stay."""
+    there is no budget: 20000 then, unless it is named."""
+    vram_low_watermark_mb: float | None = None
+    """Down to which they leave; below it more may stay. 16000, as above."""
     pinned_pool_classes_mb: tuple[float, ...] = ()
     """Sizes of page-locked slabs, ascending. None of them: slabs are made as they are
     needed, of a size that fits."""
@@ -106,31 +114,30 @@ class ActivationStagehandConfig:
             parse_bytes(self.ram_budget, name="ram_budget")
         if self.budget is not None:
             parse_bytes(self.budget, name="budget", of=1 << 62)
-        for name in _MARKS:
+        named = [name for name in _MARKS if getattr(self, name) is not None]
+        for name in named:
             if not 0 < getattr(self, name) < math.inf:
                 raise ConfigError(
                     f"{name} is {getattr(self, name)}: expected more than 0 MiB"
                 )
-        self._marks()
-        changed = [
-            field.name
-            for field in fields(self)
-            if field.name in _MARKS and getattr(self, field.name) != field.default
-        ]
-        if changed and self.budget == _BUDGET:
+        if named and isinstance(self.budget, _Unnamed):
             object.__setattr__(self, "budget", None)
-        elif changed and self.budget is not None:
-            raise _both(self.budget, changed[0])
+        if self.budget is None:
+            for name in _MARKS.keys() - set(named):
+                object.__setattr__(self, name, _MARKS[name])
+            self.watermarks()
+        elif named:
+            raise ConfigError(
+                f"budget is {self.budget!r} and {named[0]} is given too: expected a"
+                " budget or watermarks, not both"
+            )
 
     def watermarks(self) -> Watermarks | None:
         """Return both marks in bytes; None if there is a budget."""
-        return self._marks() if self.budget is None else None
-
-    def _marks(self) -> Watermarks:
-        return Watermarks(
-            high_bytes=int(self.vram_high_watermark_mb * MIB),
-            low_bytes=int(self.vram_low_watermark_mb * MIB),
-        )
+        high, low = self.vram_high_watermark_mb, self.vram_low_watermark_mb
+        if self.budget is not None or high is None or low is None:
+            return None
+        return Watermarks(high_bytes=int(high * MIB), low_bytes=int(low * MIB))
 
     @classmethod
     def from_json(
@@ -138,7 +145,7 @@ class ActivationStagehandConfig:
     ) -> ActivationStagehandConfig:
         """Return the settings that a file or a dictionary has.
 
-        Lists are taken for tuples. Who names watermarks, and no budget, wants them.
+        Lists are taken for tuples; all else is as if it was given in code.
 
         Args:
             source: A path, or what such a file has in it.
@@ -167,14 +174,4 @@ class ActivationStagehandConfig:
             name: tuple(value) if isinstance(value, list) else value
             for name, value in source.items()
         }
-        named = [name for name in _MARKS if name in values]
-        if named and values.setdefault("budget", None) is not None:
-            raise _both(values["budget"], named[0])
         return cls(**values)
-
-
-def _both(budget: Any, mark: str) -> ConfigError:
-    return ConfigError(
-        f"budget is {budget!r} and {mark} is given too: expected a budget or"
-        " watermarks, not both"
-    )

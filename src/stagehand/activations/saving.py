@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from stagehand.activations.pieces import Extra, Piece
 from stagehand.core.saved import Kept
-from stagehand.errors import StagehandWarning
+from stagehand.errors import ConfigError, StagehandWarning
 from stagehand.torch_private import (
     in_backward,
     looked_through,
@@ -122,8 +122,19 @@ class Saving:
         push_saved_hooks(pack, self._unpack)
 
     def leave(self, *, failed: bool) -> None:
-        """End it; what was saved stays under the budget."""
-        entry = self._stack().pop()
+        """End it; what was saved stays under the budget.
+
+        Raises:
+            ConfigError: If this thread is in no forward.
+        """
+        stack = self._stack()
+        if not stack:
+            raise ConfigError(
+                "saved activations are left in thread"
+                f" {threading.current_thread().name!r}, in which they are not entered:"
+                " enter them in a `with` of the same thread"
+            )
+        entry = stack.pop()
         if entry is not None:
             pop_saved_hooks()
             self.spill.end(entry[0], failed=failed)

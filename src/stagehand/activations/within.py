@@ -64,7 +64,11 @@ class Activations:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """End it; what was saved stays under the budget."""
+        """End it; what was saved stays under the budget.
+
+        Raises:
+            ConfigError: If this thread has not entered it.
+        """
         self._parts.saving.leave(failed=kind is not None)
         self._parts.pool.grow()
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import transformers
+from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 
 import stagehand
@@ -28,6 +29,11 @@ __all__ = [
 _SUPPORTED = (
     "supported are causal language models (an architecture ending in ForCausalLM or "
     "LMHeadModel) and text encoders (BERT, RoBERTa, MPNet and their kin)"
+)
+# What transformers comes up with where files say what its classes do not expect.
+_UNUSABLE = (
+    *(ArithmeticError, AssertionError, AttributeError, LookupError, OSError),
+    *(RuntimeError, StrictDataclassError, TypeError, ValueError),
 )
 
 
@@ -77,10 +83,10 @@ def find_model(name: str) -> FoundModel:
         )
     try:
         config = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
-    except (ValueError, OSError) as error:
+    except _UNUSABLE as error:
         raise ConfigError(
-            f"the configuration in {name!r} is not usable: {error}"
-        ) from (error)
+            f"the configuration in {name!r} is not usable: {_in_a_line(error)}"
+        ) from error
     return FoundModel(
         path=path,
         kind=_kind_of(config, path),
@@ -101,7 +107,13 @@ def _demo_directory() -> Path:
 
 
 def _kind_of(config: Any, path: Path) -> ModelKind:
-    architecture = next(iter(config.architectures or ()), "none")
+    names = config.architectures or ["none"]
+    if not isinstance(names, list) or not isinstance(names[0], str):
+        raise ConfigError(
+            f"the configuration in '{path}' has {names!r} as its architectures:"
+            " expected a list with the name of a class"
+        )
+    architecture = names[0]
     if (
         architecture.endswith(("ForCausalLM", "LMHeadModel"))
         and type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
@@ -120,12 +132,21 @@ def _kind_of(config: Any, path: Path) -> ModelKind:
     )
 
 
+def _in_a_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+
+
 def _check_pooling(path: Path) -> None:
     """Refuse an encoder whose own description asks for other than mean pooling."""
     description = path / "1_Pooling" / "config.json"
     if not description.is_file():
         return
-    settings = json.loads(description.read_text(encoding="utf-8"))
+    try:
+        settings = json.loads(description.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"'{description}' is not JSON: {error}") from None
+    if not isinstance(settings, dict):
+        raise ConfigError(f"'{description}' is {settings!r}: expected an object")
     mode = settings.get("pooling_mode")
     mean = settings.get("pooling_mode_mean_tokens") if mode is None else mode == "mean"
     if not mean:
@@ -162,10 +183,10 @@ def open_model(found: FoundModel, *, dtype: torch.dtype | None) -> nn.Module:
             output_loading_info=True,
             **options,
         )
-    except (ValueError, OSError, RuntimeError) as error:
+    except _UNUSABLE as error:
         raise ConfigError(
-            f"the model in '{found.path}' cannot be opened: {error}"
-        ) from (error)
+            f"the model in '{found.path}' cannot be opened: {_in_a_line(error)}"
+        ) from error
     if notes["missing_keys"]:
         names = sorted(notes["missing_keys"])
         raise MissingTensorError(

@@ -67,7 +67,6 @@ class Parts:
         )
         # Weights and saved tensors take theirs out of the same account.
         self._shared = shared_device(device)
-        self._shared.cap_pinned(self, pinned)
         self._pinned = SubAccount(_NAME, cap, self._shared.ledger.pinned)
         self.ledger.pinned = self._pinned
         self.budget = Budget(device, self.ledger, self._trace)
@@ -92,9 +91,17 @@ class Parts:
         self._counted = (0, 0, 0, 0)
         self._seconds_per_load = 0.0
         self._leader: tuple[Conducted, Callable[[], None]] | None = None
-        self._set_yielding(device)
-        self.clock.subscribe(self._moved)
-        self._optimizers = _hear_optimizers(self) if config.detect_phases else None
+        self._optimizers: Callable[[], object] | None = None
+        try:
+            self._set_yielding(device)
+            self.clock.subscribe(self._moved)
+            if config.detect_phases:
+                self._optimizers = _hear_optimizers(self)
+            # Last: others on the device must not feel what could not be made.
+            self._shared.cap_pinned(self, pinned)
+        except BaseException:
+            self._end()
+            raise
 
     def __repr__(self) -> str:
         names = ", ".join(adapter.name for adapter in self._adapters)
@@ -130,6 +137,13 @@ class Parts:
                 raise ConfigError(
                     f"{runtime!r} is attached to another conductor; detach() it there"
                     " first"
+                )
+            here = self._shared.device.torch_device
+            there = runtime.engine.device.torch_device
+            if there != here:
+                raise ConfigError(
+                    f"{runtime!r} computes on '{there}', and this conductor is of"
+                    f" '{here}': attach it to a conductor of its own device"
                 )
             name = name or self._free_name(runtime.kind)
             self._check_name(name)

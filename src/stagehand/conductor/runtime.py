@@ -14,6 +14,7 @@ from stagehand.conductor.rules import heuristic
 from stagehand.core.clock import Phase, PhaseClock
 from stagehand.core.device import find_device
 from stagehand.errors import ConfigError
+from stagehand.settings import check_value
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -135,11 +136,13 @@ class ConductorRuntime:
             name: Its name in records.
 
         Raises:
-            ConfigError: If it is attached already, or cannot be.
+            ConfigError: If it is attached already, computes on another device, or
+                cannot be attached at all.
             StagehandOOMError: If its budget does not fit beside what is granted.
         """
         if self._enabled:
-            self._parts.attach(_conducted(runtime), name)
+            check_value("name", name, str | None)
+            self._parts.attach(_conducted(runtime, "attached"), name)
 
     def attach_store(self, name: str, read: Callable[[], Mapping[str, Any]]) -> None:
         """Let what a quantized store uses appear in records.
@@ -149,9 +152,10 @@ class ConductorRuntime:
             read: Returns numbers, "pinned_bytes" among them.
 
         Raises:
-            ConfigError: If the name is taken, or `read` is no function.
+            ConfigError: If the name is taken or no text, or `read` is no function.
         """
         if self._enabled:
+            check_value("name", name, str)
             _check("read", read, callable(read), "a function that returns numbers")
             self._parts.add(PinnedUse(name, read))
 
@@ -160,10 +164,13 @@ class ConductorRuntime:
 
         Args:
             runtime: What was attached, or its name.
+
+        Raises:
+            ConfigError: If it is nothing that could be attached.
         """
         if self._enabled:
             name = runtime if isinstance(runtime, str) else None
-            found = None if isinstance(runtime, str) else _conducted(runtime)
+            found = None if name is not None else _conducted(runtime, "detached")
             self._parts.detach(found, name)
 
     # Parts
@@ -222,12 +229,12 @@ def _check(name: str, given: object, fits: bool, expected: str) -> None:
         raise ConfigError(f"{name} is a {type(given).__name__}: expected {expected}")
 
 
-def _conducted(runtime: Conducted | nn.Module) -> Conducted:
+def _conducted(runtime: object, done: str) -> Conducted:
     if isinstance(runtime, nn.Module):
         runtime = runtime.__dict__.get(_HANDLE, runtime)
     if not isinstance(runtime, Conducted):
         raise ConfigError(
-            f"a {type(runtime).__name__} cannot be attached: expected a streamed model"
-            " or a runtime with limits of its own"
+            f"what is to be {done} is of type {type(runtime).__name__}: expected a"
+            " streamed model or a runtime with limits of its own"
         )
     return runtime

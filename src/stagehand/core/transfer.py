@@ -152,7 +152,7 @@ class TransferEngine:
         """Memory for what is decoded on the device, while there is such."""
         self._new_wires: Callable[[], WireRing] | None = None
         self._priority = priority
-        self._device = device
+        self.device = device
         self._counters = counters
         self.h2d = Lane(device, h2d_capacity, priority, streams[0])
         self.d2h = Lane(device, d2h_capacity, priority, streams[1])
@@ -230,12 +230,12 @@ class TransferEngine:
         the allocator may reuse it in that stream's order.
         """
         with self.h2d.context:
-            return self._device.empty(nbytes)
+            return self.device.empty(nbytes)
 
     def adopt(self, slot: Slot) -> None:
         """Take over a slot whose memory was just leased."""
         if slot._ticket is None:  # the last that is set: an interrupt may come before
-            filled, drained = self._device.new_event(), self._device.new_event()
+            filled, drained = self.device.new_event(), self.device.new_event()
             slot._filled, slot._drained = filled, drained
             slot._ticket = Ticket(filled)
 
@@ -260,7 +260,7 @@ class TransferEngine:
         if slot._reader is not None:
             stream.wait_event(slot._drained)
         if self.stopwatch is None:
-            self._device.copy(target, source, stream)
+            self.device.copy(target, source, stream)
         else:
             self._copy(_block_in(slot), "H2D", stream, target, source)
         filled.record(stream)  # type: ignore[union-attr]
@@ -284,7 +284,7 @@ class TransferEngine:
         self.close_wires()
         self._new_wires = partial(
             WireRing,
-            self._device,
+            self.device,
             self.h2d.stream,
             arena,
             count=count,
@@ -371,10 +371,10 @@ class TransferEngine:
     ) -> None:
         watch = self.stopwatch
         if watch is None:
-            self._device.copy(target, source, stream)
+            self.device.copy(target, source, stream)
             return
         start = watch.mark_copy(stream)
-        self._device.copy(target, source, stream)
+        self.device.copy(target, source, stream)
         watch.copied(block, way, target.nbytes, start, watch.mark_copy(stream))
 
     def await_filled(self, slot: Slot, stream: Stream) -> None:
@@ -543,11 +543,11 @@ class TransferEngine:
         makers: Sequence[Stream],
     ) -> Parcel:
         # Any engine's thread may send it, but no two may enter one object.
-        stream = self._device.same_stream(self.d2h.stream)
-        done = self._device.new_event()
+        stream = self.device.same_stream(self.d2h.stream)
+        done = self.device.new_event()
         ready = []
         for maker in makers:
-            made = self._device.new_event()
+            made = self.device.new_event()
             made.record(maker)
             ready.append(made)
         copy = partial(self._copy, block, "D2H", stream)
@@ -590,7 +590,7 @@ class TransferEngine:
         """Return an event that stands for all that a lane was given."""
         if not self._has_streams:  # it is done
             return self._ready
-        done = self._device.new_event()
+        done = self.device.new_event()
         done.record(lane.stream)
         return done
 
@@ -617,9 +617,9 @@ class TransferEngine:
             slot: Whose it was, before `retire`: streams that read it may go on to. The
                 caller's can be that of another model, which needs the room.
         """
-        if self._device.is_host:
+        if self.device.is_host:
             return
-        streams: set[Stream | None] = {self._device.current_stream()}
+        streams: set[Stream | None] = {self.device.current_stream()}
         if slot is not None:
             streams |= {slot.seen_by, slot._seen_before, slot._reader}
         for stream in streams - {None}:
