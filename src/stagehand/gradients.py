@@ -37,7 +37,7 @@ from torch import is_grad_enabled
 from stagehand.core.hidden_gradients import HiddenGradients, assign_gradient
 from stagehand.core.layout import placed
 from stagehand.core.terms import terms_of
-from stagehand.errors import StagehandWarning
+from stagehand.errors import ConfigError, StagehandWarning
 from stagehand.torch_private import (
     graph_task,
     has_more_hooks,
@@ -258,7 +258,11 @@ class Gradients:
         return missing + 2 * max(sizes.values(), default=0)
 
     def watch(self, blocks: Sequence[Block]) -> None:
-        """Expect gradients of all parameters that now require one, and of no others."""
+        """Expect gradients of all parameters that now require one, and of no others.
+
+        Raises:
+            ConfigError: If another runtime expects one of them.
+        """
         if self._lost:
             self._tell_lost()
         trained = [t for block in blocks for t in block.tensors if t.requires_grad]
@@ -296,7 +300,15 @@ class Gradients:
             home.lease.let_go(home.alone)
 
     def _hook(self, tensor: torch.Tensor, block: Block) -> _Home:
-        home = _Home(tensor, block)
+        other = _HOMES.get(id(tensor))
+        if other is not None and other.parameter is tensor:
+            raise ConfigError(
+                f"a weight of block {block.name!r} of shape {list(tensor.shape)} is in"
+                f" block {other.block.name!r} of another streamed model, too, which"
+                " expects its gradient: expected one; stream both models as one, such"
+                " as an nn.ModuleList, or call this one under torch.no_grad()"
+            )
+        home = _HOMES[id(tensor)] = _Home(tensor, block)
         # Python cannot collect a tensor that its own hooks hold.
         me, known = weakref.ref(self), weakref.ref(home)
 
@@ -708,6 +720,10 @@ class Gradients:
         while self._graded:
             self._graded.pop().graded = False
         self._workers.close()
+
+
+# By the parameter's id, of all runtimes.
+_HOMES: weakref.WeakValueDictionary[int, _Home] = weakref.WeakValueDictionary()
 
 
 def _like(tensor: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:

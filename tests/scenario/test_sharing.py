@@ -781,3 +781,41 @@ def test_a_model_that_took_gradients_once_leaves_the_next_one_room(sim, place):
         assert_bitwise_equal(outputs, expected, "outputs")
     for model in models:
         runtime_of(model).shutdown()
+
+
+def test_an_error_of_two_that_go_back_at_once_names_a_budget_that_works(sim):
+    """One is in the middle of its pass, and gives what it can."""
+
+    def go_back(budget):
+        models = [stack(6), stack(5)]
+        for model in models:
+            stagehand.layer(model, vram_budget=budget, device="hpu")
+        try:
+            models[1](models[0](batch().to("hpu"))).sum().backward()
+        finally:
+            for model in models:
+                runtime_of(model).shutdown()
+
+    with pytest.raises(stagehand.StagehandOOMError) as caught:
+        go_back(LAYER_BYTES + 300)
+    go_back(caught.value.needed_bytes)
+
+
+def test_a_weight_of_two_streamed_models_is_trained_by_one(sim):
+    """Each would take its gradient home, and one of them be lost."""
+    first, second = stack(4), stack(4)
+    second[0][0].weight = first[0][0].weight
+    x = batch().to("hpu")
+    with torch.no_grad():
+        expected = deepcopy(second).to("hpu")(x)
+    for model in (first, second):
+        stagehand.layer(model, vram_budget=3 * LAYER_BYTES, device="hpu")
+    first(x).sum().backward()
+    for _ in range(2):
+        with pytest.raises(stagehand.ConfigError, match="of another streamed model"):
+            second(x)
+    with torch.no_grad():
+        assert_bitwise_equal(second(x), expected, "without gradients")
+    runtime_of(first).shutdown()
+    second(x).sum().backward()
+    runtime_of(second).shutdown()

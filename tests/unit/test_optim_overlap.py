@@ -165,6 +165,56 @@ def test_replaced_gradient_is_refused(home, grad):
         optimizer.step()
 
 
+def decay(params, optimizer):
+    with torch.no_grad():
+        params[0].mul_(0.9)
+
+
+def schedule(params, optimizer):
+    torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5).step()
+
+
+def unbias(params, optimizer):
+    optimizer.param_groups[0]["betas"] = (0.9, 0.99)
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of")
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (decay, r"parameter 0 of shape \[4\] was changed after"),
+        (schedule, r"lr=0.001 to 0.0005: changed after .* parameter 0"),
+        (unbias, r"beta2=0.999 to 0.99: changed after"),
+    ],
+)
+def test_what_a_step_used_must_not_change_before_it_is_told_of(home, change, message):
+    """The parameters that were not stepped yet would take the new ones."""
+    params, optimizer = overlapped(home)
+    give_gradients(params, 0)
+    home.bring(params[0])
+    change(params, optimizer)
+    before = [p.detach().clone() for p in params]
+    with pytest.raises(OptimizerError, match=message):
+        optimizer.step()
+    assert all(map(torch.equal, params, before))
+    optimizer.param_groups[0].update(lr=1e-3, betas=(0.9, 0.999))
+    if change is not decay:
+        optimizer.step()
+
+
+@pytest.mark.parametrize("lr", [1e-2, torch.tensor(1e-2)])
+def test_options_may_change_between_steps(home, lr):
+    params, optimizer = overlapped(home, lr=lr)
+    for _ in range(3):
+        give_gradients(params, 0)
+        home.bring(params[0])
+        optimizer.step()
+        if isinstance(lr, float):
+            optimizer.param_groups[0]["lr"] *= 0.5
+        else:
+            lr.mul_(0.5)
+
+
 def test_second_backward_without_a_step_is_refused_before_it_steps(home):
     params, optimizer = overlapped(home)
     give_gradients(params, 0)

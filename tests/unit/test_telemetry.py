@@ -4,6 +4,7 @@ import dataclasses
 import io
 import json
 import logging
+import threading
 from pathlib import Path
 
 import pytest
@@ -232,6 +233,24 @@ def test_window_keeps_the_last_steps_only():
     telemetry = Telemetry(window_steps=2)
     end_steps(telemetry, "h2d_bytes", [1, 2, 3])
     assert [record.step for record in telemetry.records] == [2, 3]
+
+
+def test_statistics_may_be_asked_for_while_steps_end():
+    telemetry = Telemetry(window_steps=1000)
+    over = threading.Event()
+
+    def end():
+        end_steps(telemetry, "h2d_bytes", range(20_000))
+        over.set()
+
+    thread = threading.Thread(target=end)
+    thread.start()
+    while not over.is_set():
+        telemetry.hit_rate()
+        telemetry.mean_stall_ms()
+        telemetry.vram_trend()
+    thread.join()
+    assert len(telemetry.records) == 1000
 
 
 def test_totals_outlive_the_window_and_include_the_open_step():

@@ -206,7 +206,7 @@ class Telemetry:
 
     @property
     def records(self) -> tuple[StepRecord, ...]:
-        """The last steps, oldest first."""
+        """The last steps, oldest first; a copy, that any thread may have."""
         return tuple(self._window)
 
     def end_step(self, *, step: int, **gauges: Any) -> StepRecord:
@@ -246,8 +246,9 @@ class Telemetry:
 
         `None` if no streamed block was used.
         """
-        hits = sum(record.prefetch_hits or 0 for record in self._window)
-        uses = hits + sum(record.prefetch_misses or 0 for record in self._window)
+        window = self.records
+        hits = sum(record.prefetch_hits or 0 for record in window)
+        uses = hits + sum(record.prefetch_misses or 0 for record in window)
         return hits / uses if uses else None
 
     def mean_stall_ms(self) -> float | None:
@@ -260,7 +261,8 @@ class Telemetry:
         return max(self._stalls(), default=None)
 
     def _stalls(self) -> list[float]:
-        return [r.stall_time_ms for r in self._window if r.stall_time_ms is not None]
+        found = (record.stall_time_ms for record in self.records)
+        return [milliseconds for milliseconds in found if milliseconds is not None]
 
     def vram_trend(self) -> str | None:
         """Return whether the process's device memory is growing over the window.
@@ -273,7 +275,7 @@ class Telemetry:
         """
         used = [
             record.device_allocated_bytes
-            for record in self._window
+            for record in self.records
             if record.device_allocated_bytes is not None
         ]
         half = len(used) // 2

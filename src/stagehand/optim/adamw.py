@@ -40,12 +40,16 @@ class OffloadedAdamW(torch.optim.AdamW):
     backward goes on, each block when its gradients have come home. `step()` then steps
     the rest, and must be called after every backward pass as always. The results are
     the same bits. A gradient must not change after backward, since the parameter has
-    been stepped with it: `step()` raises where clipping, unscaling or another backward
-    pass changed one, a second backward pass without a `step()` raises, and so do a
-    `GradScaler` and a closure. Changes that move no version counter, through
-    `grad.data`, are not seen. If backward raises, the parameters that had been stepped
-    keep that update: `step()` steps the others with what gradients they have, as plain
-    AdamW would step all; `zero_grad()` gives the others up, and warns.
+    been stepped with it, nor may the parameter, nor the options of its group: `step()`
+    raises where clipping, unscaling or another backward pass changed a gradient, where
+    weights were edited and where a scheduler has set another `lr`; a second backward
+    pass without a `step()` raises, and so do a `GradScaler` and a closure. Changes that
+    move no version counter, through `.data`, are not seen; a forward between the two
+    sees weights that were stepped. A weight that a graph uses twice, once without its
+    gradient, may be stepped before that other use goes back, which then raises. If
+    backward raises, the parameters that had been stepped keep that update: `step()`
+    steps the others with what gradients they have, as plain AdamW would step all;
+    `zero_grad()` gives the others up, and warns.
 
     Args:
         params: As in torch: parameters, named ones, or groups.
@@ -221,7 +225,7 @@ class OffloadedAdamW(torch.optim.AdamW):
                 loss = closure()
         with self._lock:
             self._number()  # groups can be edited
-            self._early.check_gradients(self._name)
+            self._early.check(self._name, self._numbers_of)
             self._update(
                 parameter
                 for parameter in self._places
@@ -258,7 +262,7 @@ class OffloadedAdamW(torch.optim.AdamW):
             ]
             self._early.check_new(mine, self._name)
             self._update(mine)
-            self._early.note(mine)
+            self._early.note(mine, self._numbers_of)
 
     def _update(self, parameters: Iterable[torch.Tensor]) -> None:
         by_group: dict[int, list[ParameterStep]] = {}
@@ -313,6 +317,11 @@ class OffloadedAdamW(torch.optim.AdamW):
             "grad_scale": getattr(self, "grad_scale", None),
             "found_inf": getattr(self, "found_inf", None),
         }
+
+    def _numbers_of(self, parameter: torch.Tensor) -> dict[str, float]:
+        """The options of a parameter's group that a step in backward depends on."""
+        options = self._options(self.param_groups[self._places[parameter][0]])
+        return {k: float(v) for k, v in options.items() if v is not None}
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients, or set them to zero, as in torch.

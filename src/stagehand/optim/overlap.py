@@ -1,13 +1,13 @@
 """Steps that are taken during backward, and what must not come between.
 
 A parameter whose gradient is complete can be stepped while backward goes on with
-others. That is only the same as a step afterwards if nobody changes the gradient
-later: each early step notes the gradient it used and its version, and the optimizer's
-`step()` compares.
+others. That is only the same as a step afterwards if nobody changes the gradient, the
+parameter or the options of its group later: each early step notes what it used and
+what it left, and the optimizer's `step()` compares.
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -20,6 +20,10 @@ _HANDLE = "_stagehand_layer_runtime"
 _REMEDY = (
     "make the optimizer with overlap=None to clip, scale, accumulate or skip"
     " gradients; zero_grad() gives this step up"
+)
+
+_LATER = (
+    "do that before backward() or after step(), or make the optimizer with overlap=None"
 )
 
 
@@ -68,12 +72,23 @@ def find_source(overlap: "GradientSource | nn.Module") -> GradientSource:
     return found
 
 
+_Options = Callable[[torch.Tensor], Mapping[str, float]]
+
+
+class _Step(NamedTuple):
+    """What a step used, and the version that it left its parameter in."""
+
+    gradient: torch.Tensor  # held, so that no other can take its place unseen
+    seen: int
+    options: Mapping[str, float]
+    left: int
+
+
 class EarlySteps:
-    """The parameters that were stepped since the last `step()`, and their gradients."""
+    """The parameters that were stepped since the last `step()`, and with what."""
 
     def __init__(self) -> None:
-        # The gradients are held, so that no other tensor can take their place unseen.
-        self._used: dict[torch.Tensor, tuple[torch.Tensor, int]] = {}
+        self._used: dict[torch.Tensor, _Step] = {}
 
     def __len__(self) -> int:
         return len(self._used)
@@ -81,12 +96,22 @@ class EarlySteps:
     def __contains__(self, parameter: torch.Tensor) -> bool:
         return parameter in self._used
 
-    def note(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Remember that these were stepped with the gradients that they have now."""
+    def note(self, parameters: Iterable[torch.Tensor], options: _Options) -> None:
+        """Remember that these were stepped with what they have now.
+
+        Args:
+            parameters: What was stepped.
+            options: Returns the options of a parameter's group.
+        """
         for parameter in parameters:
             gradient = parameter.grad
             if gradient is not None:
-                self._used[parameter] = (gradient, gradient._version)
+                self._used[parameter] = _Step(
+                    gradient,
+                    gradient._version,
+                    options(parameter),
+                    parameter._version,
+                )
 
     def check_new(
         self, parameters: Iterable[torch.Tensor], name: Callable[[torch.Tensor], str]
@@ -108,28 +133,47 @@ class EarlySteps:
                 f" since (overlap takes one backward pass for each); {_REMEDY}"
             )
 
-    def check_gradients(self, name: Callable[[torch.Tensor], str]) -> None:
-        """Do nothing if all gradients that were used are what they were.
+    def check(self, name: Callable[[torch.Tensor], str], options: _Options) -> None:
+        """Do nothing if all that was used is what it was.
 
         Args:
             name: Says which parameter it is, for the error.
+            options: As for `note`.
 
         Raises:
             OptimizerError: Otherwise.
         """
-        other = [p for p, (used, _) in self._used.items() if p.grad is not used]
+        other = [p for p, step in self._used.items() if p.grad is not step.gradient]
         if other:
             raise OptimizerError(
                 f"the grad of {_name_some(other, name)} was replaced or removed after"
                 f" backward had stepped the parameter with it (overlap); {_REMEDY}"
             )
-        changed = [p for p, (used, seen) in self._used.items() if used._version != seen]
+        changed = [p for p, s in self._used.items() if s.gradient._version != s.seen]
         if changed:
             raise OptimizerError(
                 f"the grad of {_name_some(changed, name)} was changed in place (by"
                 " clipping or a second backward pass) after backward had stepped the"
                 f" parameter with it (overlap); {_REMEDY}"
             )
+        edited = [p for p, step in self._used.items() if p._version != step.left]
+        if edited:
+            raise OptimizerError(
+                f"{_name_some(edited, name)} was changed after backward had stepped it"
+                f" (overlap), and before step(); {_LATER}"
+            )
+        for parameter, step in self._used.items():
+            now = options(parameter)
+            if now != step.options:
+                changes = [
+                    f"{key}={before} to {now.get(key)}"
+                    for key, before in step.options.items()
+                    if now.get(key) != before
+                ]
+                raise OptimizerError(
+                    f"{', '.join(changes)}: changed after backward had stepped"
+                    f" {name(parameter)} (overlap), and before step(); {_LATER}"
+                )
 
     def clear(self) -> int:
         """Forget all; return how many there were."""

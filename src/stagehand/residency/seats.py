@@ -433,6 +433,9 @@ class Seats:
     def no_room(self, seat: Seat) -> StagehandOOMError:
         """Return an error that says who leaves a tenant less than it needs to run."""
         hard = self._hard(seat)
+        for other in self.others(seat):
+            if other.running:  # it was asked, and is in the middle of its pass
+                hard[other.number] = max(other.held, hard.get(other.number, 0))
         missing = seat.claim.floor + sum(hard.values()) - self.account.limit_bytes
         text = "; ".join(
             str(self.holding(other))
