@@ -12,7 +12,8 @@ import torch
 
 from stagehand.decoding import BIAS, WEIGHT, bytes_of, decode, like_of, value_of
 from stagehand.errors import ConfigError
-from stagehand.files import key_of, names_in
+from stagehand.files import names_in
+from stagehand.stores.checkpoint import key_of
 from stagehand.stores.compact_wires import packed_wire, quantized_wire
 from stagehand.stores.files import FileSet
 from stagehand.stores.packed_files import PackedWeight, packed_name, packed_weights
@@ -26,9 +27,8 @@ if TYPE_CHECKING:
     from torch import nn
 
     from stagehand.assembly import Parts
-    from stagehand.files import KeyMap
     from stagehand.residency.blocks import Block
-    from stagehand.stores.checkpoint import Checkpoint
+    from stagehand.stores.checkpoint import Checkpoint, KeyMap
     from stagehand.wires import Wires
 
     Weight = PackedWeight | QuantizedWeight

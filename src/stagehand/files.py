@@ -1,7 +1,7 @@
 """Lets a model's streamed weights come from safetensors files."""
 
 import difflib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -10,20 +10,11 @@ from torch import nn
 from stagehand.assembly import Parts
 from stagehand.errors import MissingTensorError
 from stagehand.residency.blocks import Block
-from stagehand.stores.checkpoint import Checkpoint, Extent
+from stagehand.stores.checkpoint import Checkpoint, Extent, KeyMap, key_of
 from stagehand.stores.files import FileSet
 from stagehand.stores.safetensors import SafetensorsStore, host_tensor
 
-__all__ = [
-    "KeyMap",
-    "back_by_files",
-    "check_key_map",
-    "key_of",
-    "make_real",
-    "names_in",
-]
-
-KeyMap = Callable[[str], str] | Mapping[str, str] | None
+__all__ = ["back_by_files", "check_key_map", "make_real", "names_in"]
 
 
 def back_by_files(
@@ -110,13 +101,6 @@ def check_key_map(model: nn.Module, key_map: KeyMap) -> None:
             f" {type(model).__name__} does not have: {unknown[0]!r} first{hint};"
             " its keys are the model's names, its values the files'"
         )
-
-
-def key_of(name: str, key_map: KeyMap) -> str:
-    """Return the files' name of what the model calls `name`."""
-    if key_map is None:
-        return name
-    return key_map.get(name, name) if isinstance(key_map, Mapping) else key_map(name)
 
 
 def _back(

@@ -23,6 +23,7 @@ from stagehand.pretrained.sources import (
     open_checkpoint,
 )
 from stagehand.sharing import HANDLE
+from stagehand.stores.checkpoint import key_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -30,10 +31,9 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from stagehand.files import KeyMap
     from stagehand.pretrained.matching import Matched
     from stagehand.runtime import Runtime
-    from stagehand.stores.checkpoint import Checkpoint
+    from stagehand.stores.checkpoint import Checkpoint, KeyMap
 
 __all__ = ["load"]
 
@@ -140,8 +140,8 @@ def _naming(
         return naming_of(model, checkpoint, dtype)
     if isinstance(key_map, Mapping):
         check_key_map(model, key_map)
-        return Naming(keys=key_map)
-    return Naming(keys={name: key_map(name) for name in model.state_dict()})
+        return Naming(keys={name: key_of(name, key_map) for name in key_map})
+    return Naming(keys={name: key_of(name, key_map) for name in model.state_dict()})
 
 
 def _stream(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from itertools import chain
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
@@ -11,6 +13,7 @@ from torch.jit import ScriptModule
 
 from stagehand.assembly import Settings
 from stagehand.config import StagehandConfig, Transport
+from stagehand.core.arena import Arena
 from stagehand.core.device import Device, find_device
 from stagehand.core.layout import can_cast
 from stagehand.core.machine import free_host_bytes, host_bytes
@@ -27,9 +30,6 @@ from stagehand.weights.sites import is_hooked
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from pathlib import Path
-
-    from stagehand.core.arena import Arena
 
 __all__ = [
     "StagehandRuntime",
@@ -92,6 +92,7 @@ class StagehandRuntime(Runtime):
                 f"config is a {type(config).__name__}: expected a StagehandConfig"
             )
         check_value("block_pattern", block_pattern, str | None)
+        _check_pool(pool)
         place = find_device(device)
         check_model(model, dtype)
         settings = Settings(
@@ -189,6 +190,9 @@ def layer(
     if prefetch_k < 0:
         raise ConfigError(f"prefetch_k is {prefetch_k}: expected 0 or more")
     check_value("transport", transport, Transport)
+    check_value("telemetry", telemetry, bool | str | Path | None)
+    check_value("opaque", opaque, Collection[type])
+    _check_pool(pool)
     place = find_device(device)
     check_model(model, dtype)
     budget, pinned = _budgets(model, place, vram_budget, ram_budget)
@@ -252,6 +256,14 @@ def device_budget(place: Device, vram_budget: int | str | None) -> int:
 def host_budget(ram_budget: int | str) -> int:
     """Return the bytes that a user's `ram_budget` stands for."""
     return parse_bytes(ram_budget, name="ram_budget", of=host_bytes())
+
+
+def _check_pool(pool: Arena | None) -> None:
+    if not isinstance(pool, Arena | None):
+        raise ConfigError(
+            f"pool is {pool!r}: expected what shutdown_keep_pool() of another runtime"
+            " returned, or None"
+        )
 
 
 def check_dtype(dtype: torch.dtype | None) -> None:

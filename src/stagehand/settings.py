@@ -1,6 +1,7 @@
 """Do the values of a settings object have the types that its fields name?"""
 
 import types
+from collections.abc import Collection
 from dataclasses import fields
 from enum import Enum
 from numbers import Integral, Real
@@ -17,7 +18,12 @@ _WORDS: dict[Any, tuple[type, str]] = {
     float: (Real, "a number"),
     str: (str, "a text"),
     Path: (Path, "a path"),
+    type: (type, "a class"),
     types.NoneType: (types.NoneType, "None"),
+}
+_MANY: dict[Any, tuple[Any, str]] = {
+    tuple: (tuple, "a tuple"),
+    Collection: (Collection, "a list or a tuple"),
 }
 
 
@@ -60,9 +66,9 @@ def _is_a(value: Any, hint: Any) -> bool:
     origin = get_origin(hint)
     if origin is types.UnionType:
         return any(_is_a(value, each) for each in get_args(hint))
-    if origin is tuple:
-        each = get_args(hint)[0]
-        return isinstance(value, tuple) and all(_is_a(item, each) for item in value)
+    if origin in _MANY:
+        kind, each = _MANY[origin][0], get_args(hint)[0]
+        return isinstance(value, kind) and all(_is_a(item, each) for item in value)
     if origin is Literal:
         return value in get_args(hint)
     return isinstance(value, _WORDS[hint][0]) and (
@@ -74,8 +80,8 @@ def _words(hint: Any) -> list[str]:
     origin = get_origin(hint)
     if origin is types.UnionType:
         return [word for each in get_args(hint) for word in _words(each)]
-    if origin is tuple:
-        return [f"a tuple, each {_words(get_args(hint)[0])[0]}"]
+    if origin in _MANY:
+        return [f"{_MANY[origin][1]}, each {_words(get_args(hint)[0])[0]}"]
     if origin is Literal:
         return list(map(repr, get_args(hint)))
     return [_WORDS[hint][1]]

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 from stagehand.compact import Compact, expand, refuse_quantized, wire_blocks
 from stagehand.decoding import removal_of, scratch_folder
-from stagehand.files import KeyMap, back_by_files, check_key_map, key_of
+from stagehand.files import back_by_files, check_key_map
 from stagehand.quantized_layers import quantized_model
-from stagehand.stores.checkpoint import Checkpoint
+from stagehand.stores.checkpoint import Checkpoint, KeyMap, key_of
 from stagehand.stores.squareq import SquareQ
 
 if TYPE_CHECKING:

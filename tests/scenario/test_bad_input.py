@@ -34,6 +34,7 @@ from scenario.small import (
 )
 from stagehand.errors import (
     CheckpointError,
+    ConfigError,
     HeaderError,
     IndexMismatchError,
     MissingTensorError,
@@ -530,6 +531,26 @@ def test_key_map_with_names_that_the_model_lacks_is_refused(place, folder):
         )
     with pytest.raises(MissingTensorError, match=r"'3\.0\.wieght'.*nearest '3\.0\.wei"):
         stagehand.load(stack, folder, device=place, key_map={"3.0.wieght": VICTIM})
+    runtime.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("key_map", "problem"),
+    [
+        (3, "key_map is 3: expected a mapping or a function"),
+        ({}.get, r"key_map gives None for '\d.0.weight': expected"),
+        ({VICTIM: 3}, f"key_map gives 3 for '{VICTIM}': expected"),
+    ],
+    ids=["no map", "unknown", "no name"],
+)
+def test_key_map_that_gives_no_names_is_refused(place, folder, key_map, problem):
+    with pytest.raises(ConfigError, match=problem):
+        stagehand.load(stack, folder, device=place, key_map=key_map)
+    model = stagehand.layer(stack(), vram_budget=4 * LAYER_BYTES, device=place)
+    runtime = runtime_of(model)
+    with pytest.raises(ConfigError, match=problem):
+        runtime.convert_registry_to_file_backed_sharded(folder, key_map=key_map)
+    assert_passes_equal(model, run_resident(stack(), place, batch()), batch())
     runtime.shutdown()
 
 

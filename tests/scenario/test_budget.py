@@ -152,10 +152,18 @@ def test_what_stays_is_counted_once_in_the_error(sim):
         ({"model": nn.Linear}, "expected a torch.nn.Module"),
         ({"dtype": "bfloat16"}, "dtype is 'bfloat16': expected one of torch's"),
         ({"prefetch_k": "3"}, "prefetch_k is '3': expected an int"),
+        ({"pool": 3}, "pool is 3: expected what shutdown_keep_pool"),
+        ({"opaque": 3}, "opaque is 3: expected a list or a tuple, each a class"),
+        ({"opaque": nn.Linear}, "opaque is .*Linear.*: expected a list or a tuple"),
+        ({"opaque": ["Linear"]}, "opaque is .*Linear.*: expected a list or a tuple"),
+        ({"telemetry": 3}, "telemetry is 3: expected True or False or a text or a"),
         ({"ram_budget": 1}, "the ram_budget, which counts .* is 1 B, but"),
         ({"vram_budget": 1, "ram_budget": "1MB"}, "the budget is 1 B, but"),
     ],
-    ids=["a name", "a class", "a name of a type", "a text", "ram", "vram"],
+    ids=[
+        *("a name", "a class", "a name of a type", "a text", "pool", "opaque"),
+        *("a class that is opaque", "its name", "telemetry", "ram", "vram"),
+    ],
 )
 def test_an_argument_that_cannot_work_is_named(arguments, problem):
     wanted = {"model": uneven(), "vram_budget": "1MB", "device": "cpu", **arguments}
@@ -167,6 +175,7 @@ def test_an_argument_that_cannot_work_is_named(arguments, problem):
     ("argument", "problem"),
     [
         ({"config": {}}, "config is a dict: expected a StagehandConfig"),
+        ({"pool": 3}, "pool is 3: expected what shutdown_keep_pool"),
         ({"block_pattern": 3}, "block_pattern is 3: expected a text or None"),
     ],
 )

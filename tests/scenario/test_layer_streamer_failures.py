@@ -419,6 +419,11 @@ WRONG = {
         ConfigError,
         "dtype is 'bfloat16': expected a type of torch",
     ),
+    "past the cache by word": (
+        lambda said: {"past_cache": "no"},
+        ConfigError,
+        "past_cache is 'no': expected True or False or None",
+    ),
     "no tensors": (
         lambda said: {"tensor_info": {}},
         ConfigError,

@@ -14,6 +14,7 @@ import torch
 
 from stagehand.errors import (
     CheckpointError,
+    ConfigError,
     IndexMismatchError,
     MissingTensorError,
     ReadError,
@@ -21,7 +22,9 @@ from stagehand.errors import (
 )
 from stagehand.stores.headers import FileStamp, Header, Span, load_json, read_header
 
-__all__ = ["Checkpoint", "Extent", "read_index"]
+__all__ = ["Checkpoint", "Extent", "KeyMap", "key_of", "read_index"]
+
+KeyMap = Callable[[str], str] | Mapping[str, str] | None
 
 _INDEX_NAMES = (
     "model.safetensors.index.json",
@@ -30,6 +33,33 @@ _INDEX_NAMES = (
 _INDEX_SUFFIX = ".safetensors.index.json"
 _LISTED = 5
 _COMPARED = 5000
+
+
+def key_of(name: str, key_map: KeyMap) -> str:
+    """Return the files' name of what the model calls `name`.
+
+    Args:
+        name: A parameter's or a buffer's.
+        key_map: As a function or a mapping; a name that a mapping lacks stays as it is.
+
+    Raises:
+        ConfigError: If it is neither, or gives what is no name.
+    """
+    if key_map is None:
+        return name
+    found: object
+    if isinstance(key_map, Mapping):
+        found = key_map.get(name, name)
+    elif callable(key_map):
+        found = key_map(name)
+    else:
+        raise ConfigError(f"key_map is {key_map!r}: expected a mapping or a function")
+    if not isinstance(found, str):
+        raise ConfigError(
+            f"key_map gives {found!r} for {name!r}: expected the tensor's name in the"
+            " files; names that a mapping lacks stay as they are"
+        )
+    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,7 +198,7 @@ class Checkpoint(Mapping[str, Extent]):
     def match(
         self,
         names: Mapping[str, tuple[torch.dtype, Sequence[int]]],
-        key_map: Callable[[str], str] | Mapping[str, str] | None = None,
+        key_map: KeyMap = None,
     ) -> dict[str, Extent]:
         """Return the extent of every parameter, under the parameter's name.
 
@@ -183,13 +213,9 @@ class Checkpoint(Mapping[str, Extent]):
         Raises:
             MissingTensorError: If the checkpoint lacks a name.
             TensorMismatchError: If a tensor has another dtype or shape.
+            ConfigError: If `key_map` gives no name.
         """
-        if key_map is None:
-            keys = {name: name for name in names}
-        elif isinstance(key_map, Mapping):
-            keys = {name: key_map.get(name, name) for name in names}
-        else:
-            keys = {name: key_map(name) for name in names}
+        keys = {name: key_of(name, key_map) for name in names}
         missing = [name for name, key in keys.items() if key not in self]
         if missing:
             listing = "; ".join(

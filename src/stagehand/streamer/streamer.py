@@ -14,6 +14,7 @@ import torch
 from stagehand.core.device import find_device
 from stagehand.core.telemetry import Telemetry
 from stagehand.errors import ConfigError, MissingTensorError, StagehandWarning
+from stagehand.settings import check_value
 from stagehand.stores.checkpoint import Checkpoint
 from stagehand.stores.files import FileSet
 from stagehand.stores.safetensors import read_tensor
@@ -133,6 +134,7 @@ class LayerStreamer:
             batch_cpu=batch_cpu,
         )
         """How many layers each stage buffers and hands on."""
+        check_value("past_cache", past_cache, bool | None)
         if not isinstance(dtype, torch.dtype | None):
             raise ConfigError(
                 f"dtype is {dtype!r}: expected a type of torch, such as"
