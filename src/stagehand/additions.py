@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from stagehand.errors import ConfigError, StagehandOOMError
 from stagehand.residency.blocks import tensor_bytes
-from stagehand.units import format_at_least, format_bytes
+from stagehand.units import format_at_least, format_bytes, format_limit
 
 if TYPE_CHECKING:
     from collections.abc import ValuesView
@@ -177,7 +177,7 @@ class Additions:
         return StagehandOOMError(
             f"{len(new)} tensors of {format_bytes(sum(map(tensor_bytes, new)))} have"
             " joined the model since it streams, and the budget of"
-            f" {format_bytes(limit)} has no room for them; raise it to at least"
+            f" {format_limit(limit, needed)} has no room for them; raise it to at least"
             f" {format_at_least(needed)} with runtime.set_budget()",
             needed_bytes=needed,
             limit_bytes=limit,

@@ -29,7 +29,7 @@ from stagehand.residency.scheduler import Scheduler
 from stagehand.residency.shared import SharedDevice, shared_device
 from stagehand.residency.steering import Steering
 from stagehand.stores.packed import most_bytes
-from stagehand.units import MIB, format_at_least, format_bytes
+from stagehand.units import MIB, format_at_least, format_bytes, format_limit
 
 __all__ = ["Parts", "Settings", "assemble"]
 
@@ -185,7 +185,7 @@ class Parts:
         needed = account.held_bytes + nbytes
         return StagehandOOMError(
             f"tensors in no block need {format_bytes(nbytes)} of device memory, but of"
-            f" {format_bytes(account.limit_bytes)} only"
+            f" {format_limit(account.limit_bytes, needed)} only"
             f" {format_bytes(account.free_bytes)} are free; raise the budget to at"
             f" least {format_at_least(needed)}",
             needed_bytes=needed,
@@ -420,9 +420,10 @@ def _too_small(
             " is decoded"
         )
     return StagehandOOMError(
-        f"the {name} is {format_bytes(limit_bytes)}, but {format_at_least(needed)} must"
-        f" be on the device at once: {format_bytes(kept)} that stay there{most}; raise"
-        f" it to at least {format_at_least(needed)}",
+        f"the {name} is {format_limit(limit_bytes, needed)}, but"
+        f" {format_at_least(needed)} must be on the device at once:"
+        f" {format_bytes(kept)} that stay there{most}; raise it to at"
+        f" least {format_at_least(needed)}",
         needed_bytes=needed,
         limit_bytes=limit_bytes,
     )

@@ -5,7 +5,7 @@ from decimal import Decimal
 
 from stagehand.errors import ConfigError
 
-__all__ = ["MIB", "format_at_least", "format_bytes", "parse_bytes"]
+__all__ = ["MIB", "format_at_least", "format_bytes", "format_limit", "parse_bytes"]
 
 MIB = 1 << 20
 """Bytes in one `_mb` of the public options, which count in binary."""
@@ -120,3 +120,20 @@ def format_at_least(nbytes: int) -> str:
             hundredths = -(-nbytes * 100 // factor)
             return f"{hundredths // 100}.{hundredths % 100:02d} {unit}"
     return f"{nbytes} B"
+
+
+def format_limit(limit_bytes: int, needed_bytes: int) -> str:
+    """Return a short text for a limit, beside what needs more of it.
+
+    For errors that name both: in bytes where they would read the same.
+
+    Args:
+        limit_bytes: What there may be.
+        needed_bytes: What is printed by `format_at_least`.
+
+    Example:
+        >>> format_limit(16_639, 16_640)
+        '16639 B'
+    """
+    text = format_bytes(limit_bytes)
+    return f"{limit_bytes} B" if text == format_at_least(needed_bytes) else text

@@ -6,7 +6,7 @@ import warnings
 from typing import TYPE_CHECKING
 
 from stagehand.errors import ConfigError, StagehandOOMError, StagehandWarning
-from stagehand.units import format_at_least, format_bytes
+from stagehand.units import format_at_least, format_bytes, format_limit
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -200,8 +200,9 @@ class Wires:
             return
         needed += int(more * needed)
         raise StagehandOOMError(
-            f"the budget is {format_bytes(limit)}, but {format_at_least(needed)} must"
-            f" be on the device at once: {format_bytes(smallest)} of weights, and"
+            f"the budget is {format_limit(limit, needed)}, but"
+            f" {format_at_least(needed)} must be on the device at once:"
+            f" {format_bytes(smallest)} of weights, and"
             f" {format_bytes(nbytes)} for a block as it crosses the link and is"
             f" decoded; raise the budget to at least {format_at_least(needed)}",
             needed_bytes=needed,

@@ -8,7 +8,7 @@ from torch import nn
 import stagehand
 from architectures.trees import assert_bitwise_equal
 from stagehand.core.device import AcceleratorDevice
-from stagehand.units import format_bytes
+from stagehand.units import format_at_least, format_bytes
 
 
 def uneven():
@@ -21,6 +21,13 @@ def uneven():
                 for width in (64, 60, 56, 52)
             )
         )
+
+
+def test_budget_that_lacks_one_byte_does_not_read_like_what_is_needed(sim):
+    smallest = smallest_budget(uneven(), "hpu")
+    with pytest.raises(stagehand.StagehandOOMError) as caught:
+        stagehand.layer(uneven(), vram_budget=smallest - 1, device="hpu")
+    assert f"is {smallest - 1} B, but {format_at_least(smallest)} " in str(caught.value)
 
 
 @pytest.mark.parametrize("lowered", ["to what is leased", "to the smallest"])

@@ -335,6 +335,19 @@ def test_the_report_says_compute_where_compute_is_slow(sim):
     runtime_of(model).shutdown()
 
 
+@pytest.mark.parametrize("forwards", [1, 2, 3])
+def test_the_report_names_a_limit_after_steps_of_several_forwards(sim, forwards):
+    """A forward that is followed by another one or by the backward has two followers:
+    the uses that repeat are those of the whole step."""
+    model = layered()
+    x, steps = batch().to("hpu"), []
+    for _ in range(8):
+        sum(model(x).sum() for _ in range(forwards)).backward()
+        steps.append(runtime_of(model).report().limit)
+    runtime_of(model).shutdown()
+    assert "unknown" not in steps[5:]
+
+
 def test_without_telemetry_nothing_is_timed_once_the_plan_is_made(sim, monkeypatch):
     model = layered(telemetry=False)
     run(model, passes=6)

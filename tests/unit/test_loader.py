@@ -517,11 +517,14 @@ def test_block_that_is_saved_if_different_is_written_only_then(sim, kind, value)
     rig.on_device(block)
     rig.loader.save(block, only_if_different=True)
     assert block.store.written == 0
+    copied = rig.counters.d2h_bytes  # an accelerator has to, for the host to compare
+    assert copied == (0 if kind == "host" else NBYTES)
     with torch.no_grad():
         block.views[0][5] = -0.0 if value == 0 else 7.0
     rig.engine.release(block.slot, rig.device.current_stream())
     rig.loader.save(block, only_if_different=True)
     assert block.store.written == 1
+    assert rig.counters.d2h_bytes == copied + NBYTES
     block.state = BlockState.EVICTING
     rig.close()
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from stagehand.core.arena import Arena
 from stagehand.core.layout import layout_of, same_bits
-from stagehand.core.ledger import Account
+from stagehand.core.ledger import Account, SubAccount
 from stagehand.core.workers import WorkerGroup
 from stagehand.errors import StagehandOOMError
 from stagehand.residency import masters as module
@@ -158,6 +158,27 @@ def test_block_that_does_not_fit_keeps_its_memory():
     assert not masters.pin(block)
     assert block.image is None
     assert block.tensors[0].data_ptr() == address
+
+
+@pytest.mark.parametrize(
+    ("own", "cap", "advice"),
+    [
+        (
+            3 * KB,
+            100 * KB,
+            r"raise ram_budget \(or pinned_pool_mb\) to at least 4.10 KB$",
+        ),
+        (100 * KB, 3 * KB, "raise pinned_cap_mb by at least 1.03 KB$"),
+    ],
+)
+def test_error_names_what_limits_pinned_memory(own, cap, advice):
+    """What this model may have, or what all on the device together may."""
+    account = SubAccount("a model", own, Account("pinned memory", cap))
+    arena = Arena("pinned memory", None, account)
+    masters = Masters(arena)
+    blocks = adopted(masters, 4)
+    with pytest.raises(StagehandOOMError, match=advice):
+        masters.pin_all(blocks, lookahead=2)
 
 
 def test_image_that_somebody_still_reads_is_not_used_again():

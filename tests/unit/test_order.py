@@ -58,6 +58,50 @@ def test_three_routes_in_turn_are_all_expected():
         assert run(order, route) == []
 
 
+@pytest.mark.parametrize(
+    "step", [(A, A, B), (A, A, A, B), (A, A, B, B), (A, B, A, C)], ids=repr
+)
+@pytest.mark.parametrize("at", range(4))
+def test_step_of_a_route_that_comes_twice_is_expected_wherever_it_begins(step, at):
+    """Two forwards and one backward: what follows a forward is not always the same."""
+    order = Order(A)
+    run(order, *step, *step[at:], *step * 3)
+    cycles = set()
+    for route, following in zip(step * 2, step[1:] + step + step[:1], strict=True):
+        assert run(order, route) == []
+        assert order.line == route + following
+        cycles.add(order.cycle())
+    assert cycles == {sum(min(step[n:] + step[:n] for n in range(len(step))), ())}
+
+
+@pytest.mark.parametrize("step", [(A,), (A, B), (A, B, C)], ids=repr)
+def test_step_of_different_routes_is_expected_after_one_of_them(step):
+    """One forward; a forward and a backward, over and over; several models' routes."""
+    order = Order(A)
+    run(order, *step, *step)
+    for route in step * 8:
+        assert run(order, route) == []
+        assert len(order.cycle()) == sum(map(len, step))
+
+
+def test_step_that_changes_is_relearned_as_any_route():
+    order = Order(A)
+    run(order, *(A, A, B) * 4)
+    run(order, A, B, A, B)
+    assert run(order, A) == run(order, B) == []
+    assert order.cycle() == A + B
+
+
+def test_other_route_than_the_step_has_ends_its_cycle():
+    order = Order(A)
+    run(order, *(A, A, B) * 4)
+    run(order, A, C)
+    order.turn()
+    assert order.cycle() == C
+    run(order, B, *(A, A, B) * 3)
+    assert order.cycle() == A + A + B
+
+
 def test_route_that_is_taken_by_exception_costs_one_more_wrong_guess():
     order = Order(A)
     run(order, A, A, C)
@@ -269,6 +313,7 @@ class Expectation:
     """What `Order` promises, worked out from the whole history."""
 
     KEPT = 8
+    RECENT = 8
 
     def __init__(self, guess):
         self.history = []  # the routes of all passes that used anything
@@ -284,6 +329,15 @@ class Expectation:
         for number in reversed(range(len(self.history) - 1)):
             found.setdefault(self.history[number], self.history[number + 1])
         return dict(list(found.items())[: self.KEPT])
+
+    def repeated(self):
+        """Return the next two routes, if the latest are a few that are repeated."""
+        latest = self.history[-self.RECENT :]
+        for count in range(1, self.RECENT // 2 + 1):
+            step = latest[:count] * self.RECENT
+            if len(latest) == self.RECENT and latest == step[: self.RECENT]:
+                return step[self.RECENT : self.RECENT + 2]
+        return None
 
     def expect(self, route):
         self.route = route
@@ -320,6 +374,7 @@ class Expectation:
             self.history.append(tuple(self.log))
             self.log = []
             self.expect(self.known().get(self.history[-1], self.history[-1]))
+            self.route, self.next = self.repeated() or (self.route, self.next)
             self.cursor = -1
             self.misses = 0
 
@@ -360,6 +415,16 @@ class OrderMachine(RuleBasedStateMachine):
             self.turn()
             for block in route:
                 self.use(block)
+
+    @rule(data=st.data(), count=st.integers(1, 4))
+    def steps(self, data, count):
+        route = st.sampled_from([(0, 1), (1, 0), (0, 2, 1)])
+        step = data.draw(st.lists(route, min_size=count, max_size=count))
+        for route in step * 3:
+            self.turn()
+            for block in route:
+                self.use(block)
+            self.order_agrees_with_the_model()
 
     @precondition(lambda self: self.model.history)
     @rule(data=st.data())

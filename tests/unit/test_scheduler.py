@@ -340,6 +340,35 @@ def test_block_that_its_last_use_changed_is_saved_and_seen_by_the_next(rig_of):
             assert block.slot is not None or not block.awaited, block
 
 
+@pytest.mark.parametrize("at", ["save", "vacate", "to"])
+def test_interrupt_while_a_block_leaves_lets_it_leave_later(rig_of, monkeypatch, at):
+    """It comes before its bytes are home, after that, or among the books."""
+    rig = rig_of(4, spare=3 * UNIT)
+    rig.run(1, 2, 3)
+    block = rig.blocks[1]
+    assert block.slot is not None
+    block.tensors[0].add_(1)
+    expected = [tensor.clone().cpu() for tensor in block.tensors]
+    mover = rig.scheduler._mover
+    owner = {"save": rig.loader, "vacate": mover, "to": Block}[at]
+    proper = getattr(owner, at)
+
+    def interrupted(*args, **options):
+        if at != "to" or args[1] is BlockState.UNLOADED:
+            raise KeyboardInterrupt
+        return proper(*args, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, at, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            mover.evict(block, verify=True)
+    seen = rig.run(1, 2, 3)
+    assert all(map(torch.equal, seen[0], expected))
+    mover.evict(block, verify=True)
+    assert block.state is BlockState.UNLOADED
+    assert all(map(torch.equal, block.tensors, expected))
+
+
 @pytest.mark.parametrize("where", ["host", "device"])
 def test_block_that_was_changed_crosses_once_more_at_most(rig_of, where):
     """Home if it was changed on the device, else what was loaded before the change."""

@@ -5,7 +5,13 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from stagehand.errors import ConfigError
-from stagehand.units import MIB, format_at_least, format_bytes, parse_bytes
+from stagehand.units import (
+    MIB,
+    format_at_least,
+    format_bytes,
+    format_limit,
+    parse_bytes,
+)
 
 
 @pytest.mark.parametrize(
@@ -94,3 +100,11 @@ def test_size_is_printed_with_two_decimals(nbytes, text):
 def test_size_printed_as_needed_is_enough_when_typed_in(nbytes):
     typed = parse_bytes(format_at_least(nbytes), name="vram_budget")
     assert nbytes <= typed <= nbytes * 1.01
+
+
+@given(st.integers(0, 10**12), st.integers(1, 10**6))
+def test_limit_never_reads_like_what_needs_more(limit, more):
+    needed = limit + more
+    text = format_limit(limit, needed)
+    assert text != format_at_least(needed)
+    assert text in (format_bytes(limit), f"{limit} B")

@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from stagehand.errors import StagehandInternalError, StagehandOOMError
-from stagehand.units import format_at_least, format_bytes
+from stagehand.units import format_at_least, format_bytes, format_limit
 
 if TYPE_CHECKING:
     import torch
@@ -81,13 +81,14 @@ class WireRing:
             if lease is None:
                 self.close()
                 account = arena.account
+                needed, limit = account.held_bytes + size, account.limit_bytes
                 raise StagehandOOMError(
                     f"bytes that are decoded on the device need {format_bytes(size)}"
                     f" there, but only {format_bytes(account.free_bytes)} of"
-                    f" {format_bytes(account.limit_bytes)} are free; raise the budget"
-                    f" to at least {format_at_least(account.held_bytes + size)}",
-                    needed_bytes=account.held_bytes + size,
-                    limit_bytes=account.limit_bytes,
+                    f" {format_limit(limit, needed)} are free; raise the budget"
+                    f" to at least {format_at_least(needed)}",
+                    needed_bytes=needed,
+                    limit_bytes=limit,
                 )
             self._leases.append(lease)
         self._pieces = [

@@ -132,9 +132,9 @@ class HostLoader:
             raise StagehandInternalError(
                 f"block {block.name!r} is nowhere to be saved from"
             )
-        self._counters.d2h_bytes += block.nbytes
-        self._counters.d2h_copies += 1
-        write_back(block, block.target, only_if_different=only_if_different)
+        if write_back(block, block.target, only_if_different=only_if_different):
+            self._counters.d2h_bytes += block.nbytes
+            self._counters.d2h_copies += 1
 
     def send_home(self, block: Block) -> Ticket | None:
         """See `Loader.send_home`. There is no lane that would take it there."""

@@ -108,8 +108,10 @@ def pageable(block: Block) -> torch.Tensor:
         return torch.empty(block.nbytes, dtype=torch.uint8, device="cpu")
 
 
-def write_back(block: Block, image: torch.Tensor, *, only_if_different: bool) -> None:
-    """Bring an image home to the block's store."""
+def write_back(block: Block, image: torch.Tensor, *, only_if_different: bool) -> bool:
+    """Bring an image home to the block's store; return whether it was not there."""
     store = store_of(block)
-    if not (only_if_different and store.holds(image)):
-        store.write_back(image)
+    if only_if_different and store.holds(image):
+        return False
+    store.write_back(image)
+    return True

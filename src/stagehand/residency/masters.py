@@ -15,7 +15,7 @@ from stagehand.stores.packed import WORTH, PackedWire, room_for
 from stagehand.stores.packing import pack_image
 from stagehand.stores.wired import WiredStore
 from stagehand.torch_private import storage_use_count
-from stagehand.units import MIB, format_at_least, format_bytes
+from stagehand.units import MIB, format_at_least, format_limit
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -234,13 +234,7 @@ class Masters:
             count = 0
         else:
             if slab > free:
-                raise StagehandOOMError(
-                    f"the pinned memory of {format_bytes(free)} cannot stage the"
-                    f" largest block of {format_at_least(slab)}; raise ram_budget (or"
-                    f" pinned_pool_mb) to at least {format_at_least(slab)}",
-                    needed_bytes=slab,
-                    limit_bytes=free,
-                )
+                raise self._too_little_to_stage(slab, free)
             # With one the disk would wait for each copy.
             count = max(min(2, free // slab), min(lookahead + 2, free // (2 * slab)))
             share = min(1.0, (free - count * slab) / total) if total else 0.0
@@ -259,6 +253,22 @@ class Masters:
         self._coming.sort(key=lambda coming: coming.block.stays)
         self.pin_on()
         return count, slab
+
+    def _too_little_to_stage(self, slab: int, free: int) -> StagehandOOMError:
+        account = self._arena.account
+        own = account.limit_bytes - account.held_bytes + self._arena.kept_bytes
+        if own < slab:
+            advice = (
+                f"ram_budget (or pinned_pool_mb) to at least {format_at_least(slab)}"
+            )
+        else:  # this model may have it, but all on the device together may not
+            advice = f"pinned_cap_mb by at least {format_at_least(slab - free)}"
+        return StagehandOOMError(
+            f"the pinned memory of {format_limit(free, slab)} cannot stage the"
+            f" largest block of {format_at_least(slab)}; raise {advice}",
+            needed_bytes=slab,
+            limit_bytes=free,
+        )
 
     def _reserve(self, blocks: Sequence[Block], share: float) -> list[Block]:
         """Reserve memory for a share of the blocks; return the others."""

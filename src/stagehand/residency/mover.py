@@ -158,6 +158,27 @@ class Mover:
         slot = block.slot
         if slot is None:
             raise StagehandInternalError(f"block {block.name!r} is not on the device")
+        try:
+            if not self._leave(block, slot, verify, stream, waits):
+                return False
+        except BaseException:
+            if block.state is BlockState.EVICTING:
+                block.state = _GPU_READY  # its slot still has its bytes
+            raise
+        self._counters.evictions += 1
+        if use_count_of(slot.storage_key) > slot.alone:
+            self._memory.abandon(slot)
+        return True
+
+    def _leave(
+        self,
+        block: Block,
+        slot: Slot,
+        verify: bool,
+        stream: Stream | None,
+        waits: bool,
+    ) -> bool:
+        """Vacate a block's slot; or say that its bytes are still on their way home."""
         if block.bound:
             changed = block.is_touched()
             if changed:
@@ -176,9 +197,6 @@ class Mover:
             self._loader.forget(block)
             self.note_readers(block, slot)
         self.vacate(block, slot)
-        self._counters.evictions += 1
-        if use_count_of(slot.storage_key) > slot.alone:
-            self._memory.abandon(slot)
         return True
 
     def drop(self, block: Block, slot: Slot, stream: Stream) -> bool:
@@ -226,21 +244,11 @@ class Mover:
             if sent is not None:
                 block.sent = sent, versions
                 return False
-        if is_home:
-            block.to(BlockState.EVICTING)
-        else:
-            self._save(block, changed=versions != block.versions)
+        block.to(BlockState.EVICTING)
+        if not is_home:
+            self._loader.save(block, only_if_different=versions == block.versions)
         block.versions = versions  # of bytes that are home
         return True
-
-    def _save(self, block: Block, *, changed: bool) -> None:
-        """Bring a block's bytes home; if that fails, they are still here."""
-        block.to(BlockState.EVICTING)
-        try:
-            self._loader.save(block, only_if_different=not changed)
-        except BaseException:
-            block.state = _GPU_READY
-            raise
 
     def rescue(self, block: Block) -> torch.Tensor | None:
         """Give up a block's slot; return its bytes, if they are the truth."""

@@ -2,8 +2,10 @@
 relearned.
 
 Uses come in *passes*; a pass begins when the model is entered from outside. What a pass
-used, in order, is its *route*. After a pass the route that followed it last time is
-expected; at first, the order in which the model defines its blocks. After a use that is
+used, in order, is its *route*. Where the latest passes took a few routes over and over,
+the next of these is expected: two forwards and a backward are one route twice and then
+another. Else it is the route that followed the last one last time; at first, the order
+in which the model defines its blocks. After a use that is
 not the expected one, a known route that begins like this pass is, or else the cursor
 moves to where the use stands. When it stands nowhere, or this happens twice in a row,
 the order is *lost* until an expected use or the next pass: nothing is predicted
@@ -19,6 +21,7 @@ __all__ = ["Order"]
 
 _ROUTES_KEPT = 8
 _CYCLE_ROUTES = 4
+_RECENT = 2 * _CYCLE_ROUTES
 
 Route = tuple[int, ...]
 
@@ -39,7 +42,8 @@ class Order:
         self._route: Route = tuple(guess)
         self._places: dict[int, list[int]] = {}  # the positions of each block in it
         self._next: Route = self._route
-        self._before: Route | None = None
+        self._recent: list[Route] = []  # of the latest passes, newest last
+        self._repeated: tuple[Route, ...] = ()  # what they repeat, this one first
         self._log: list[int] = []  # the uses of this pass, once one was not expected
         self._misses = 0
         self.followed = True
@@ -145,18 +149,35 @@ class Order:
         self.passes += 1
         if done != self._route:
             self.learned += 1
-        if self._before is not None:
-            self._follow(self._before, done)
-        expected = self._follower.get(done, done)
+        if self._recent:
+            self._follow(self._recent[-1], done)
+        self._recent = [*self._recent[-_RECENT + 1 :], done]
+        repeated = self._find_repeated()
+        expected = repeated[0] if repeated else self._follower.get(done, done)
         kept = done == self._route and expected == self._next
-        self._before = done
-        self._expect(expected)
+        self._expect(expected, repeated)
         self.cursor = -1
         self._misses = 0
         return kept
 
-    def _expect(self, route: Route) -> None:
-        following = self._follower.get(route, route)
+    def _find_repeated(self) -> tuple[Route, ...]:
+        """Return the routes that the latest passes repeat, the next one first; or none.
+
+        One or two routes are those that follow each other anyway.
+        """
+        recent = self._recent
+        if len(recent) == _RECENT:
+            for count in range(1, _CYCLE_ROUTES + 1):
+                if recent[count:] == recent[:-count]:
+                    return tuple(recent[-count:])
+        return ()
+
+    def _expect(self, route: Route, repeated: tuple[Route, ...] = ()) -> None:
+        self._repeated = repeated
+        if repeated:
+            following = repeated[1 % len(repeated)]
+        else:
+            following = self._follower.get(route, route)
         if route != self._route or following != self._next:
             self._route = route
             self._places = {}
@@ -174,16 +195,17 @@ class Order:
 
         It is the same cycle wherever in it the present pass is.
         """
-        seen: list[Route] = []
-        route = self._route
-        while route not in seen:
-            if len(seen) == _CYCLE_ROUTES:
-                return self._route
-            seen.append(route)
-            route = self._follower.get(route, route)
-        routes = seen[seen.index(route) :]
-        first = routes.index(min(routes))
-        return sum(routes[first:] + routes[:first], ())
+        routes = list(self._repeated)
+        if not routes:
+            route = self._route
+            while route not in routes:
+                if len(routes) == _CYCLE_ROUTES:
+                    return self._route
+                routes.append(route)
+                route = self._follower.get(route, route)
+            routes = routes[routes.index(route) :]
+        turned = (routes[first:] + routes[:first] for first in range(len(routes)))
+        return sum(min(turned), ())
 
     def check(self) -> None:
         """Raise if an invariant is broken.

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 from stagehand.core.transfer import Slot, TransferEngine
 from stagehand.errors import StagehandOOMError
 from stagehand.torch_private import storage_use_count
-from stagehand.units import format_at_least, format_bytes
+from stagehand.units import format_at_least, format_bytes, format_limit
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -127,14 +127,15 @@ class SlotMemory:
             return lease
         others = "" if self.neighbours is None else self.neighbours.name_them()
         used = [s.occupant.name for s in self.slots if s.occupant and s.occupant.uses]
+        needed, limit = self.account.held_bytes + nbytes, self.account.limit_bytes
         raise StagehandOOMError(
             f"block {block.name!r} needs {format_bytes(nbytes)} of device memory while"
             f" {', '.join(map(repr, used[:5])) or 'what stays'} is in use, and of"
-            f" {format_bytes(self.account.limit_bytes)} only"
+            f" {format_limit(limit, needed)} only"
             f" {format_bytes(self.account.free_bytes)} are free{others}; raise the"
-            f" budget to at least {format_at_least(self.account.held_bytes + nbytes)}",
-            needed_bytes=self.account.held_bytes + nbytes,
-            limit_bytes=self.account.limit_bytes,
+            f" budget to at least {format_at_least(needed)}",
+            needed_bytes=needed,
+            limit_bytes=limit,
         )
 
     def for_now(self, block: Block) -> Slot:

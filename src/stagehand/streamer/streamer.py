@@ -254,7 +254,9 @@ class LayerStreamer:
         Args:
             x: What the first layer gets.
             layer_fn: Called as `layer_fn(x, weights, layer)`, with the layer's weights
-                on the device by the names in `block_keys`. Returns the new `x`.
+                on the device by the names in `block_keys`. Returns the new `x`. It
+                must not change weights in place: that would last until the layer is
+                loaded again, and when that is depends on the depths.
 
         Returns:
             What the last layer returned.
