@@ -5,11 +5,11 @@ Uses come in *passes*; a pass begins when the model is entered from outside. Wha
 used, in order, is its *route*. Where the latest passes took a few routes over and over,
 the next of these is expected: two forwards and a backward are one route twice and then
 another. Else it is the route that followed the last one last time; at first, the order
-in which the model defines its blocks. After a use that is
-not the expected one, a known route that begins like this pass is, or else the cursor
-moves to where the use stands. When it stands nowhere, or this happens twice in a row,
-the order is *lost* until an expected use or the next pass: nothing is predicted
-meanwhile, and everything is served on demand.
+in which the model defines its blocks. After a use that is not the expected one, a known
+route that begins like this pass is, or else the cursor moves to where the use stands.
+When it stands nowhere, or this happens twice in a row, the order is *lost* until an
+expected use or the next pass: nothing is predicted meanwhile, and everything is served
+on demand.
 """
 
 from bisect import bisect_right
