@@ -233,7 +233,8 @@ def test_layer_that_replaces_another_is_used(place):
 def test_pass_in_which_nothing_joins_looks_at_no_tensor(sim, monkeypatch):
     model, runtime = streamed("hpu")
     answer(model, "hpu")
-    monkeypatch.setattr(runtime._additions, "_note", None)  # is called when it looks
+    additions = runtime._additions()
+    monkeypatch.setattr(additions, "_note", None)  # is called when it looks
     answer(model, "hpu")
     runtime.shutdown()
 
