@@ -526,3 +526,23 @@ def test_cache_is_after_a_pass_as_it_was_before(sim, wanted, fails):
         assert torch.is_autocast_cache_enabled() is wanted
     assert torch.is_autocast_cache_enabled()
     runtime_of(model).shutdown()
+
+
+def test_a_site_that_an_interrupt_has_left_is_forgotten_by_the_next_pass(
+    sim, monkeypatch
+):
+    model = stack(4)
+    stagehand.layer(model, vram_budget=2 * LAYER_BYTES)
+    x = batch(2, 32).to("hpu")
+
+    def interrupt(*_, **__):
+        raise KeyboardInterrupt
+
+    with torch.autocast("hpu", dtype=torch.bfloat16), torch.no_grad():
+        with monkeypatch.context() as patch:
+            patch.setattr(runtime_of(model)._casts, "end", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                model(x)
+        model(x)
+        assert torch.is_autocast_cache_enabled()
+    runtime_of(model).shutdown()
