@@ -21,10 +21,7 @@ _WORDS: dict[Any, tuple[type, str]] = {
     type: (type, "a class"),
     types.NoneType: (types.NoneType, "None"),
 }
-_MANY: dict[Any, tuple[Any, str]] = {
-    tuple: (tuple, "a tuple"),
-    Collection: (Collection, "a list or a tuple"),
-}
+_MANY: dict[Any, str] = {tuple: "a tuple", Collection: "a list or a tuple"}
 
 
 def check_types(settings: Any) -> None:
@@ -67,8 +64,8 @@ def _is_a(value: Any, hint: Any) -> bool:
     if origin is types.UnionType:
         return any(_is_a(value, each) for each in get_args(hint))
     if origin in _MANY:
-        kind, each = _MANY[origin][0], get_args(hint)[0]
-        return isinstance(value, kind) and all(_is_a(item, each) for item in value)
+        each = get_args(hint)[0]
+        return isinstance(value, origin) and all(_is_a(item, each) for item in value)
     if origin is Literal:
         return value in get_args(hint)
     return isinstance(value, _WORDS[hint][0]) and (
@@ -81,7 +78,7 @@ def _words(hint: Any) -> list[str]:
     if origin is types.UnionType:
         return [word for each in get_args(hint) for word in _words(each)]
     if origin in _MANY:
-        return [f"{_MANY[origin][1]}, each {_words(get_args(hint)[0])[0]}"]
+        return [f"{_MANY[origin]}, each {_words(get_args(hint)[0])[0]}"]
     if origin is Literal:
         return list(map(repr, get_args(hint)))
     return [_WORDS[hint][1]]

@@ -3,7 +3,7 @@
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -225,7 +225,7 @@ class OffloadedAdamW(torch.optim.AdamW):
                 loss = closure()
         with self._lock:
             self._number()  # groups can be edited
-            self._early.check(self._name, self._numbers_of)
+            self._early.check(self._name, self._numbers())
             self._update(
                 parameter
                 for parameter in self._places
@@ -262,7 +262,7 @@ class OffloadedAdamW(torch.optim.AdamW):
             ]
             self._early.check_new(mine, self._name)
             self._update(mine)
-            self._early.note(mine, self._numbers_of)
+            self._early.note(mine, self._numbers())
 
     def _update(self, parameters: Iterable[torch.Tensor]) -> None:
         by_group: dict[int, list[ParameterStep]] = {}
@@ -318,10 +318,13 @@ class OffloadedAdamW(torch.optim.AdamW):
             "found_inf": getattr(self, "found_inf", None),
         }
 
-    def _numbers_of(self, parameter: torch.Tensor) -> dict[str, float]:
-        """The options of a parameter's group that a step in backward depends on."""
-        options = self._options(self.param_groups[self._places[parameter][0]])
-        return {k: float(v) for k, v in options.items() if v is not None}
+    def _numbers(self) -> Callable[[torch.Tensor], Mapping[str, float]]:
+        """Return what tells the options of a parameter's group as they are now."""
+        groups = [
+            {k: float(v) for k, v in self._options(group).items() if v is not None}
+            for group in self.param_groups
+        ]
+        return lambda parameter: groups[self._places[parameter][0]]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients, or set them to zero, as in torch.

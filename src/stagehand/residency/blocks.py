@@ -365,15 +365,7 @@ class Reader:
         cast: What of it autocast casts in a use; None if that is not known yet.
     """
 
-    __slots__ = (
-        "_tied",
-        "again",
-        "binding",
-        "cast",
-        "own",
-        "several",
-        "since",
-    )
+    __slots__ = ("_tied", "again", "binding", "cast", "own", "several", "since")
     several: bool | None
     cast: tuple[torch.Tensor, ...] | None
 
