@@ -11,6 +11,7 @@ from torch import nn
 
 from stagehand.core.trees import tensors_in
 from stagehand.errors import DtypeMismatchError
+from stagehand.settings import check_types
 from stagehand.torch_private import in_backward
 
 if TYPE_CHECKING:
@@ -34,6 +35,9 @@ class Checks:
     """Count outputs that are wider than every input."""
     fail_on_dtype_promotion: bool = False
     """Refuse the first of these; they are counted then, too."""
+
+    def __post_init__(self) -> None:
+        check_types(self)
 
     @property
     def counts_promotions(self) -> bool:

@@ -482,6 +482,7 @@ def test_without_an_accelerator_the_host_is_found(monkeypatch):
         ("hpu:1", "device is 'hpu:1', but this machine has 1 of that kind"),
         ("gpu", "device is 'gpu': "),
         ("hpu:x", "device is 'hpu:x': "),
+        (2.5, "device is 2.5: expected what torch.device takes"),
     ],
 )
 def test_device_that_is_not_there_is_refused_by_name(sim, name, message):

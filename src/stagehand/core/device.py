@@ -517,6 +517,11 @@ def find_device(device: torch.device | str | int | None) -> Device:
         wanted = torch.device(device)
     except RuntimeError as error:
         raise ConfigError(f"device is {device!r}: {error}") from None
+    except TypeError:
+        raise ConfigError(
+            f"device is {device!r}: expected what torch.device takes, such as 'cuda:0',"
+            " or None"
+        ) from None
     if wanted.type == "cpu":
         return HostDevice()
     if accelerator is None or accelerator.type != wanted.type:
