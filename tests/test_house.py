@@ -26,7 +26,7 @@ PLAN: dict[int, dict[str, tuple[str, ...]]] = {
             *("limits", "turn", "hidden_gradients"),
             *("ledger", "arena", "workers", "layout", "saved"),
             *("trees", "casts", "terms", "steps"),
-            *("wire_ring", "traffic", "transfer"),
+            *("wire_ring", "traffic", "flight", "transfer"),
         )
     },
     2: {
@@ -62,13 +62,13 @@ PLAN: dict[int, dict[str, tuple[str, ...]]] = {
             [
                 "graph",
                 "autocast",
-                "gradients",
                 "differentiation",
                 "guards",
             ],
             (),
         ),
         "weights": ("edges", "rows", "strays", "sites"),
+        "gradients": ("home", "arrivals", "gradients"),
         "streamer": (
             *("depths", "progress", "layers", "images", "rates", "stages", "handover"),
             *("pipeline", "streamer", "grid", "outcomes", "trial", "tuner"),

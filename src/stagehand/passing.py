@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from stagehand.compact import CompactFiles
     from stagehand.core.device import Device
     from stagehand.core.steps import Steps
-    from stagehand.gradients import Gradients
+    from stagehand.gradients.gradients import Gradients
     from stagehand.graph import SavedTensors
     from stagehand.host_memory import HostMemory
     from stagehand.measure import Measure
@@ -126,11 +126,16 @@ class Passing(PassListener):
         return self._pass_context(module)
 
     def _note_changes(self) -> None:
-        """Take for changed what optimizers may have stepped since the latest pass."""
+        """Take for changed what optimizers may have stepped since the latest pass.
+
+        After one without gradients, what trains may have been swapped with averages of
+        it: of bfloat16 weights these differ in so few elements that no sample tells.
+        """
         stepped = self._steps.came()
         if self._gradients is not None:
-            self._gradients.note_steps(stepped=stepped)
-        elif self._took_gradients or stepped:
+            swapped = not self._took_gradients
+            self._gradients.note_steps(stepped=stepped, swapped=swapped)
+        elif stepped or self._parts.trains:
             self._note_steps()
 
     def _note_steps(self) -> None:
@@ -196,6 +201,8 @@ class Passing(PassListener):
         self._begin_uses(changes_follow=True)
 
     def _watch(self) -> None:
+        """Expect gradients of what wants some; what has none to give is refused."""
+        self._wires.check_frozen()
         if self._gradients is not None:
             self._gradients.watch(self._parts.streamed)
 
@@ -232,6 +239,13 @@ class Passing(PassListener):
             gradients.pass_on()
         scheduler.end_pass()
         self._end_gradients(failed=failed)
+        self._await_reads()
+
+    def _await_reads(self) -> None:
+        """Weights that are trained are stepped or swapped after a pass, on the host:
+        wait until no copy for it reads them."""
+        if self._gradients is not None and self._gradients.are_expected:
+            self._parts.loader.await_reads()
 
     def _fetch(self, block: Block) -> None:
         """Bring a block to the device for autograd."""
@@ -290,10 +304,8 @@ class Passing(PassListener):
 
     def _begin_uses(self, *, changes_follow: bool) -> None:
         parts, measure = self._parts, self._measure
-        if self._took_gradients:
-            self._wires.check_frozen()
-            if self._wires.must_leave() is not None:
-                self._clear_device()
+        if self._took_gradients and self._wires.must_leave() is not None:
+            self._clear_device()
         self._make_room()
         if not self._ready:
             if not parts.scheduler.in_use:  # place what there is room for, no more
@@ -349,6 +361,8 @@ class Passing(PassListener):
             self._handled = None
         self._measure.end_pass()
         self._strays.end(failed=failed)
+        if not self._took_gradients:
+            self._await_reads()
 
     def _has_failed(self) -> bool:
         """Whether something was raised since the pass began, and is on its way."""

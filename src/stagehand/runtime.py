@@ -20,8 +20,13 @@ from stagehand.core.layout import moved
 from stagehand.core.limits import Bounds
 from stagehand.core.steps import Steps
 from stagehand.core.telemetry import Telemetry
-from stagehand.errors import CheckpointError, ClosedError, ConfigError
-from stagehand.gradients import Gradients
+from stagehand.errors import (
+    CheckpointError,
+    ClosedError,
+    ConfigError,
+    OrphanedParameterError,
+)
+from stagehand.gradients.gradients import Gradients
 from stagehand.graph import SavedTensors
 from stagehand.guards import Guards
 from stagehand.host_memory import HostMemory
@@ -97,7 +102,6 @@ class Runtime(Passing, Sharing, Storing, Conduct):
         self._manual = False
         self._took_gradients = False  # the latest forward
         self._handled = None  # what was being handled where a pass began
-        self._steps = Steps()
         self._ready = False
         self._closed = False
         self._hands_over = False
@@ -109,6 +113,7 @@ class Runtime(Passing, Sharing, Storing, Conduct):
             (t.device for t in model.parameters() if not t.is_meta), torch.device("cpu")
         )
         parts = self._parts
+        self._steps = Steps(parts.loader.await_reads)
         self._wires = Wires(parts, settings)
         self._host_memory = HostMemory(parts, settings.pinned_bytes)
         self._owners = {
@@ -135,6 +140,7 @@ class Runtime(Passing, Sharing, Storing, Conduct):
             untrack=self._untrack,
             settle=self._settle,
             resume=self.resume,
+            await_reads=parts.loader.await_reads,
         )
         if not self._device.is_host:  # there it is read where it is
             parts.scheduler.tell_of_leave(_weakly(self._add_edges))
@@ -553,6 +559,8 @@ class Runtime(Passing, Sharing, Storing, Conduct):
         Raises:
             CheckpointError: At the end, once, if a file changed in place: it names the
                 tensors that are still views of it.
+            OrphanedParameterError: At the end, if tensors were cast while they were
+                streamed, say: they have their old values.
         """
         self._end(keep_pool=False)
 
@@ -575,11 +583,16 @@ class Runtime(Passing, Sharing, Storing, Conduct):
             with ExitStack() as rest:
                 self._close_files(rest)
             return
+        refused = None
         with self._at_rest():
+            try:
+                self._take_in()
+            except OrphanedParameterError as error:
+                refused = error
             for block, image in parts.scheduler.bring_home():
                 parts.masters.rescue(block, image)
             self.park()
-        lost = self._lost_tensors()
+        lost = self._lost_tensors() or refused
         with ExitStack() as rest:  # in reverse; all of it, whatever fails
             for call in reversed(self._at_shutdown):
                 rest.callback(call, model)

@@ -164,12 +164,18 @@ def test_what_stays_is_counted_once_in_the_error(sim):
         ({"opaque": nn.Linear}, "opaque is .*Linear.*: expected a list or a tuple"),
         ({"opaque": ["Linear"]}, "opaque is .*Linear.*: expected a list or a tuple"),
         ({"telemetry": 3}, "telemetry is 3: expected True or False or a text or a"),
+        ({"name": 3}, "name is 3: expected a text or None"),
+        ({"shared": "no"}, "shared is 'no': expected True or False"),
+        ({"trace": 1}, "trace is 1: expected True or False"),
+        ({"inference_mode": 1}, "inference_mode is 1: expected True or False"),
+        ({"strict_bf16": None}, "strict_bf16 is None: expected True or False"),
         ({"ram_budget": 1}, "the ram_budget, which counts .* is 1 B, but"),
         ({"vram_budget": 1, "ram_budget": "1MB"}, "the budget is 1 B, but"),
     ],
     ids=[
         *("a name", "a class", "a name of a type", "a text", "pool", "opaque"),
-        *("a class that is opaque", "its name", "telemetry", "ram", "vram"),
+        *("a class that is opaque", "its name", "telemetry", "name", "shared"),
+        *("trace", "inference", "check", "ram", "vram"),
     ],
 )
 def test_an_argument_that_cannot_work_is_named(arguments, problem):
@@ -184,6 +190,8 @@ def test_an_argument_that_cannot_work_is_named(arguments, problem):
         ({"config": {}}, "config is a dict: expected a StagehandConfig"),
         ({"pool": 3}, "pool is 3: expected what shutdown_keep_pool"),
         ({"block_pattern": 3}, "block_pattern is 3: expected a text or None"),
+        ({"inference_mode": 1}, "inference_mode is 1: expected True or False"),
+        ({"trace": 1}, "trace is 1: expected True or False"),
     ],
 )
 def test_an_argument_of_block_mode_that_cannot_work_is_named(argument, problem):

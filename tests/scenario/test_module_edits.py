@@ -31,6 +31,7 @@ from scenario.small import (
     stack,
     values,
 )
+from stagehand.core.transfer import TransferEngine
 from stagehand.torch_private import top_saved_hooks
 
 
@@ -649,6 +650,153 @@ def test_a_swap_with_averaged_weights_and_back_leaves_no_trace(place):
         parameter.data.copy_(old)
     with torch.no_grad():
         assert_bitwise_equal(model(batch()), expected, "swapped back")
+    runtime_of(model).shutdown()
+
+
+@pytest.mark.parametrize("layers", [2, 4, 5])
+def test_of_what_trains_one_element_swapped_after_a_validation_is_used(place, layers):
+    """As averages of bfloat16 weights: they differ in too few for a sample to tell."""
+    model, plain = streamed_stack(place, vram_budget=layers * LAYER_BYTES)
+    model(batch()).sum().backward()
+    for number in range(4):
+        with torch.no_grad():
+            model(batch())
+        for weight in (*weights(model), *weights(plain)):
+            weight.data[number, 7 * number] += 0.5
+        with torch.set_grad_enabled(number % 2 == 0):
+            output = model(batch())
+        assert_bitwise_equal(output, run_resident(plain, place, batch()), f"{number}")
+    del output
+    runtime_of(model).shutdown()
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_once_trained_and_frozen_layers_that_stay_are_not_loaded_again(place, frozen):
+    model, _ = streamed_stack(place, vram_budget=4 * LAYER_BYTES)
+    model(batch()).sum().backward()
+    model.requires_grad_(not frozen)
+    moved = []
+    for _ in range(6):
+        with torch.no_grad():
+            model(batch())
+        moved.append(runtime_of(model).report().streamed_bytes)
+    a_pass = moved[-1] - moved[-2]
+    least = len(model) * LAYER_BYTES
+    assert (a_pass < least) == frozen
+    runtime_of(model).shutdown()
+
+
+@pytest.mark.parametrize("mode", ["layers", "blocks"])
+@pytest.mark.parametrize("at", ["pass", "shutdown"])
+def test_a_part_that_was_cast_is_refused_once_and_has_its_values_again(place, mode, at):
+    model = nn.Sequential(stack())
+    expected = run_resident(model, place, batch())
+    if mode == "layers":
+        stagehand.layer(model, vram_budget=3 * LAYER_BYTES, device=place)
+        runtime = runtime_of(model)
+    else:
+        config = stagehand.StagehandConfig(
+            vram_high_watermark_mb=0.014, vram_low_watermark_mb=0.01
+        )
+        runtime = stagehand.StagehandRuntime(model, config, r"^0\.\d$", device=place)
+    with torch.no_grad():
+        model(batch())
+    model[0].half()  # nobody is told of it
+    refused = pytest.raises(stagehand.StagehandError, match=r"float16.* more were")
+    with refused, torch.no_grad():
+        runtime.shutdown() if at == "shutdown" else model(batch())
+    if at == "pass":
+        assert_passes_equal(model, expected, batch(), passes=1)
+        runtime.shutdown()
+    assert not hasattr(model, "_stagehand_layer_runtime")
+    assert_bitwise_equal(run_resident(model, place, batch()), expected, "after")
+
+
+class Reads:
+    """Copies to the device, and which of them its own clock has not come to yet."""
+
+    def __init__(self, monkeypatch):
+        self.done = []
+        plain = TransferEngine.load
+
+        def load(engine, *args):
+            ticket = plain(engine, *args)
+            event = engine.device.new_event()
+            event.record(engine.h2d.stream)
+            self.done.append(event)
+            return ticket
+
+        monkeypatch.setattr(TransferEngine, "load", load)
+
+    def left(self):
+        assert self.done
+        return sum(not event.query() for event in self.done)
+
+
+class Looking(torch.optim.SGD):
+    """An optimizer that has a look before it changes anything."""
+
+    def __init__(self, model, look):
+        super().__init__(model.parameters(), lr=0.5)
+        self.look, self.seen = look, None
+
+    def step(self, closure=None):
+        self.seen = self.look()
+        return super().step(closure)
+
+
+@pytest.fixture
+def reads(sim, monkeypatch):
+    """With a link that takes long, and nothing loaded ahead."""
+    sim.configure(h2d_gbps=0.01)
+    return Reads(monkeypatch)
+
+
+def test_a_pass_without_gradients_has_read_what_trains_when_it_returns(reads):
+    model, plain = streamed_stack("hpu", prefetch_k=0)
+    model(batch()).sum().backward()
+    with torch.no_grad():
+        output = model(batch())
+        assert reads.left() == 0
+        for parameter in model.parameters():
+            parameter.mul_(0.5)
+    assert_bitwise_equal(output, run_resident(plain, "hpu", batch()), "before")
+    runtime_of(model).shutdown()
+
+
+def test_a_backward_has_read_what_it_loaded_ahead_in_vain_when_it_returns(reads):
+    model, _ = streamed_stack("hpu")
+    for _ in range(4):
+        model(batch()).sum().backward()
+    model[2].register_forward_hook(lambda *given: given[-1].detach())
+    loss = model(batch()).sum()
+    model.zero_grad()
+    reads.done.clear()
+    loss.backward()
+    assert reads.left() == 0
+    runtime_of(model).shutdown()
+
+
+def test_an_optimizer_steps_when_copies_have_read_what_it_changes(reads):
+    model, _ = streamed_stack("hpu", prefetch_k=0)
+    model(batch()).sum().backward()
+    optimizer = Looking(model, reads.left)
+    model(batch())  # its graph is dropped
+    assert reads.left()  # the host is ahead
+    optimizer.step()
+    assert optimizer.seen == 0
+    runtime_of(model).shutdown()
+
+
+def test_a_state_dict_is_loaded_when_copies_have_read_what_was_there(reads):
+    model, plain = streamed_stack("hpu", prefetch_k=0, inference_mode=True)
+    seen = []
+    model.register_load_state_dict_pre_hook(lambda *_: seen.append(reads.left()))
+    output = model(batch())
+    assert reads.left()
+    model.load_state_dict(values(plain))
+    assert seen == [0]
+    assert_bitwise_equal(output, run_resident(plain, "hpu", batch()), "before")
     runtime_of(model).shutdown()
 
 

@@ -9,6 +9,7 @@ import torch
 
 from stagehand.core import transfer
 from stagehand.core.device import AcceleratorDevice, HostDevice
+from stagehand.core.flight import Flight
 from stagehand.core.stopwatch import Stopwatch
 from stagehand.core.telemetry import Counters
 from stagehand.core.transfer import (
@@ -249,6 +250,33 @@ def carry_home_what_a_stream_makes(rig):
     del other
 
 
+def carry_home_what_two_streams_make(rig):
+    """What the second one makes waits for the copy, too."""
+    homes = [rig.host(9), rig.host(9)]
+    for stream, home in zip((rig.side, rig.main), homes, strict=True):
+        with stream:
+            made = torch.full((NBYTES,), 3, dtype=torch.uint8, device="hpu")
+        rig.engine.carry_home(made, home, block=0, maker=stream, shared=False)
+        del made
+        with stream:
+            other = torch.zeros(NBYTES, dtype=torch.uint8, device="hpu")
+    rig.engine.drain()
+    assert all(home.eq(3).all() for home in homes)
+    del other
+
+
+def carry_home_more_than_is_kept(rig):
+    """Memory comes back to its maker behind the copies of the group before."""
+    homes = [rig.host(9) for _ in range(6)]
+    for value, home in enumerate(homes):
+        with rig.side:
+            made = torch.full((NBYTES,), value, dtype=torch.uint8, device="hpu")
+        rig.engine.carry_home(made, home, block=0, maker=rig.side, shared=False)
+        del made
+    rig.engine.drain()
+    assert [int(home[-1]) for home in homes] == list(range(6))
+
+
 def carry_home_what_its_maker_goes_on_to_change(rig):
     """The maker, who shares the memory, waits for the copy."""
     home = rig.host(9)
@@ -291,6 +319,7 @@ HAZARDS = (
     change_the_host_behind_what_came_home,
     send_a_group_home_and_bring_it_back,
     *(carry_home_what_a_stream_makes, carry_home_what_its_maker_goes_on_to_change),
+    *(carry_home_what_two_streams_make, carry_home_more_than_is_kept),
     *(read_after_load, load_after_read, load_after_two_readers, save_after_load),
     *(load_after_interleaved_readers, save_after_write, load_after_save),
     write_while_a_copy_home_is_under_way,
@@ -333,7 +362,7 @@ GUARDS = {
     ("_send_home", "self.d2h.stream.wait_event(self._ready)"): (
         carry_home_what_a_stream_makes,
     ),
-    ("carry_home", "source.record_stream(stream)"): (carry_home_what_a_stream_makes,),
+    ("carry_home", "source.record_stream(stream)"): (carry_home_what_two_streams_make,),
     ("carry_home", "maker.wait_event(self._ready)"): (
         carry_home_what_its_maker_goes_on_to_change,
     ),
@@ -382,9 +411,9 @@ def test_no_hazard_is_open(sim, hazard):
     rig.device.synchronize()
 
 
-def without(method, line):
-    """Return a method of the engine with one of its lines taken out."""
-    source = textwrap.dedent(inspect.getsource(getattr(TransferEngine, method)))
+def without(method, line, owner=TransferEngine):
+    """Return a method of a class with one of its lines taken out."""
+    source = textwrap.dedent(inspect.getsource(getattr(owner, method)))
     lines = source.splitlines()
     [number] = [n for n, text in enumerate(lines) if text.strip().startswith(line)]
     indent = len(lines[number]) - len(lines[number].lstrip())
@@ -405,6 +434,34 @@ def test_hazard_is_seen_when_its_guard_is_taken_out(
         with contextlib.suppress(AssertionError):  # wrong values may be seen, too
             hazard(rig)
         rig.device.synchronize()
+
+
+@pytest.mark.parametrize("line", ["maker.wait_event(crossed)", "filled.record("])
+def test_hazard_is_seen_when_a_guard_of_what_is_kept_is_taken_out(
+    sim, monkeypatch, line
+):
+    rig = Rig()
+    monkeypatch.setattr(Flight, "keep", without("keep", line, Flight))
+    with sim.expect_races():
+        with contextlib.suppress(AssertionError):
+            carry_home_more_than_is_kept(rig)
+        rig.device.synchronize()
+
+
+def test_of_what_goes_home_two_groups_are_kept_until_the_host_has_waited(sim):
+    rig = Rig()
+    rig.engine.flight.group_bytes = 2 * NBYTES
+    free = torch.accelerator.memory_allocated()
+    most = 0
+    for _ in range(9):
+        made = torch.zeros(NBYTES, dtype=torch.uint8, device="hpu")
+        home = rig.host(0)
+        rig.engine.carry_home(made, home, block=0, maker=rig.main, shared=False)
+        del made
+        most = max(most, torch.accelerator.memory_allocated() - free)
+    assert most == 3 * NBYTES  # one group, and what fills the other
+    rig.engine.await_home()
+    assert torch.accelerator.memory_allocated() == free
 
 
 def test_every_wait_of_the_lanes_is_a_guard_that_was_taken_out():

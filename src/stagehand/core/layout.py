@@ -30,6 +30,7 @@ __all__ = [
     "overlapping",
     "own_storage",
     "placed",
+    "placed_like",
     "plain_tensors",
     "same_bits",
     "spanned_bytes",
@@ -211,6 +212,13 @@ def placed(
             return placed(storage, dtype, start, shape, stride)
     empty = torch.empty(0, dtype=dtype, device=storage.device)
     return empty.set_(storage, start, shape, stride)
+
+
+def placed_like(tensor: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
+    """Return bytes as a tensor of the type, shape and strides of another one."""
+    start = int(buffer.storage_offset()) // tensor.element_size()
+    storage = buffer.untyped_storage()
+    return placed(storage, tensor.dtype, start, tensor.shape, tensor.stride())
 
 
 def layout_of(

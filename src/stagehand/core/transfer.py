@@ -18,6 +18,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from stagehand.core.flight import Flight
 from stagehand.core.limits import Priority
 from stagehand.core.traffic import Denied, Done, Parcel, Slots, Traffic, event_of
 from stagehand.core.wire_ring import WireRing
@@ -160,6 +161,8 @@ class TransferEngine:
         self._ready = device.new_event()
         self._passed = device.new_event()
         self._passed_on: Stream | None = None  # recorded it last
+        self.flight = Flight(device, self.d2h.stream)
+        """What goes home, but is in no slot."""
         self._traffic: Traffic | None = None
         self._limited = h2d_capacity is not None
 
@@ -476,10 +479,11 @@ class TransferEngine:
         """
         parcel = self._send_home(source, target, block, maker, yields=not shared)
         stream = self.d2h.stream
-        source.record_stream(stream)  # type: ignore[arg-type]
         if shared:
             self._ready.record(stream)
             maker.wait_event(self._ready)
+        if parcel is not None or shared or not self.flight.keep(source, maker):
+            source.record_stream(stream)  # type: ignore[arg-type]
         return parcel
 
     def send_group(
@@ -604,7 +608,12 @@ class TransferEngine:
         """Block the host until both lanes are idle: no host memory is in use then."""
         self.flush_home()
         self.h2d.stream.synchronize()
+        self.await_home()
+
+    def await_home(self) -> None:
+        """Block the host until what was sent home is there."""
         self.d2h.stream.synchronize()
+        self.flight.land()
 
     def disown(self, buffer: torch.Tensor, slot: Slot | None = None) -> None:
         """Keep memory that somebody else holds from reuse while the caller's stream

@@ -116,6 +116,12 @@ class HostLoader:
         del self._jobs[block.index]
         self._count(block, job.result() if failed is None else self._read(block))
 
+    def note_reads(self) -> None:
+        """See `Loader.note_reads`. What was used was read before."""
+
+    def await_reads(self) -> None:
+        """See `Loader.await_reads`."""
+
     def staged(self) -> list[Block]:
         """See `Loader.staged`. There is no stage between store and slot."""
         return []

@@ -100,6 +100,8 @@ class LaneLoader:
         self._slabs: list[_Slab] = []
         self._staged: dict[int, _Slab] = {}
         self._keepers: dict[int, _Slab | None] = {}  # by block; made when it is read
+        self._has_read = False  # a store's own memory, since this was noted
+        self._reads = engine.device.new_event()
 
     def set_slabs(self, count: int, nbytes: int) -> None:
         """Stage through at most `count` slabs of `nbytes` bytes each, from now on."""
@@ -227,6 +229,7 @@ class LaneLoader:
         if image is None:
             ticket = self._send_wire(block, slot, target, priority)
         else:
+            self._has_read = True
             ticket = self._engine.load(slot, target, image, priority)
         if type(ticket) is not Ticket:
             return False
@@ -357,6 +360,16 @@ class LaneLoader:
 
     def finish(self, block: Block) -> None:
         """See `Loader.finish`. Streams wait for streams: nothing to do."""
+
+    def note_reads(self) -> None:
+        """See `Loader.note_reads`."""
+        if self._has_read:
+            self._has_read = False
+            self._reads.record(self._engine.h2d.stream)
+
+    def await_reads(self) -> None:
+        """See `Loader.await_reads`."""
+        self._reads.synchronize()
 
     def staged(self) -> list[Block]:
         """See `Loader.staged`."""

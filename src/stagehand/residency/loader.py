@@ -60,6 +60,15 @@ class Loader(Protocol):
     def finish(self, block: Block) -> None:
         """Make the host wait for what only the host can wait for: reader threads."""
 
+    def note_reads(self) -> None:
+        """Note the copies so far that read a store's own memory, for `await_reads`."""
+
+    def await_reads(self) -> None:
+        """Block the host until those noted last have read it: others may write it.
+
+        For any thread.
+        """
+
     def save(self, block: Block, *, only_if_different: bool = False) -> None:
         """Bring the slot's bytes home to the store before returning."""
 

@@ -16,7 +16,7 @@ from stagehand.residency.loader import Loader, has_sample, pageable
 from stagehand.torch_private import use_count_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
 
     import torch
 
@@ -51,6 +51,7 @@ class Mover:
         loader: Fills slots.
         memory: Of the slots.
         counters: Where evictions are counted.
+        blocks: All blocks.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class Mover:
         loader: Loader,
         memory: SlotMemory,
         counters: Counters,
+        blocks: Sequence[Block],
     ) -> None:
         self.await_steps: Callable[[], None] = _nothing
         """Waits for who changes weights on the host in the middle of a pass."""
@@ -72,6 +74,7 @@ class Mover:
         self._loader = loader
         self._memory = memory
         self._counters = counters
+        self._blocks = blocks
         self._replaced_in = -1  # the pass in which a replaced tensor was found last
 
     def load(self, block: Block, slot: Slot, priority: Priority) -> bool:
@@ -310,10 +313,25 @@ class Mover:
         values: the memory is left to them, and the block has other.
 
         Raises:
-            OrphanedParameterError: If it has another shape or element type.
+            OrphanedParameterError: If it has another shape or element type. All blocks
+                have their old tensors again then: others were rarely left alone.
         """
-        if block.store is None or not block.is_replaced():
+        refused = self._take_in(block)
+        if not refused:
             return
+        for other in self._blocks:
+            refused += self._take_in(other)
+        more = f", as {len(refused) - 1} more were" if refused[1:] else ""
+        raise OrphanedParameterError(
+            f"a tensor of block {block.name!r} was replaced {refused[0]}, and has its"
+            f" old values again{more}; call runtime.shutdown() before changing a"
+            " parameter's shape or element type, then stagehand.layer() again"
+        )
+
+    def _take_in(self, block: Block) -> list[str]:
+        """Do so; return what was refused, and is as it was before."""
+        if block.store is None or not block.is_replaced():
+            return []
         self._replaced_in = self.passed
         slot, bound = block.slot, block.bound
         stream = self._device.current_stream()
@@ -330,12 +348,7 @@ class Mover:
             for number, value in given.items():
                 block.tensors[number].data = value
             raise
-        if refused:
-            raise OrphanedParameterError(
-                f"a tensor of block {block.name!r} was replaced {refused[0]}, and has"
-                " its old values again; call runtime.shutdown() before changing a"
-                " parameter's shape or element type, then stagehand.layer() again"
-            )
+        return refused
 
     def _write(
         self,

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from stagehand.core.states import BlockState
 from stagehand.core.transfer import Priority, Slot, TransferEngine
 from stagehand.errors import CheckpointError, StagehandOOMError
 from stagehand.residency.blocks import any_replaced
@@ -71,7 +70,7 @@ class Scheduler:
         self._loader = loader
         self._counters = counters
         self._memory = SlotMemory(engine, arena, self.blocks, counters, self._free_idle)
-        self._mover = Mover(device, engine, loader, self._memory, counters)
+        self._mover = Mover(device, engine, loader, self._memory, counters, self.blocks)
         self._ahead = LookAhead(order, self.blocks, loader, self._mover)
         self.slots_by_memory = self._memory.by_address
         """Slots that have memory, by its address."""
@@ -287,9 +286,8 @@ class Scheduler:
         binds, fixed = not self._ahead.hands_over, self._fixed
         if self.stopwatch is not None:
             self.stopwatch.end_pass(stream)
+        self._loader.note_reads()
         self._ahead.run_into_next_pass(stream)
-        if self._ahead.changes_follow:
-            self._await_loads()
         # Slots were read until now, also where no site tells of it.
         self._engine.end_pass(stream)
         for slot in self._memory.slots:
@@ -315,21 +313,6 @@ class Scheduler:
     def _seal_staged(self) -> None:
         for block in self._loader.staged():
             _seal(block)
-
-    def _await_loads(self) -> None:
-        """Let the host bytes be that copies still read and that are about to change.
-
-        None, as a rule: an earlier pass expected uses that this one did not have.
-        """
-        for slot in self._memory.slots:
-            block = slot.occupant
-            if (
-                block is not None
-                and block.trains
-                and block.state is BlockState.PREFETCHING
-            ):
-                self._engine.h2d.stream.synchronize()
-                return
 
     def await_steps_with(self, wait: Callable[[], None]) -> None:
         """Say how to wait for who changes weights on the host in mid-pass."""

@@ -113,18 +113,21 @@ class _StateGiven(_Hook):
 class _StateLoading(_Hook):
     """Notes where the tensors are that the model had when it was streamed.
 
-    They may be elsewhere by now, and others in their places.
+    They may be elsewhere by now, and others in their places. What is copied into them
+    must not come before copies that read them.
     """
 
-    __slots__ = ("_known", "places")
+    __slots__ = ("_await_reads", "_known", "places")
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, await_reads: Callable[[], None]) -> None:
+        self._await_reads = await_reads
         self._known = {
             id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())
         }
         self.places: list[tuple[nn.Module, str, torch.Tensor]] = []
 
     def __call__(self, module: nn.Module, *_: Any) -> None:
+        self._await_reads()
         self.places = [
             (part, name, tensor)
             for part in module.modules()
@@ -428,6 +431,7 @@ class SiteHooks:
         untrack: Called with both, and what the site returns, when it ends.
         settle: Brings every tensor home before the model is copied.
         resume: Called when it was.
+        await_reads: Called before others write weights on the host.
     """
 
     def __init__(
@@ -440,8 +444,10 @@ class SiteHooks:
         untrack: Callable[[Block, Reader, Any], None],
         settle: Callable[[], None],
         resume: Callable[[], None],
+        await_reads: Callable[[], None],
     ) -> None:
         self._edges = edges
+        self._await_reads = await_reads
         self._before = before
         self._track = track
         self._untrack = untrack
@@ -459,7 +465,7 @@ class SiteHooks:
             if _is_called(edge):
                 begin = _EdgeBegin(self._edges, self._rise, self._settle)
                 self._hook_edge(edge, begin, self._handles)
-        loading = _StateLoading(model)
+        loading = _StateLoading(model, self._await_reads)
         asking = _StateAsked(self._edges, self._settle)
         given = _StateGiven(asking, self._resume)
         add = self._handles.append

@@ -29,25 +29,24 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections import deque
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import is_grad_enabled
 
 from stagehand.core.hidden_gradients import HiddenGradients, assign_gradient
-from stagehand.core.layout import placed
+from stagehand.core.layout import placed_like
 from stagehand.core.terms import terms_of
 from stagehand.errors import ConfigError, StagehandWarning
+from stagehand.gradients.arrivals import Arrival, combine, take_in
+from stagehand.gradients.home import HOMES, Home
 from stagehand.torch_private import (
     graph_task,
     has_more_hooks,
     is_last_hook,
     keeps_graph,
     make_last_hook,
-    storage_key,
     storage_use_count,
-    tensor_use_count,
-    use_count_of,
 )
 
 if TYPE_CHECKING:
@@ -55,101 +54,20 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
     from torch import nn
-    from torch.utils.hooks import RemovableHandle
 
     from stagehand.core.arena import Arena, Lease
-    from stagehand.core.device import Device, Event, Stream
+    from stagehand.core.device import Device, Stream
     from stagehand.core.traffic import Parcel
     from stagehand.core.transfer import TransferEngine
     from stagehand.core.turn import Turn
     from stagehand.core.workers import WorkerGroup
+    from stagehand.gradients.arrivals import Listener
     from stagehand.residency.blocks import Block, Reader
-
-    Listener = Callable[[Sequence[nn.Parameter]], None]
 
 __all__ = ["Gradients"]
 
 _JOBS_UNDER_WAY = 2  # blocks whose gradients wait to be added
 _ALONE = 2  # a storage's use count when one tensor has it, and who asks
-
-
-class _Home:
-    """Where the gradient of one parameter goes.
-
-    Between backward passes `grad` is None. In one, it is what `param.grad` will be:
-    either what it was before, or the new place; None as long as nothing came.
-    """
-
-    __slots__ = (
-        *("__weakref__", "alone", "block", "grad", "handles", "key", "lease"),
-        "parameter",
-        *("came", "earlier", "had", "more", "parts", "place", "spent"),
-        *("task", "touched", "whole"),
-    )
-
-    def __init__(self, parameter: torch.Tensor, block: Block) -> None:
-        self.parameter = parameter
-        self.block = block
-        self.handles: list[RemovableHandle] = []
-        self.lease: Lease | None = None
-        self.place: torch.Tensor | None = None
-        """The leased memory as what lies there."""
-        self.alone = 0  # the memory's reference count when only these two hold it
-        self.key = 0  # its storage's `_cdata`
-        self.grad: torch.Tensor | None = None
-        self.whole = False
-        """Whether the device's gradient has `grad` in it already."""
-        self.touched = False
-        """Whether this backward pass has come to it."""
-        self.had = False
-        """Whether there was a gradient when this backward pass came to it."""
-        self.came = False
-        """Whether this backward pass has brought a gradient."""
-        self.earlier: torch.Tensor | None = None
-        """What was there before, if the sum of what comes is to be added to it."""
-        self.more = False
-        """Whether more may come in this backward pass."""
-        self.parts = False
-        """Whether that was so before, or what recomputes in it may bring more."""
-        self.spent = block.bindings
-        """How many of the nodes that were made for it cannot run any more."""
-        self.task = -1
-        """Autograd's call that has brought a gradient last."""
-
-    def count(self) -> None:
-        """Note that a node of a graph has brought a gradient, and whether more may.
-
-        Those that have not come yet, or may come again, are at most as many as were
-        made and are not spent, and at most as many as live. A node lives on when it is
-        spent, as long as somebody keeps what was computed.
-        """
-        left = self.block.bindings - self.spent
-        self.parts = self.parts or left > 1
-        left = max(1, min(left, tensor_use_count(self.parameter) - 1))
-        self.spent = self.block.bindings - left + (not keeps_graph())
-        self.more = left > 1
-        self.task = graph_task()
-
-    def fits(self, grad: torch.Tensor) -> bool:
-        """Whether a gradient can lie as its parameter does."""
-        mine = self.parameter
-        return (
-            grad.dtype is mine.dtype
-            and grad.layout is torch.strided
-            and grad.shape == mine.shape
-            and grad.numel() > 0
-        )
-
-
-class _Arrival(NamedTuple):
-    """A gradient in staging memory, and what it becomes part of."""
-
-    parcel: Parcel | None
-    """What it was put aside as, if it yields to loads."""
-    lease: Lease
-    staged: torch.Tensor
-    target: torch.Tensor
-    adds: bool
 
 
 class Gradients:
@@ -193,14 +111,14 @@ class Gradients:
         self._enter = enter
         self._fetch = fetch
         self._begin = begin
-        self._homes: dict[int, _Home] = {}  # by the parameter's id
-        self._touched: list[_Home] = []  # since this backward pass began
+        self._homes: dict[int, Home] = {}  # by the parameter's id
+        self._touched: list[Home] = []  # since this backward pass began
         self._graded: list[Block] = []  # for which gradients came
-        self._late: dict[_Home, Stream] = {}
+        self._late: dict[Home, Stream] = {}
         self._sent = False
-        self._arrivals: deque[_Arrival] = deque()
+        self._arrivals: deque[Arrival] = deque()
         self._arriving_bytes = 0
-        self._complete: dict[int, _Home] = {}  # not yet told to listeners
+        self._complete: dict[int, Home] = {}  # not yet told to listeners
         self._jobs: deque[Future[None]] = deque()
         self._stepping: set[Block] = set()  # what listeners were told of
         self._listeners: dict[object, Listener] = {}
@@ -227,18 +145,20 @@ class Gradients:
 
     # Which parameters
 
-    def note_steps(self, *, stepped: bool) -> None:
+    def note_steps(self, *, stepped: bool, swapped: bool) -> None:
         """Take for changed what gradients came for: an optimizer may have stepped it.
 
         torch's fused optimizers move no version counter, and may change few elements.
 
         Args:
-            stepped: Whether one certainly has. It may have used gradients that were
-                there before other passes, so that is all that trains.
+            stepped: Whether one has stepped. It may have used gradients from before
+                other passes.
+            swapped: Whether all that is trained now may have got other values.
         """
-        if stepped:
+        if stepped or swapped:
             for home in self._homes.values():
-                home.block.mark_changed()
+                if stepped or home.parameter.requires_grad:
+                    home.block.mark_changed()
         while self._graded:
             block = self._graded.pop()
             block.graded = False
@@ -256,6 +176,11 @@ class Gradients:
         }
         missing = sum(size for home, size in sizes.items() if home.lease is None)
         return missing + 2 * max(sizes.values(), default=0)
+
+    @property
+    def are_expected(self) -> bool:
+        """Whether there are parameters that want some."""
+        return any(home.parameter.requires_grad for home in self._homes.values())
 
     def watch(self, blocks: Sequence[Block]) -> None:
         """Expect gradients of all parameters that now require one, and of no others.
@@ -276,9 +201,11 @@ class Gradients:
                     if id(tensor) not in self._homes:
                         self._homes[id(tensor)] = self._hook(tensor, block)
                 elif self._homes and id(tensor) in self._homes and tensor.grad is None:
-                    self._dismiss(self._homes.pop(id(tensor)))
+                    self._homes.pop(id(tensor)).dismiss()
             if trains and not block.trains:
                 self._begin(block)
+                flight = self._engine.flight
+                flight.group_bytes = max(flight.group_bytes, block.nbytes)
             block.trains = trains
 
     def _tell_lost(self) -> None:
@@ -293,14 +220,8 @@ class Gradients:
                 stacklevel=2,
             )
 
-    def _dismiss(self, home: _Home) -> None:
-        for handle in home.handles:
-            handle.remove()
-        if home.lease is not None:
-            home.lease.let_go(home.alone)
-
-    def _hook(self, tensor: torch.Tensor, block: Block) -> _Home:
-        other = _HOMES.get(id(tensor))
+    def _hook(self, tensor: torch.Tensor, block: Block) -> Home:
+        other = HOMES.get(id(tensor))
         if other is not None and other.parameter is tensor:
             raise ConfigError(
                 f"a weight of block {block.name!r} of shape {list(tensor.shape)} is in"
@@ -308,7 +229,7 @@ class Gradients:
                 " expects its gradient: expected one; stream both models as one, such"
                 " as an nn.ModuleList, or call this one under torch.no_grad()"
             )
-        home = _HOMES[id(tensor)] = _Home(tensor, block)
+        home = HOMES[id(tensor)] = Home(tensor, block)
         # Python cannot collect a tensor that its own hooks hold.
         me, known = weakref.ref(self), weakref.ref(home)
 
@@ -358,7 +279,7 @@ class Gradients:
                 for maker, number in makers:
                     maker.register_hook(self._feeding(home, number))
 
-    def _feeding(self, home: _Home, number: int) -> Callable[..., Any]:
+    def _feeding(self, home: Home, number: int) -> Callable[..., Any]:
         """Return a hook of a node whose `number`th gradient is a term of a home's."""
         me, known = weakref.ref(self), weakref.ref(home)
 
@@ -373,7 +294,7 @@ class Gradients:
 
         return feed
 
-    def _fed(self, home: _Home, term: torch.Tensor) -> torch.Tensor | None:
+    def _fed(self, home: Home, term: torch.Tensor) -> torch.Tensor | None:
         """Let a term be added to what has come: see Note [One by one].
 
         Not where users' hooks have changed that, for they would change it again.
@@ -389,7 +310,7 @@ class Gradients:
 
     # Hooks
 
-    def _before(self, home: _Home, grad: torch.Tensor | None) -> None:
+    def _before(self, home: Home, grad: torch.Tensor | None) -> None:
         """Take an earlier gradient out of the way of a new one.
 
         There is none, and autograd adds nothing, where a weight has none after all: in
@@ -415,7 +336,7 @@ class Gradients:
             home.whole = True
             parameter.grad = given.to(grad.device)
 
-    def _after(self, home: _Home) -> None:
+    def _after(self, home: Home) -> None:
         """Send a new gradient home."""
         parameter = home.parameter
         grad = parameter.grad
@@ -435,7 +356,7 @@ class Gradients:
             else:  # hooks that were registered later shall see it first
                 self._late[home] = maker
 
-    def _touch(self, home: _Home, earlier: torch.Tensor | None) -> None:
+    def _touch(self, home: Home, earlier: torch.Tensor | None) -> None:
         """This backward pass has come to a parameter, with that gradient."""
         home.touched = True
         home.had = earlier is not None and earlier.is_cpu
@@ -455,7 +376,7 @@ class Gradients:
             else:
                 self._send(home, grad, maker)
 
-    def _send(self, home: _Home, grad: torch.Tensor, maker: Stream) -> None:
+    def _send(self, home: Home, grad: torch.Tensor, maker: Stream) -> None:
         home.parameter.grad = None
         if is_grad_enabled() or not home.fits(grad):
             self._send_whole(home, grad)
@@ -465,7 +386,7 @@ class Gradients:
                 self._stage(home, grad, maker, adds=False)
             else:
                 self._stage(home, grad, maker, adds=not home.whole)
-        elif (place := self._own_place(home)) is not None:
+        elif (place := home.own_place(self._arena)) is not None:
             home.grad = place
             self._carry(home, grad, place, maker)
         else:
@@ -476,7 +397,7 @@ class Gradients:
         if self._listeners:
             self._complete[id(home)] = home
 
-    def _send_whole(self, home: _Home, grad: torch.Tensor) -> None:
+    def _send_whole(self, home: Home, grad: torch.Tensor) -> None:
         """Copy a gradient of a kind of its own, or one that is itself differentiated.
 
         The host waits.
@@ -487,7 +408,7 @@ class Gradients:
         home.grad = there if old is None else old + there
 
     def _carry(
-        self, home: _Home, grad: torch.Tensor, target: torch.Tensor, maker: Stream
+        self, home: Home, grad: torch.Tensor, target: torch.Tensor, maker: Stream
     ) -> Parcel | None:
         # The gradient of a broadcast tensor can be a view of another one, to which
         # autograd adds in place once nobody else seems to hold the memory.
@@ -500,29 +421,8 @@ class Gradients:
 
     # Memory
 
-    def _own_place(self, home: _Home) -> torch.Tensor | None:
-        """Return pinned memory for a gradient that nobody else holds, if there is any.
-
-        As a tensor of its own: whoever keeps it shows in the reference count.
-        """
-        lease, place = home.lease, home.place
-        if lease is not None and place is not None:
-            if use_count_of(home.key) <= home.alone:
-                return place.detach()
-            lease.abandon()  # somebody keeps an earlier gradient
-        like = home.parameter
-        nbytes = like.numel() * like.element_size()
-        home.lease = lease = self._arena.acquire_nowait(nbytes, "a gradient")
-        if lease is None:
-            home.place = None
-            return None
-        home.place = _like(like, lease.buffer)
-        home.key = storage_key(lease.buffer)
-        home.alone = use_count_of(home.key)
-        return home.place.detach()
-
     def _stage(
-        self, home: _Home, grad: torch.Tensor, maker: Stream, *, adds: bool
+        self, home: Home, grad: torch.Tensor, maker: Stream, *, adds: bool
     ) -> None:
         """Let a gradient cross to staging memory, and a thread take it from there."""
         target = home.grad
@@ -533,11 +433,11 @@ class Gradients:
             self._warn(grad)
             self._wait()
             there = grad.to("cpu")
-            _combine(target, there, adds=adds)
+            combine(target, there, adds=adds)
             return
-        staged = _like(grad, lease.buffer)
+        staged = placed_like(grad, lease.buffer)
         parcel = self._carry(home, grad, staged, maker)
-        self._arrivals.append(_Arrival(parcel, lease, staged, target, adds))
+        self._arrivals.append(Arrival(parcel, lease, staged, target, adds))
         self._arriving_bytes += lease.nbytes
 
     def _staging(self, nbytes: int) -> Lease | None:
@@ -589,9 +489,9 @@ class Gradients:
         done.record(self._engine.d2h.stream)
         listeners = tuple(self._listeners.values())
         note = self._jobs.append
-        self._workers.hand(note, _take_in, done, arrivals, told, listeners)
+        self._workers.hand(note, take_in, done, arrivals, told, listeners)
 
-    def _sent_arrivals(self) -> list[_Arrival]:
+    def _sent_arrivals(self) -> list[Arrival]:
         """Take those whose copies are queued; they are queued in this order."""
         sent = []
         while self._arrivals:
@@ -682,7 +582,7 @@ class Gradients:
             self._stepping.pop().stepping = False
         if self._sent:
             self._engine.flush_home()
-            self._engine.d2h.stream.synchronize()
+            self._engine.await_home()
             self._sent = False
         return failed
 
@@ -704,7 +604,7 @@ class Gradients:
             if there is not None:  # it was used on the host as well
                 grad = grad + there
             if earlier is not None:
-                _combine(earlier, grad, adds=True)
+                combine(earlier, grad, adds=True)
                 grad = earlier
             if home.parameter.device == grad.device:
                 home.parameter.grad = grad
@@ -715,48 +615,8 @@ class Gradients:
         """Take the hooks off and leave gradients to their parameters. Idempotent."""
         for home in self._homes.values():
             home.block.trains = False
-            self._dismiss(home)
+            home.dismiss()
         self._homes.clear()
         while self._graded:
             self._graded.pop().graded = False
         self._workers.close()
-
-
-# By the parameter's id, of all runtimes.
-_HOMES: weakref.WeakValueDictionary[int, _Home] = weakref.WeakValueDictionary()
-
-
-def _like(tensor: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
-    """Return pinned bytes as a tensor of the same kind as another."""
-    start = int(buffer.storage_offset()) // tensor.element_size()
-    storage = buffer.untyped_storage()
-    return placed(storage, tensor.dtype, start, tensor.shape, tensor.stride())
-
-
-def _combine(target: torch.Tensor, there: torch.Tensor, *, adds: bool) -> None:
-    with torch.no_grad():
-        if adds:
-            target.add_(there)
-        else:
-            target.copy_(there)
-
-
-def _take_in(
-    done: Event,
-    arrivals: Sequence[_Arrival],
-    complete: Sequence[nn.Parameter],
-    listeners: Sequence[Listener],
-) -> None:
-    """A thread's part: what arrived becomes part of gradients, and is made use of."""
-    done.synchronize()
-    waiting = deque(arrivals)
-    try:
-        while waiting:
-            _combine(waiting[0].target, waiting[0].staged, adds=waiting[0].adds)
-            waiting.popleft().lease.release()
-    finally:
-        for left in waiting:
-            left.lease.release()
-    if complete:
-        for listener in listeners:
-            listener(complete)

@@ -1,0 +1,71 @@
+"""Device memory that copies home still read, and when it is given back."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+    from stagehand.core.device import Device, Stream
+
+__all__ = ["Flight"]
+
+
+class Flight:
+    """Tensors on their way home, in two groups: one fills while the other one crosses.
+
+    `record_stream` would give their memory back when the host sees that the copy is
+    done. A host that is ahead of the device does not look, and all gradients of a model
+    could be on the device at a time. So the tensors are kept, and when a group is full
+    their maker's stream waits for the group before it, whose memory is free then in
+    that stream's order.
+
+    Not thread-safe: callers hold the runtime's lock.
+
+    Args:
+        device: Where they are.
+        lane: The stream that copies them.
+    """
+
+    def __init__(self, device: Device, lane: Stream) -> None:
+        self.group_bytes = 0
+        """When a group is full: with as much as what is made in a block's turn, nobody
+        waits who does not wait for the link anyway."""
+        self._lane = lane
+        self._filling: list[torch.Tensor] = []
+        self._crossing: list[torch.Tensor] = []
+        self._bytes = 0  # of the group that fills
+        self._maker: Stream | None = None  # of both groups
+        self._events = device.new_event(), device.new_event()
+
+    def __repr__(self) -> str:
+        return f"Flight({len(self._filling)}, {len(self._crossing)} tensors)"
+
+    def keep(self, source: torch.Tensor, maker: Stream) -> bool:
+        """Keep a tensor whose copy is queued; False if that is for somebody else to do.
+
+        Args:
+            source: On the device.
+            maker: The stream that made it; those of both groups have the same.
+        """
+        if self._maker is None:
+            self._maker = maker
+        elif self._maker != maker:
+            return False
+        self._filling.append(source)
+        self._bytes += source.nbytes
+        if self._bytes >= self.group_bytes:
+            filled, crossed = self._events
+            filled.record(self._lane)
+            if self._crossing:
+                maker.wait_event(crossed)
+            self._crossing, self._filling = self._filling, []
+            self._events = crossed, filled
+            self._bytes = 0
+        return True
+
+    def land(self) -> None:
+        """All copies are done, the host has waited for them: give all memory back."""
+        self._filling, self._crossing, self._bytes = [], [], 0
+        self._maker = None

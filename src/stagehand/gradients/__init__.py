@@ -1,0 +1,1 @@
+"""Gradients of streamed weights, on their way to the host."""

@@ -1,0 +1,125 @@
+"""Where the gradient of one streamed parameter goes."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING
+
+import torch
+
+from stagehand.core.layout import placed_like
+from stagehand.torch_private import (
+    graph_task,
+    keeps_graph,
+    storage_key,
+    tensor_use_count,
+    use_count_of,
+)
+
+if TYPE_CHECKING:
+    from torch.utils.hooks import RemovableHandle
+
+    from stagehand.core.arena import Arena, Lease
+    from stagehand.residency.blocks import Block
+
+__all__ = ["HOMES", "Home"]
+
+
+class Home:
+    """Where the gradient of one parameter goes.
+
+    Between backward passes `grad` is None. In one, it is what `param.grad` will be:
+    either what it was before, or the new place; None as long as nothing came.
+    """
+
+    __slots__ = (
+        *("__weakref__", "block", "handles", "parameter"),
+        *("alone", "key", "lease", "place"),
+        *("came", "earlier", "grad", "had", "more", "parts"),
+        *("spent", "task", "touched", "whole"),
+    )
+
+    def __init__(self, parameter: torch.Tensor, block: Block) -> None:
+        self.parameter = parameter
+        self.block = block
+        self.handles: list[RemovableHandle] = []
+        self.lease: Lease | None = None
+        self.place: torch.Tensor | None = None
+        """The leased memory as what lies there."""
+        self.alone = 0  # the memory's reference count when only these two hold it
+        self.key = 0  # its storage's `_cdata`
+        self.grad: torch.Tensor | None = None
+        self.whole = False
+        """Whether the device's gradient has `grad` in it already."""
+        self.touched = False
+        """Whether this backward pass has come to it."""
+        self.had = False
+        """Whether there was a gradient when this backward pass came to it."""
+        self.came = False
+        """Whether this backward pass has brought a gradient."""
+        self.earlier: torch.Tensor | None = None
+        """What was there before, if the sum of what comes is to be added to it."""
+        self.more = False
+        """Whether more may come in this backward pass."""
+        self.parts = False
+        """Whether that was so before, or what recomputes in it may bring more."""
+        self.spent = block.bindings
+        """How many of the nodes that were made for it cannot run any more."""
+        self.task = -1
+        """Autograd's call that has brought a gradient last."""
+
+    def count(self) -> None:
+        """Note that a node of a graph has brought a gradient, and whether more may.
+
+        Those that have not come yet, or may come again, are at most as many as were
+        made and are not spent, and at most as many as live. A node lives on when it is
+        spent, as long as somebody keeps what was computed.
+        """
+        left = self.block.bindings - self.spent
+        self.parts = self.parts or left > 1
+        left = max(1, min(left, tensor_use_count(self.parameter) - 1))
+        self.spent = self.block.bindings - left + (not keeps_graph())
+        self.more = left > 1
+        self.task = graph_task()
+
+    def fits(self, grad: torch.Tensor) -> bool:
+        """Whether a gradient can lie as its parameter does."""
+        mine = self.parameter
+        return (
+            grad.dtype is mine.dtype
+            and grad.layout is torch.strided
+            and grad.shape == mine.shape
+            and grad.numel() > 0
+        )
+
+    def own_place(self, arena: Arena) -> torch.Tensor | None:
+        """Return pinned memory for a gradient that nobody else holds, if there is any.
+
+        As a tensor of its own: whoever keeps it shows in the reference count.
+        """
+        lease, place = self.lease, self.place
+        if lease is not None and place is not None:
+            if use_count_of(self.key) <= self.alone:
+                return place.detach()
+            lease.abandon()  # somebody keeps an earlier gradient
+        like = self.parameter
+        nbytes = like.numel() * like.element_size()
+        self.lease = lease = arena.acquire_nowait(nbytes, "a gradient")
+        if lease is None:
+            self.place = None
+            return None
+        self.place = placed_like(like, lease.buffer)
+        self.key = storage_key(lease.buffer)
+        self.alone = use_count_of(self.key)
+        return self.place.detach()
+
+    def dismiss(self) -> None:
+        """Take the hooks off, and leave the gradient to its parameter."""
+        for handle in self.handles:
+            handle.remove()
+        if self.lease is not None:
+            self.lease.let_go(self.alone)
+
+
+HOMES: weakref.WeakValueDictionary[int, Home] = weakref.WeakValueDictionary()
+"""Those of all runtimes, by the parameter's id."""
