@@ -128,21 +128,26 @@ class Passing(PassListener):
     def _note_changes(self) -> None:
         """Take for changed what optimizers may have stepped since the latest pass.
 
-        After one without gradients, what trains may have been swapped with averages of
-        it: of bfloat16 weights these differ in so few elements that no sample tells.
+        One that has stepped may have used gradients from before that. And after a pass
+        without gradients, what trains may have been swapped with averages of it: of
+        bfloat16 weights these differ in so few elements that no sample tells. On the
+        host nothing tells where gradients go.
         """
         stepped = self._steps.came()
         if self._gradients is not None:
-            swapped = not self._took_gradients
-            self._gradients.note_steps(stepped=stepped, swapped=swapped)
-        elif stepped or self._parts.trains:
-            self._note_steps()
+            self._gradients.note_steps()
+        if stepped or self._gradients is None or not self._took_gradients:
+            self._note_trained()
 
-    def _note_steps(self) -> None:
-        """See `Gradients.note_steps`: on the host nothing tells where gradients go."""
+    def _note_trained(self) -> None:
+        """Take for changed what trains, or did when this was asked last."""
+        if not self._parts.trains:
+            return
         for block in self._parts.streamed:
-            if any(tensor.requires_grad for tensor in block.tensors):
+            trains = any(tensor.requires_grad for tensor in block.tensors)
+            if trains or block.trained:
                 block.mark_changed()
+            block.trained = trains
 
     def _take_additions(self) -> None:
         """Bring what has joined the model to the device, which has its own memory."""

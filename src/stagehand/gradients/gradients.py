@@ -145,20 +145,11 @@ class Gradients:
 
     # Which parameters
 
-    def note_steps(self, *, stepped: bool, swapped: bool) -> None:
+    def note_steps(self) -> None:
         """Take for changed what gradients came for: an optimizer may have stepped it.
 
         torch's fused optimizers move no version counter, and may change few elements.
-
-        Args:
-            stepped: Whether one has stepped. It may have used gradients from before
-                other passes.
-            swapped: Whether all that is trained now may have got other values.
         """
-        if stepped or swapped:
-            for home in self._homes.values():
-                if stepped or home.parameter.requires_grad:
-                    home.block.mark_changed()
         while self._graded:
             block = self._graded.pop()
             block.graded = False

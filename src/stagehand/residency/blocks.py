@@ -84,6 +84,7 @@ class Block(Residency):
         "target",
         "tensors",
         "tracked",
+        "trained",
         "trains",
         "unseen",
         "versions",
@@ -127,6 +128,8 @@ class Block(Residency):
         """Whether a load stages them: they do not lie in pinned memory."""
         self.trains = False
         """Whether gradients are taken for some of its tensors."""
+        self.trained = False
+        """Whether some wanted gradients when all that trains was taken for changed."""
         self.unseen = False
         """Whether autograd may read its tensors where no handle tells of it."""
         self.graded = False
