@@ -216,6 +216,8 @@ class FakeCudart:
         self.present = []
         self.log = []
         self.refuse_from = refuse_from
+        self.refuses_unlocking = False
+        self.interrupts = False
 
     def cudaHostRegister(self, address, nbytes, flags):
         if len(self.log) >= self.refuse_from:
@@ -223,9 +225,13 @@ class FakeCudart:
         self.locked[address] = nbytes
         self.present.append(mapping(address)["Rss"])
         self.log.append(("lock", address, nbytes, flags))
+        if self.interrupts:
+            raise KeyboardInterrupt
         return 0
 
     def cudaHostUnregister(self, address):
+        if self.refuses_unlocking:
+            return 719
         self.log.append(("unlock", address, is_mapped(address)))
         del self.locked[address]
         return 0
@@ -352,10 +358,40 @@ def test_memory_is_locked_and_unlocked_while_its_own_device_is_current(
 def test_process_that_ends_leaves_locked_memory_to_the_driver(sim, cudart, monkeypatch):
     """Modules that unlocking needs may be gone, and it takes a second for some GB."""
     buffer = registering().pinned(3 * MIB)
+    address = buffer.data_ptr()
     monkeypatch.setattr(sys, "is_finalizing", lambda: True)
     del buffer
     gc.collect()
     assert [step[0] for step in cudart.log] == ["lock"]
+    assert is_mapped(address)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("what", ["wait", "unlock"])
+def test_memory_that_cannot_be_unlocked_stays_mapped(sim, cudart, monkeypatch, what):
+    """CUDA would take what comes to lie there next for it, and copy the old pages."""
+
+    def fail():
+        raise RuntimeError("an illegal memory access was encountered")
+
+    buffer = registering().pinned(3 * MIB)
+    address = buffer.data_ptr()
+    if what == "wait":
+        monkeypatch.setattr(torch.cuda, "synchronize", fail)
+    cudart.refuses_unlocking = what == "unlock"
+    del buffer
+    gc.collect()
+    assert list(cudart.locked) == [address]
+    assert is_mapped(address)
+
+
+def test_memory_is_unlocked_if_an_interrupt_comes_right_behind_its_locking(sim, cudart):
+    cudart.interrupts = True
+    with pytest.raises(KeyboardInterrupt):
+        registering().pinned(3 * MIB)
+    gc.collect()
+    assert [step[0] for step in cudart.log] == ["lock", "sync", "unlock"]
+    assert cudart.log[-1][-1]  # before it is unmapped
 
 
 def test_refused_chunk_unlocks_the_earlier_ones_and_falls_back(

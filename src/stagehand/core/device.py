@@ -7,6 +7,7 @@ code paths.
 """
 
 import contextlib
+import ctypes
 import mmap
 import sys
 import time
@@ -320,6 +321,9 @@ class _RegisteredMemory(mmap.mmap):
 
     PyTorch's own pinned allocator rounds each request up to a power of two, which can
     nearly double the host memory that a model needs; this has the exact size.
+
+    What is still locked is never unmapped: CUDA would take what comes to lie at these
+    addresses for locked, and copy the old pages.
     """
 
     _locked: list[int]
@@ -327,29 +331,42 @@ class _RegisteredMemory(mmap.mmap):
     """Of the device that copies it. Any other would be set up, at the price of some
     hundred megabytes there, by a call while that is current."""
 
+    # Bound early: an exiting interpreter may have taken the module apart.
+    _stay = ctypes.PYFUNCTYPE(None, ctypes.py_object)(("Py_IncRef", ctypes.pythonapi))
+
     def lock(self, address: int, nbytes: int, index: int) -> None:
         runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         self._locked, self._index = [], index
         with torch.accelerator.device_index(index):
             for start in range(0, nbytes, _REGISTER_CHUNK):
                 size = min(_REGISTER_CHUNK, nbytes - start)
+                self._locked.append(address + start)  # an interrupt may follow the call
                 code = int(runtime.cudaHostRegister(address + start, size, 1))
                 if code:
+                    self._locked.pop()
                     self._unlock()
                     raise RuntimeError(f"cudaHostRegister gave error {code}")
-                self._locked.append(address + start)
 
     def _unlock(self) -> None:
         runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         while self._locked:
-            runtime.cudaHostUnregister(self._locked.pop())
+            code = int(runtime.cudaHostUnregister(self._locked[-1]))
+            if code:
+                raise RuntimeError(f"cudaHostUnregister gave error {code}")
+            self._locked.pop()
 
     def __del__(self) -> None:
-        # A process that ends leaves it to the driver, which is faster.
-        if getattr(self, "_locked", None) and not sys.is_finalizing():
-            with torch.accelerator.device_index(self._index):
-                torch.cuda.synchronize()  # a copy may still read what is to be unlocked
-                self._unlock()
+        if not getattr(self, "_locked", None):
+            return
+        try:
+            # A process that ends leaves it to the driver, which is faster.
+            if not sys.is_finalizing():
+                with torch.accelerator.device_index(self._index):
+                    torch.cuda.synchronize()  # a copy may still read what is unlocked
+                    self._unlock()
+        finally:
+            if self._locked:
+                self._stay(self)
 
 
 def _registered_memory(nbytes: int, index: int) -> torch.Tensor:
