@@ -1,7 +1,10 @@
 """Devices: the host, an accelerator (the simulated one), and how one is found."""
 
 import contextlib
+import faulthandler
 import gc
+import os
+import signal
 import sys
 import warnings
 from pathlib import Path
@@ -392,6 +395,41 @@ def test_memory_is_unlocked_if_an_interrupt_comes_right_behind_its_locking(sim, 
     gc.collect()
     assert [step[0] for step in cudart.log] == ["lock", "sync", "unlock"]
     assert cudart.log[-1][-1]  # before it is unmapped
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_forked_process_has_nothing_of_locked_memory_and_reads_no_zeros_for_it(
+    sim, cudart
+):
+    """Shared pages are replaced where one writes, while the device reads the old ones.
+
+    What was mapped there in their place would be read as weights.
+    """
+    buffer = registering().pinned(8 * MIB).fill_(7)
+    address = buffer.data_ptr()
+    ends = []
+    for reads in (False, True):
+        child = os.fork()
+        if not child:
+            faulthandler.disable()
+            status = 1
+            with contextlib.suppress(BaseException):
+                others = [host_memory(8 * MIB).fill_(1) for _ in range(3)]
+                if reads:
+                    buffer.sum()
+                    os._exit(2)
+                assert mapping(address)["Rss"] == ["0", "kB"]
+                del buffer
+                gc.collect()
+                assert not is_mapped(address)
+                assert [step[0] for step in cudart.log] == ["lock"]
+                assert all(bool((other == 1).all()) for other in others)
+                status = 0
+            os._exit(status)
+        ends.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    assert ends == [0, -signal.SIGSEGV]
+    assert (buffer == 7).all()
 
 
 def test_refused_chunk_unlocks_the_earlier_ones_and_falls_back(

@@ -9,9 +9,11 @@ code paths.
 import contextlib
 import ctypes
 import mmap
+import os
 import sys
 import time
 import warnings
+import weakref
 from typing import Any, Protocol
 
 import torch
@@ -38,6 +40,8 @@ _REGISTER_CHUNK = (2 << 30) - _HUGE_PAGE
 _OWN_SEGMENT = 10 << 20
 _SEGMENT_STEP = 2 << 20
 _MADV_HUGEPAGE = 14
+_MADV_WIPEONFORK = 18
+_PROT_NONE = 0
 _ANONYMOUS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 
 
@@ -323,10 +327,13 @@ class _RegisteredMemory(mmap.mmap):
     nearly double the host memory that a model needs; this has the exact size.
 
     What is still locked is never unmapped: CUDA would take what comes to lie at these
-    addresses for locked, and copy the old pages.
+    addresses for locked, and copy the old pages. Nor is it shared with a forked
+    process: whoever writes to a shared page first gets another one, while the device
+    goes on with the old; newer systems copy all that is locked instead.
     """
 
     _locked: list[int]
+    _address: int
     _index: int
     """Of the device that copies it. Any other would be set up, at the price of some
     hundred megabytes there, by a call while that is current."""
@@ -336,7 +343,10 @@ class _RegisteredMemory(mmap.mmap):
 
     def lock(self, address: int, nbytes: int, index: int) -> None:
         runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        self._locked, self._index = [], index
+        self._locked, self._address, self._index = [], address, index
+        with contextlib.suppress(OSError):  # a kernel that cannot: it copies them
+            self.madvise(_MADV_WIPEONFORK)
+        _registered.add(self)
         with torch.accelerator.device_index(index):
             for start in range(0, nbytes, _REGISTER_CHUNK):
                 size = min(_REGISTER_CHUNK, nbytes - start)
@@ -355,6 +365,15 @@ class _RegisteredMemory(mmap.mmap):
                 raise RuntimeError(f"cudaHostUnregister gave error {code}")
             self._locked.pop()
 
+    def leave_to_parent(self) -> None:
+        """The process was forked: the memory is its parent's, and reads as zeros here.
+
+        No weight may be read as that.
+        """
+        self._locked.clear()
+        protect = ctypes.CDLL(None).mprotect
+        protect(ctypes.c_void_p(self._address), ctypes.c_size_t(len(self)), _PROT_NONE)
+
     def __del__(self) -> None:
         if not getattr(self, "_locked", None):
             return
@@ -367,6 +386,18 @@ class _RegisteredMemory(mmap.mmap):
         finally:
             if self._locked:
                 self._stay(self)
+
+
+_registered: "weakref.WeakSet[_RegisteredMemory]" = weakref.WeakSet()
+
+
+def _leave_all_to_parent() -> None:
+    for memory in tuple(_registered):
+        memory.leave_to_parent()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_leave_all_to_parent)
 
 
 def _registered_memory(nbytes: int, index: int) -> torch.Tensor:
