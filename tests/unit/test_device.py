@@ -132,16 +132,63 @@ def test_allocated_bytes_are_torchs_by_whatever_way(sim, monkeypatch, private):
 @pytest.mark.parametrize(
     ("asked", "taken"),
     [
-        (10 * MIB - 1, 10 * MIB - 1),
+        (0, 0),
+        (1, 512),
+        (700 * 1024, MIB),
+        (MIB, MIB),
+        (4 * MIB, 4 * MIB),
+        (7 * MIB, 10 * MIB),
+        (10 * MIB - 1, 10 * MIB),
         (10 * MIB, 10 * MIB),
         (32 * MIB + 8192, 34 * MIB),
         (34 * MIB, 34 * MIB),
     ],
 )
-def test_large_piece_takes_whole_steps_of_cudas_memory(sim, asked, taken):
+def test_piece_takes_what_cudas_memory_loses_by_it(sim, asked, taken):
     assert registering().taken_bytes(asked) == taken
     assert accelerator().taken_bytes(asked) == asked
     assert HostDevice().taken_bytes(asked) == asked
+
+
+class CachingAllocator:
+    """What torch's allocator for CUDA takes from the device, as its source has it."""
+
+    def __init__(self):
+        self.reserved = 0
+        self.free = {True: [], False: []}
+        """What is left of segments, of small pieces and others."""
+
+    def take(self, nbytes):
+        nbytes = -(-nbytes // 512) * 512
+        small = nbytes <= MIB
+        free = self.free[small]
+        fitting = [rest for rest in free if rest >= nbytes]
+        if fitting:
+            rest = min(fitting)
+            free.remove(rest)
+        else:
+            rest = -(-nbytes // (2 * MIB)) * 2 * MIB
+            if nbytes < 10 * MIB:
+                rest = 2 * MIB if small else 20 * MIB
+            self.reserved += rest
+        rest -= nbytes
+        if rest >= 512 if small else rest > MIB:
+            free.append(rest)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 7, 30])
+def test_pieces_that_share_memory_take_no_more_of_it_than_is_counted(sim, count):
+    """Of 7 MiB two lie in a segment of 20: more than a third more than their bytes."""
+    device = registering()
+    sizes = [700, 5000, 300_001, *range(MIB // 2, 24 * MIB, MIB // 3)]
+    for size in sizes:
+        allocator, taken = CachingAllocator(), device.taken_bytes(size)
+        assert size <= taken == device.taken_bytes(taken)
+        for _ in range(count):
+            allocator.take(taken)
+        shared = 0 if taken >= 10 * MIB else 2 * MIB if taken <= MIB else 20 * MIB
+        assert allocator.reserved <= count * (taken + 511) + shared
+        assert allocator.reserved >= count * taken
 
 
 def test_memory_cached_by_the_allocator_is_free(sim, monkeypatch):

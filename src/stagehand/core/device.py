@@ -39,6 +39,9 @@ _REGISTER_CHUNK = (2 << 30) - _HUGE_PAGE
 # From this size on torch takes memory from CUDA for one tensor, in steps of the other.
 _OWN_SEGMENT = 10 << 20
 _SEGMENT_STEP = 2 << 20
+# It cuts smaller ones from segments: the largest tensor of each kind, and its segment.
+_SHARED_SEGMENTS = ((1 << 20, 2 << 20), (_OWN_SEGMENT, 20 << 20))
+_SMALLEST_PIECE = 512
 _MADV_HUGEPAGE = 14
 _MADV_WIPEONFORK = 18
 _PROT_NONE = 0
@@ -187,11 +190,16 @@ class AcceleratorDevice:
     def taken_bytes(self, nbytes: int) -> int:
         """See `Device.taken_bytes`. What torch's allocator rounds up is lost to others.
 
-        Of smaller pieces several share a segment, and little is lost.
+        Smaller pieces share segments: each takes its share of a full one, with what is
+        left at its end. So at most one segment is taken beyond what is counted.
         """
-        if not self._is_cuda or nbytes < _OWN_SEGMENT:
+        if not self._is_cuda or not nbytes:
             return nbytes
-        return -(-nbytes // _SEGMENT_STEP) * _SEGMENT_STEP
+        if nbytes >= _OWN_SEGMENT:
+            return _rounded_up(nbytes, _SEGMENT_STEP)
+        segment = next(size for most, size in _SHARED_SEGMENTS if nbytes <= most)
+        count = segment // _rounded_up(nbytes, _SMALLEST_PIECE)
+        return segment // count // _SMALLEST_PIECE * _SMALLEST_PIECE
 
     def pinned(self, nbytes: int) -> torch.Tensor:
         """See `Device.pinned`. Falls back to pageable memory with one warning."""
@@ -314,6 +322,10 @@ class AcceleratorDevice:
     def synchronize(self) -> None:
         """See `Device.synchronize`."""
         torch.accelerator.synchronize(self._index)
+
+
+def _rounded_up(nbytes: int, step: int) -> int:
+    return -(-nbytes // step) * step
 
 
 def _bytes_of(dense: torch.Tensor) -> torch.Tensor:
