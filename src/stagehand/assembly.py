@@ -266,7 +266,7 @@ def assemble(
         SubAccount(name, settings.pinned_bytes, shared.ledger.pinned),
         spare=1.25,
     )
-    workers = WorkerGroup("reader", _READERS)
+    workers = WorkerGroup("reader", _READERS, device.claim_thread)
     loader: Loader
     if device.is_host:
         loader = HostLoader(device, engine, workers, counters)
@@ -305,7 +305,7 @@ def assemble(
             wire_bytes=wire_bytes,
             name=_name_of_budget(settings),
         ) from None
-    pinners = WorkerGroup("pinner", 1)
+    pinners = WorkerGroup("pinner", 1, device.claim_thread)
     masters = Masters(pinned_arena, pinners, device.page_locked)
     scheduler.leave_hosts_with(masters.leave)
     parts = Parts(
@@ -317,7 +317,7 @@ def assemble(
         pinned_arena=pinned_arena,
         engine=engine,
         workers=workers,
-        adders=WorkerGroup("adder", 1),
+        adders=WorkerGroup("adder", 1, device.claim_thread),
         pinners=pinners,
         loader=loader,
         blocks=blocks,

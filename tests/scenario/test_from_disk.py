@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +23,9 @@ from scenario.small import (
     runtime_of,
     stack,
 )
+from stagehand.core.device import AcceleratorDevice
 from stagehand.errors import StagehandWarning
+from stagehand.residency import masters
 from stagehand.runtime import Runtime
 from training import ALL, SOME, Run, Setting, assert_trains_equally, net, over
 
@@ -61,6 +64,31 @@ def count_reads(store: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr(store, "read_into", read_into)
     return counted
+
+
+def test_threads_that_wait_for_the_device_have_made_it_theirs(sim, folder, monkeypatch):
+    """Each begins on the first device, where CUDA would claim memory for it."""
+    kinds, claimed = set(), set()
+    start, claim = threading.Thread.start, AcceleratorDevice.claim_thread
+
+    def starts(thread):
+        kinds.add(thread.name.rpartition("_")[0].removeprefix("stagehand-"))
+        start(thread)
+
+    def claims(device):
+        claim(device)
+        name = threading.current_thread().name
+        claimed.add(name.rpartition("_")[0].removeprefix("stagehand-"))
+
+    monkeypatch.setattr(masters, "_AT_ONCE_BYTES", 0)
+    monkeypatch.setattr(threading.Thread, "start", starts)
+    monkeypatch.setattr(AcceleratorDevice, "claim_thread", claims)
+    options = {"vram_budget": 3 * LAYER_BYTES, "device": "hpu"}
+    for model in (from_disk(folder), stagehand.layer(stack(), **options)):
+        for _ in range(2):
+            model(batch()).sum().backward()
+        runtime_of(model).shutdown()
+    assert {"reader", "adder", "pinner"} == claimed == kinds - {"file"}
 
 
 # What is kept in host memory.

@@ -109,7 +109,7 @@ def stream(folder):
 class AtOnce:
     """Workers that do each job when it is given, so that tests know when."""
 
-    def __init__(self, name, count):
+    def __init__(self, name, count, begin=None):
         self.closed = False
 
     def hand(self, note, job, *args):
@@ -355,6 +355,21 @@ def test_a_streamer_takes_what_a_search_says_that_it_needs(
     waiting = needed.host_bytes(pieces) - threads
     assert 0.99 * waiting <= host <= waiting
     assert (threads > 0) is (on_host and form == "packed")
+
+
+def test_threads_that_wait_for_the_device_have_made_it_theirs(sim, stream, monkeypatch):
+    """Each begins on the first device, where CUDA would claim memory for it."""
+    claimed = []
+    monkeypatch.setattr(
+        AcceleratorDevice,
+        "claim_thread",
+        lambda _: claimed.append(threading.current_thread().name),
+    )
+    streamer = stream("hpu")
+    streamer.run_pass(inputs("hpu"), layer_fn)
+    running = [t.name for t in threading.enumerate() if "stagehand-reader" in t.name]
+    streamer.close()  # and they have ended
+    assert sorted(claimed) == sorted(running) != []
 
 
 def test_interrupt_leaves_nothing_of_the_memory_for_packed_layers(sim, stream, packed):

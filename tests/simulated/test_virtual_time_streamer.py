@@ -81,7 +81,7 @@ def disk(sim, monkeypatch):
         return read
 
     class Workers:
-        def __init__(self, name, count):
+        def __init__(self, name, count, begin=None):
             self.pools = [ThreadPoolExecutor(1) for _ in range(count)]
             self.busy_until = [0.0] * count
 

@@ -127,10 +127,10 @@ def install(monkeypatch: pytest.MonkeyPatch, disk: Disk) -> None:
         disk.read(nbytes)
         return nbytes
 
-    def workers(name: str, count: int) -> Readers | WorkerGroup:
+    def workers(name: str, count: int, begin: Any) -> Readers | WorkerGroup:
         if name == "reader":
             return Readers(disk.sim, count)
-        return WorkerGroup(name, count)
+        return WorkerGroup(name, count, begin)
 
     monkeypatch.setattr(FileSet, "fill", timed)
     monkeypatch.setattr(assembly, "WorkerGroup", workers)

@@ -62,6 +62,11 @@ def test_copy_arrives_in_both_directions(sim, make):
 
 
 @pytest.mark.parametrize("make", [HostDevice, accelerator])
+def test_thread_of_the_library_can_be_claimed(sim, make):
+    make().claim_thread()
+
+
+@pytest.mark.parametrize("make", [HostDevice, accelerator])
 def test_events_order_streams_and_tell_time(sim, make):
     device = make()
     first, second = (device.new_event(timing=True) for _ in range(2))
@@ -200,6 +205,16 @@ def test_memory_cached_by_the_allocator_is_free(sim, monkeypatch):
     ):
         monkeypatch.setattr(torch.accelerator, name, lambda index, v=value: v)
     assert device.free_bytes() == 500 + (1200 - 900)
+
+
+def test_claimed_thread_works_on_the_device_that_claims_it(sim, monkeypatch):
+    """Each thread begins on the first device, whichever its maker is on."""
+    current = []
+    monkeypatch.setattr(torch.accelerator, "set_device_index", current.append)
+    device = accelerator()
+    device._index = 3
+    device.claim_thread()
+    assert current == [3]
 
 
 def test_pinned_memory_is_pinned_and_of_the_exact_size(sim):

@@ -70,6 +70,31 @@ def test_there_are_as_many_threads_as_asked_for_and_none_before_the_first_job():
     assert threads() == []
 
 
+def test_each_thread_begins_once_before_its_first_job():
+    seen = []
+    group = WorkerGroup("reader", 2, lambda: seen.append(threading.current_thread()))
+    ends = [blocked(group)[0] for _ in range(2)]
+    before = [thread.name for thread in seen]
+    for end in ends:
+        end()
+    for _ in range(4):
+        group.submit(str).result(PATIENCE)
+    group.close()
+    assert sorted(before) == ["stagehand-reader_0", "stagehand-reader_1"]
+    assert len(seen) == 2
+
+
+def test_jobs_are_done_by_a_thread_that_cannot_begin_as_it_should():
+    """As in a forked process, where CUDA cannot be used: jobs may need no device."""
+
+    def refuse():
+        raise RuntimeError("cannot be used in a forked process")
+
+    group = WorkerGroup("reader", 1, refuse)
+    assert group.submit(int, "7").result(PATIENCE) == 7
+    group.close()
+
+
 def test_failure_reaches_whoever_asks_for_the_result_and_no_one_else(group):
     failed = group.submit(fail)
     assert group.submit(int, "7").result(PATIENCE) == 7

@@ -120,6 +120,16 @@ class Device(Protocol):
     def on(self, stream: Stream) -> contextlib.AbstractContextManager[Any]:
         """Let this thread's operators run on `stream` inside the `with`."""
 
+    def claim_thread(self) -> None:
+        """Let what this thread does be this device's from now on, waits included.
+
+        For threads of the library. CUDA would set the first device up for them, at the
+        price of some hundred megabytes there.
+
+        Raises:
+            RuntimeError: If the device cannot be used, as in a forked process.
+        """
+
     def refuse_capture(self, what: str) -> None:
         """Do nothing unless this thread's operators are captured in a CUDA graph.
 
@@ -271,6 +281,10 @@ class AcceleratorDevice:
         """See `Device.on`."""
         context: contextlib.AbstractContextManager[Any] = stream  # type: ignore[assignment]
         return context
+
+    def claim_thread(self) -> None:
+        """See `Device.claim_thread`."""
+        torch.accelerator.set_device_index(self._index)
 
     def refuse_capture(self, what: str) -> None:
         """See `Device.refuse_capture`."""
@@ -529,6 +543,9 @@ class HostDevice:
     def on(self, stream: Stream) -> contextlib.AbstractContextManager[Any]:
         """See `Device.on`."""
         return self._nothing
+
+    def claim_thread(self) -> None:
+        """See `Device.claim_thread`. There is one."""
 
     def refuse_capture(self, what: str) -> None:
         """See `Device.refuse_capture`. Nothing is captured on the host."""

@@ -45,11 +45,16 @@ class WorkerGroup:
     Args:
         name: For the threads' names.
         count: Number of threads.
+        begin: What each thread does first, such as to take the device that its jobs
+            wait for as its own: each thread begins on the first.
     """
 
-    def __init__(self, name: str, count: int) -> None:
+    def __init__(
+        self, name: str, count: int, begin: Callable[[], object] | None = None
+    ) -> None:
         self._name = name
         self._count = count
+        self._first = begin
         self._closed = False
         self._warned = False
         self._begin()
@@ -114,7 +119,7 @@ class WorkerGroup:
         """Start another thread if there may be more; return whether there are any."""
         if len(self._threads) < self._count:
             name = f"stagehand-{self._name}_{len(self._threads)}"
-            args = self._queue, self._open
+            args = self._queue, self._open, self._first
             thread = threading.Thread(target=_work, args=args, name=name, daemon=True)
             self._threads.add(thread)
             try:
@@ -205,8 +210,15 @@ def _nobody(_: "Future[_R]") -> None:
     """Know of no future."""
 
 
-def _work(queue: "SimpleQueue[_Work | None]", open_jobs: "set[Future[Any]]") -> None:
+def _work(
+    queue: "SimpleQueue[_Work | None]",
+    open_jobs: "set[Future[Any]]",
+    begin: Callable[[], object] | None,
+) -> None:
     """A thread's life. It holds no group, so that one can be forgotten."""
+    with suppress(RuntimeError):  # in a forked process; what needs a device says so
+        if begin is not None:
+            begin()
     while (work := queue.get()) is not None:
         _run(*work)
         open_jobs.discard(work[0])

@@ -214,7 +214,8 @@ class Pipeline:
     # Parts
 
     def _start(self) -> None:
-        parts = self._parts = _Parts()  # so that `reset` closes what there is by then
+        # At once, so that `reset` closes what there is by then.
+        parts = self._parts = _Parts(self._device)
         source: Source = FileSource(self._images, self._files)
         pieces, each = self._pieces, self._bytes
         if pieces.buffers:
@@ -335,12 +336,12 @@ class Pipeline:
 class _Parts:
     """What one undisturbed run of passes uses."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: Device) -> None:
         self.blocks: list[Block] = []
         self.homes: list[Slot | None] = []
         self.ahead: ReadAhead | None = None
         self.ahead_workers = WorkerGroup("ahead", READERS)
-        self.workers = WorkerGroup("reader", READERS)
+        self.workers = WorkerGroup("reader", READERS, device.claim_thread)
         self.loader: Loader
         self.scheduler: Scheduler
 
