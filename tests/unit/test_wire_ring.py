@@ -327,6 +327,29 @@ def test_speculation_is_denied_when_the_lane_is_full(sim):
     rig.device.synchronize()
 
 
+def test_all_rings_of_an_engine_have_one_stream(sim, monkeypatch):
+    """PyTorch has 32, which it hands out in turn: the ring's could be a lane's.
+
+    A ring is given back whenever another model takes its turn, and opened by each load
+    that finds none.
+    """
+    made, new = [], AcceleratorDevice.new_stream
+    monkeypatch.setattr(
+        AcceleratorDevice,
+        "new_stream",
+        lambda device, priority=0: made.append(priority) or new(device, priority),
+    )
+    rig = Rig()
+    before = len(made)
+    for value in range(3):
+        rig.engine.rest_wires()
+        rig.load(value)
+        assert is_filled_with(rig.use(), value)
+        rig.open(count=1)
+    assert len(made) == before
+    rig.close()
+
+
 def test_ring_is_paid_for_and_given_back(sim):
     rig = Rig()
     held = rig.account.held_bytes

@@ -152,6 +152,7 @@ class TransferEngine:
         self.wires: WireRing | None = None
         """Memory for what is decoded on the device, while there is such."""
         self._new_wires: Callable[[], WireRing] | None = None
+        self._wire_stream: Stream | None = None
         self._priority = priority
         self.device = device
         self._counters = counters
@@ -285,15 +286,17 @@ class TransferEngine:
             StagehandOOMError: If the arena has no room.
         """
         self.close_wires()
+        if self._wire_stream is None:
+            self._wire_stream = self.device.new_stream(self._priority)
         self._new_wires = partial(
             WireRing,
             self.device,
             self.h2d.stream,
+            self._wire_stream,
             arena,
             count=count,
             nbytes=nbytes,
             scratch_nbytes=scratch_nbytes,
-            priority=self._priority,
         )
         self.wires = self._new_wires()
 

@@ -1,6 +1,6 @@
 """Device memory in which bytes lie between the link and a decoder.
 
-Bytes are copied into it on a stream of its own. The H2D lane waits for them, and the
+Bytes are copied into it on a stream of their own. The H2D lane waits for them, and the
 decoder runs on the lane, into the slot: so a slot is written by one stream, whatever
 fills it, and its two marks mean what they always do. With two pieces of memory, one is
 filled while the other is decoded.
@@ -38,18 +38,18 @@ class Piece:
 
 
 class WireRing:
-    """The pieces, their stream, and what the decoder works in.
+    """The pieces, and what the decoder works in.
 
     Memory: `count * nbytes + scratch_nbytes` of device memory until `close()`.
 
     Args:
         device: Where it is.
         lane: The stream that decodes. The arena's memory belongs to it.
+        stream: Copies. One for all rings, one after the other: PyTorch has few.
         arena: Device memory.
         count: Pieces.
         nbytes: Size of each: that of the longest wire.
         scratch_nbytes: What the decoder works in; the lane's order protects it.
-        priority: Of the stream that copies.
 
     Raises:
         StagehandOOMError: If the arena's account cannot pay for it.
@@ -59,15 +59,15 @@ class WireRing:
         self,
         device: Device,
         lane: Stream,
+        stream: Stream,
         arena: Arena,
         *,
         count: int,
         nbytes: int,
         scratch_nbytes: int,
-        priority: int,
     ) -> None:
         self.nbytes = nbytes
-        self.stream = device.new_stream(priority)
+        self.stream = stream
         self._lane = lane
         self._order = device.new_event()
         self._leases: list[Lease] = []
