@@ -711,6 +711,18 @@ def test_file_is_seen_only_when_it_is_complete(tmp_path):
     assert torch.equal(load_file(path)["a"], torch.ones(4))
 
 
+def test_two_who_write_one_file_at_once_write_it_whole(tmp_path):
+    """They may be threads, or processes of one number in two containers."""
+    path = tmp_path / "it"
+    with replaced(path) as first:
+        first.write(b"first")
+        with replaced(path) as second:
+            second.write(b"second")
+        assert path.read_bytes() == b"second"
+    assert path.read_bytes() == b"first"
+    assert list(tmp_path.iterdir()) == [path]
+
+
 def test_memory_is_that_of_one_tensor(tmp_path):
     """40 weights of 2 MiB each, in a process that may have little more memory."""
     made = {f"{i}.weight": normal(1024, 1024) + i for i in range(40)}

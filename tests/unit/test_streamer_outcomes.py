@@ -3,6 +3,7 @@
 import contextlib
 import json
 import resource
+from pathlib import Path
 
 import pytest
 
@@ -109,6 +110,21 @@ def test_file_that_is_written_whole_is_left_as_it_was_by_a_full_disk(path):
     ):
         write_whole(path, "second", "config_file")
     assert isinstance(caught.value.__cause__, OSError)
+    assert path.read_text() == "first"
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_two_who_write_one_file_at_once_write_it_whole(path, monkeypatch):
+    """They may be threads, or processes of one number in two containers."""
+    write = Path.write_text
+
+    def overtaken(self, text):
+        write(self, text)
+        if text == "first":
+            write_whole(path, "second", "config_file")
+
+    monkeypatch.setattr(Path, "write_text", overtaken)
+    write_whole(path, "first", "config_file")
     assert path.read_text() == "first"
     assert list(path.parent.iterdir()) == [path]
 

@@ -8,6 +8,7 @@ import contextlib
 import ctypes
 import json
 import os
+import secrets
 import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
@@ -28,6 +29,7 @@ __all__ = [
     "replaced",
     "safetensors_file",
     "together",
+    "unfinished_name",
 ]
 
 _PAGE = 4096
@@ -52,6 +54,14 @@ def check_room(folder: Path, nbytes: int) -> None:
         )
 
 
+def unfinished_name(path: Path) -> Path:
+    """Return a name beside a file's own that no other writer of it has.
+
+    Not the process's number: threads have the same, and so may two containers.
+    """
+    return path.with_name(f".{path.name}.{secrets.token_hex(4)}.unfinished")
+
+
 class Together:
     """Files that are written under other names, and get their own all at once."""
 
@@ -70,8 +80,7 @@ class Together:
         Raises:
             CheckpointError: If the system cannot.
         """
-        unfinished = path.with_name(f".{path.name}.{os.getpid()}.unfinished")
-        self._unfinished[path] = unfinished
+        unfinished = self._unfinished[path] = unfinished_name(path)
         with _or_nothing(path), unfinished.open("wb") as file:
             yield file
             file.flush()

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from stagehand.errors import ConfigError
+from stagehand.stores.writing import unfinished_name
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -116,13 +116,14 @@ def write_whole(path: Path, text: str, what: str) -> None:
     Raises:
         ConfigError: If it cannot be written; it calls the file `what`.
     """
-    unfinished = path.with_name(f"{path.name}.{os.getpid()}")
+    unfinished = unfinished_name(path)
     try:
         unfinished.write_text(text)
         unfinished.replace(path)
     except OSError as error:
-        unfinished.unlink(missing_ok=True)
         raise ConfigError(f"{what} {str(path)!r} cannot be written: {error}") from error
+    finally:
+        unfinished.unlink(missing_ok=True)
 
 
 def _whole_lines(text: str) -> list[dict[str, Any]]:
