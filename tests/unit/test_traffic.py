@@ -1,5 +1,9 @@
 """Slots that all engines of a device share, and copies home that yield to loads."""
 
+import contextlib
+import itertools
+import sys
+
 import pytest
 import torch
 
@@ -322,3 +326,78 @@ def test_strided_copies_go_whole(sim):
     parcel.synchronize()
     assert sim.d2h_copies() == 1
     assert torch.equal(target, torch.arange(64.0).view(8, 8).t())
+
+
+# Failures
+
+
+@contextlib.contextmanager
+def interrupted_at(number):
+    """Raise at the `number`-th line of `traffic.py` that is run inside."""
+    lines = itertools.count(1)
+
+    def look(frame, event, _):
+        if frame.f_globals["__name__"] != Traffic.__module__:
+            return None
+        if event == "line" and next(lines) == number:
+            sys.settrace(before)
+            raise KeyboardInterrupt
+        return look
+
+    before = sys.gettrace()
+    sys.settrace(look)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
+
+
+def assert_all_through(rig, pairs):
+    """What was put aside is home, and the next copy starts as the first did."""
+    rig.engine.drain()
+    for source, target in pairs:
+        assert torch.equal(target, source.cpu())
+    assert rig.traffic.backlog == rig.traffic.d2h.in_flight == 0
+    assert rig.engine.deny_home(Priority.BACKGROUND) is None
+
+
+def test_an_interrupt_anywhere_stops_nothing_for_ever(sim):
+    """What was being sent was lost: its bytes, and the slot that it was counted in."""
+    for line in itertools.count(1):
+        rig = Rig(yielding(share=lambda nbytes: nbytes / 4, backlog=2 * NBYTES))
+        pairs, interrupted = [], False
+        try:
+            with interrupted_at(line):
+                for number in range(1, 5):
+                    pair = rig.made(float(number)), rig.home()
+                    rig.engine.send_group([pair], makers=[rig.main])
+                    pairs.append(pair)
+                    rig.load()
+                rig.engine.flush_home()
+        except KeyboardInterrupt:
+            interrupted = True
+        assert_all_through(rig, pairs)
+        if not interrupted:
+            break
+    assert line > 100
+
+
+def test_a_copy_that_fails_is_made_when_it_is_asked_for_again(sim, monkeypatch):
+    rig = Rig(yielding())
+    pairs = [(rig.made(float(number)), rig.home()) for number in range(1, 4)]
+    copy, failures = rig.device.copy, [RuntimeError("no"), None]
+
+    def failing(*args):
+        if failures and (error := failures.pop()):
+            raise error
+        copy(*args)
+
+    parcel = rig.engine.send_group(pairs, makers=[rig.main])
+    with monkeypatch.context() as patch:
+        patch.setattr(rig.device, "copy", failing)
+        with pytest.raises(RuntimeError, match="no"):
+            parcel.synchronize()
+        assert not parcel.sent
+        assert parcel.left == rig.traffic.backlog == 2 * NBYTES
+        parcel.synchronize()
+    assert_all_through(rig, pairs)

@@ -168,33 +168,42 @@ class Parcel:
         self._stream.wait_event(filled)
 
     def send(self, nbytes: int | None = None) -> int:
-        """Queue the next bytes, about as many as asked for, or all; return how many."""
+        """Queue the next bytes, about as many as asked for, or all; return how many.
+
+        What fails, or is interrupted, can be sent again.
+        """
         for made in self._ready:
             self._stream.wait_event(made)
         self._ready = ()
         gone = 0
         while self._pairs and (nbytes is None or gone < nbytes):
-            rest = None if nbytes is None else nbytes - gone
-            gone += self._send_piece(*self._pairs.popleft(), rest)
-        self.left -= gone
+            gone += self._send_piece(None if nbytes is None else nbytes - gone)
         if not self._pairs:
             self._done.record(self._stream)
             self.sent = True
         return gone
 
-    def _send_piece(
-        self, source: torch.Tensor, target: torch.Tensor, nbytes: int | None
-    ) -> int:
-        """Queue a pair, or the beginning of one that can be cut."""
-        size = _nbytes(source)
-        if nbytes is None or nbytes >= size or not _can_be_cut(source, target):
-            self._copy(target, source)
-            return size
-        source, target = source.view(-1), target.view(-1)
-        count = max(1, nbytes // source.element_size())
-        self._copy(target[:count], source[:count])
-        self._pairs.appendleft((source[count:], target[count:]))
-        return count * source.element_size()
+    def _send_piece(self, nbytes: int | None) -> int:
+        """Queue a pair, or the beginning of one that can be cut.
+
+        Only then is it put aside no more: to copy it twice does no harm.
+        """
+        pair = source, target = self._pairs[0]
+        size, rest = _nbytes(source), None
+        if nbytes is not None and nbytes < size and _can_be_cut(source, target):
+            source, target = source.view(-1), target.view(-1)
+            count = max(1, nbytes // source.element_size())
+            rest = source[count:], target[count:]
+            source, target = source[:count], target[:count]
+            size = _nbytes(source)
+        self._copy(target, source)
+        if self._pairs and self._pairs[0] is pair:  # the collector may flush, too
+            if rest is None:
+                self._pairs.popleft()
+            else:
+                self._pairs[0] = rest
+            self.left -= size
+        return size
 
 
 def _nbytes(tensor: torch.Tensor) -> int:
@@ -342,11 +351,28 @@ class Traffic:
     def put_aside(self, parcel: Parcel) -> None:
         """Take a copy home that is to yield to loads."""
         with self._lock:
+            self._parcels.append(parcel)  # first: what is counted is sent some time
             self.d2h.note(parcel)
-            self._parcels.append(parcel)
             self._backlog += parcel.left
-            while self._backlog > self._backlog_bytes:
-                self._backlog -= self._parcels.popleft().send()
+            while self._parcels and self._backlog > self._backlog_bytes:
+                self._send_first()
+
+    def _send_first(self, nbytes: int | None = None) -> int:
+        """Queue bytes of the oldest parcel, or all; return how many.
+
+        It stays the oldest until all of it is queued, whatever fails.
+        """
+        parcel = self._parcels[0]
+        left = parcel.left
+        try:
+            gone = parcel.send(nbytes)
+        finally:
+            self._backlog -= left - parcel.left
+        if parcel.sent and self._parcels and self._parcels[0] is parcel:
+            self._parcels.popleft()
+        if not self._parcels:
+            self._backlog = 0  # whatever was miscounted
+        return gone
 
     def _let_go(self, filled: Event, nbytes: int) -> None:
         share = self._home_share
@@ -356,12 +382,8 @@ class Traffic:
             return
         first.await_load(filled)
         while self._parcels and self._allowance > 0:
-            parcel = self._parcels[0]
-            going = parcel.send(max(self._piece_bytes, int(self._allowance)))
-            self._allowance -= going
-            self._backlog -= going
-            if parcel.sent:
-                self._parcels.popleft()
+            going = max(self._piece_bytes, int(self._allowance))
+            self._allowance -= self._send_first(going)
         if not self._parcels:
             self._allowance = 0.0
 
@@ -372,4 +394,4 @@ class Traffic:
         with self._lock:
             self._allowance = 0.0
             while self._parcels:
-                self._backlog -= self._parcels.popleft().send()
+                self._send_first()
