@@ -11,6 +11,7 @@ from torch import nn
 
 from stagehand.core.arena import Arena
 from stagehand.core.device import Device
+from stagehand.core.hidden_gradients import take_along
 from stagehand.core.layout import layout_of, moved
 from stagehand.core.ledger import Grant, SubAccount, Watermarks
 from stagehand.core.telemetry import Counters
@@ -196,10 +197,7 @@ class Parts:
         """Let gradients of what is trained where it stays lie where it lies now."""
         staying = [b for b in self.scheduler.staying() if not b.trains]
         for tensor in (*(t for b in staying for t in b.tensors), *self.odd):
-            grad = tensor.grad if tensor.is_leaf else None
-            if grad is not None and grad.device != tensor.device:
-                with torch.inference_mode(False):  # more is added to it later
-                    tensor.grad = grad.to(tensor.device)
+            take_along(tensor)
 
     def take_home_odd(self) -> None:
         """Move it back to where it came from."""

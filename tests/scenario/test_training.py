@@ -328,6 +328,63 @@ def test_gradients_stay_as_they_are_where_graphs_go_on_through_what_was_frozen(
     assert_trains_equally(net, script, setting)
 
 
+HELD = [
+    Setting("hpu", mode, budget)
+    for mode in ("layers", "blocks")
+    for budget in ("third", "all")
+]
+
+
+@over([*HELD, Setting("cpu", "layers", "third")])
+def test_gradients_stay_beside_what_is_frozen_between_micro_batches(sim, setting):
+    """A block that stayed on the device lay there without its gradient."""
+
+    def script(run):
+        optimizer = sgd(run)
+        for turn in range(3):
+            run.backward(run.loss(turn))
+            frozen = run.model.blocks[turn:].requires_grad_(False)
+            run.backward(run.loss(10 + turn))
+            with torch.no_grad():
+                run.loss(20 + turn)
+            run.look()
+            frozen.requires_grad_(True)
+            run.backward(run.loss(30 + turn))
+            step(optimizer)
+
+    assert_trains_equally(net, script, setting)
+
+
+class Passing(Net):
+    """Leaves a block out."""
+
+    def around(self, block, x):
+        return x if block is self.blocks[1] else block(x)
+
+
+@built
+def begun_net():
+    """Has gradients from before it is streamed, and is frozen."""
+    model = Passing()
+    sum(p.square().sum() for p in model.parameters()).backward()
+    return model.requires_grad_(False)
+
+
+@over(HELD)
+def test_gradients_come_home_with_what_begins_to_train(sim, setting):
+    """They lay on the device beside what stays there, and were left there."""
+
+    def script(run):
+        run.loss(0)
+        run.model.requires_grad_(True)
+        loss = run.loss(1)
+        run.look()
+        run.backward(loss)
+        step(sgd(run))
+
+    assert_trains_equally(begun_net, script, setting)
+
+
 # Between steps
 
 

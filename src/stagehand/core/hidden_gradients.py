@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from stagehand.core.turn import Turn
 
-__all__ = ["HiddenGradients", "assign_gradient"]
+__all__ = ["HiddenGradients", "assign_gradient", "take_along"]
 
 
 class HiddenGradients:
@@ -89,6 +89,14 @@ def _hide(_: object) -> None:
 def _show(_: object) -> None:
     for one in _of_this_thread():
         one.show()
+
+
+def take_along(tensor: torch.Tensor) -> None:
+    """Let the gradient of a leaf lie where the leaf lies now."""
+    grad = tensor.grad if tensor.is_leaf else None
+    if grad is not None and grad.device != tensor.device:
+        with torch.inference_mode(False):  # more is added to it later
+            tensor.grad = grad.to(tensor.device)
 
 
 def assign_gradient(parameter: torch.Tensor, grad: torch.Tensor) -> None:

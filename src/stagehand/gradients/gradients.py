@@ -34,7 +34,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import is_grad_enabled
 
-from stagehand.core.hidden_gradients import HiddenGradients, assign_gradient
+from stagehand.core.hidden_gradients import (
+    HiddenGradients,
+    assign_gradient,
+    take_along,
+)
 from stagehand.core.layout import placed_like
 from stagehand.core.terms import terms_of
 from stagehand.errors import ConfigError, StagehandWarning
@@ -176,6 +180,8 @@ class Gradients:
     def watch(self, blocks: Sequence[Block]) -> None:
         """Expect gradients of all parameters that now require one, and of no others.
 
+        Those of what was frozen since stay beside it.
+
         Raises:
             ConfigError: If another runtime expects one of them.
         """
@@ -191,10 +197,15 @@ class Gradients:
                     trains = True
                     if id(tensor) not in self._homes:
                         self._homes[id(tensor)] = self._hook(tensor, block)
-                elif self._homes and id(tensor) in self._homes and tensor.grad is None:
-                    self._homes.pop(id(tensor)).dismiss()
+                elif self._homes and id(tensor) in self._homes:
+                    if tensor.grad is not None:
+                        trains = True  # between passes it lies beside its gradient
+                    else:
+                        self._homes.pop(id(tensor)).dismiss()
             if trains and not block.trains:
                 self._begin(block)
+                for tensor in block.tensors:
+                    take_along(tensor)
                 flight = self._engine.flight
                 flight.group_bytes = max(flight.group_bytes, block.nbytes)
             block.trains = trains
