@@ -193,6 +193,101 @@ def test_first_pass_that_fails_leaves_the_next_to_find_what_is_read(
     model._stagehand_layer_runtime.shutdown()
 
 
+class Moody(nn.Module):
+    """Reads other weights with gradients than without, and others in training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.graded, self.training_only, self.inner = (linear() for _ in range(3))
+        self.always = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in (self.graded, self.training_only, self.inner):
+            x = layer(x).tanh()
+        if torch.is_grad_enabled() or self.always:
+            x = x @ self.graded.weight
+        if self.training:
+            x = x @ self.training_only.weight
+        return x
+
+
+MOODS = [(grad, training) for grad in (False, True) for training in (False, True)]
+
+
+@pytest.mark.parametrize("first", MOODS)
+def test_weights_that_only_some_passes_read_are_found_in_the_first_of_these(
+    sim: ModuleType, first: tuple[bool, bool]
+) -> None:
+    """What was found once was all that was looked for."""
+    model, x = make(Moody)
+    model.behind.requires_grad_(True)
+
+    def run(grad: bool, training: bool) -> torch.Tensor:
+        with torch.set_grad_enabled(grad):
+            return model.train(training)(x)
+
+    x = x.to("hpu")
+    model.to("hpu")
+    expected = {mood: run(*mood).detach() for mood in MOODS}
+    stagehand.layer(model.to("cpu"), vram_budget=5 * LAYER_BYTES)
+    for mood in (first, *MOODS, *MOODS):
+        assert_bitwise_equal(run(*mood).detach(), expected[mood], str(mood))
+    strays = model._stagehand_layer_runtime._strays
+    with torch.no_grad():
+        assert strays.begin(model) is None, "it is watched once"
+    model._stagehand_layer_runtime.shutdown()
+
+
+def test_pass_is_watched_again_after_one_that_read_a_weight_for_the_first_time(
+    sim: ModuleType,
+) -> None:
+    """Nothing tells of what changes in it: the first one fails."""
+    model, x = make(Moody)
+    model.middle.always = True
+    with torch.no_grad():
+        expected = model.to("hpu")(x.to("hpu"))
+        model.middle.always = False
+        stagehand.layer(model.to("cpu"), vram_budget=3 * LAYER_BYTES)
+        model(x)
+        model.middle.always = True
+        with pytest.raises(RuntimeError, match="two devices"):
+            model(x)
+        for number in range(3):
+            assert_bitwise_equal(model(x), expected, f"pass {number}")
+    model._stagehand_layer_runtime.shutdown()
+
+
+class Rarely(Fused):
+    """Reads the two in one call when told to."""
+
+    reads = True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) if self.reads else self.key(x)
+
+
+def test_passes_are_watched_as_long_as_there_is_no_room_for_what_was_found(
+    sim: ModuleType,
+) -> None:
+    """One that read nothing of it was the last to be watched."""
+    model, x = make(Rarely)
+    expected = model.to("hpu")(x.to("hpu"))
+    stagehand.layer(model.to("cpu"), vram_budget=2 * LAYER_BYTES)
+    with pytest.warns(stagehand.StagehandWarning, match="watched from now on"):
+        model(x)
+    for reads in (True, False, True, False, True):
+        model.middle.reads = reads
+        output = model(x)
+        if reads:
+            assert_bitwise_equal(output, expected, "without room")
+    runtime = model._stagehand_layer_runtime
+    runtime.set_budget(3 * LAYER_BYTES)
+    for _ in range(3):
+        assert_bitwise_equal(model(x), expected, "with room")
+    assert runtime._strays.begin(model) is None, "there is room"
+    runtime.shutdown()
+
+
 class Feedback(nn.Module):
     """Looks rows up in the table of its head while that is still on the device."""
 

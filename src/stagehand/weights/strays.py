@@ -26,7 +26,8 @@ __all__ = ["StrayUses", "Strays"]
 class Strays:
     """The weights of one model that others read; they stay on the device once found.
 
-    First passes through each edge are watched: a pass that fails does not show all.
+    First passes through each edge are watched, in each mode of it: with gradients or
+    without, in training or not. So is the next of its kind after a pass that fails.
 
     Args:
         model: Any module. Its attention modules take a fused path for inference, not
@@ -63,21 +64,23 @@ class Strays:
         self._fill = fill
         self._let_go = let_go
         self._keep = keep
-        self._known: set[int] = set()  # edges that are not watched any more
-        self._watched: int | None = None  # the edge of this pass, if it is watched
+        self._known: set[tuple[int, bool, bool]] = set()  # kinds that need no watching
+        self._kind = (0, False, False)  # of this pass
+        self._watches = False
         self._found: list[Block] = []
+        self._roomless: set[Block] = set()  # found, and there is no room to keep them
         self._has_warned = False
 
     def __repr__(self) -> str:
-        return f"Strays({len(self._known)} edges known)"
+        return f"Strays({len(self._known)} kinds of passes known)"
 
     def begin(self, edge: nn.Module) -> StrayUses | None:
         """A pass begins: return the mode that watches it, if it is to be watched."""
         self._found = []
-        self._watched = None
-        if id(edge) in self._known or self._may_fuse():
+        self._kind = kind = id(edge), torch.is_grad_enabled(), edge.training
+        self._watches = kind not in self._known and not self._may_fuse()
+        if not self._watches:
             return None
-        self._watched = id(edge)
         return StrayUses(
             self._owners,
             self._rows,
@@ -90,19 +93,26 @@ class Strays:
         """It ends. Without room for what it has found, the next ones look out again.
 
         Args:
-            failed: Whether something was raised in it.
+            failed: Whether something was raised in it, maybe by a weight that was read
+                elsewhere for the first time.
         """
-        if self._watched is not None and not failed:
-            self._known.add(self._watched)
         found, self._found = self._found, []
-        self._watched = None
-        if not found:
-            return
+        if found:
+            self._keep_found(found)
+        if failed or self._roomless:
+            self._known.discard(self._kind)
+        elif self._watches:
+            self._known.add(self._kind)
+
+    def _keep_found(self, found: Sequence[Block]) -> None:
         try:
             self._keep(found)
         except StagehandOOMError as error:
-            self.look_again()
+            self._roomless.update(found)
+            self._known.clear()
             self._warn(found, error)
+        else:
+            self._roomless.difference_update(found)
 
     def look_again(self) -> None:
         """Watch first passes anew: modules may read others' weights from now on."""
@@ -124,14 +134,17 @@ class Strays:
             if m is not None and not m.training
         )
 
+    def _but(self) -> str:
+        return ", but where attention may be fused" if self._attention else ""
+
     def _warn(self, found: Sequence[Block], error: StagehandOOMError) -> None:
         if not self._has_warned:
             self._has_warned = True
             warnings.warn(
                 f"{len(found)} blocks, {found[0].name!r} first, are read by modules"
                 f" that do not own them and do not fit the budget together ({error}):"
-                " every call is watched from now on, which is slow; name the modules"
-                " that read them in opaque=, or raise the budget",
+                f" every call is watched from now on{self._but()}, which is slow; name"
+                " the modules that read them in opaque=, or raise the budget",
                 StagehandWarning,
                 stacklevel=2,
             )
