@@ -32,6 +32,8 @@ KNOWN = {
     "random, then overwritten": lambda: nn.init.ones_(torch.empty(3).normal_()),
     "reshaped in place": lambda: torch.empty(4).fill_(3.0).unsqueeze_(0),
     "like": lambda: torch.zeros_like(torch.rand(3)),
+    "assigned": lambda: assigned(torch.empty(3), torch.arange(3.0)),
+    "assigned what was computed": lambda: padded(torch.empty(2).fill_(1.5)),
     "of a list": lambda: torch.stack([torch.full((2,), 7.0), torch.ones(2)]),
 }
 UNKNOWN = {
@@ -45,6 +47,7 @@ UNKNOWN = {
     "permutation": lambda: torch.randperm(4),
     "orthogonal": lambda: nn.init.orthogonal_(torch.empty(3, 3)),
     "truncated": lambda: nn.init.trunc_normal_(torch.zeros(3)),
+    "assigned": lambda: assigned(torch.zeros(3), torch.rand(3)),
     "dropout": lambda: nn.functional.dropout(torch.ones(9), 0.5),
 }
 
@@ -54,6 +57,15 @@ def in_parts(tensor: torch.Tensor) -> torch.Tensor:
     tensor[2:, 0::2] = torch.arange(2) / 2
     tensor[2:, 1::2] = tensor[:2, :2] * 2
     return tensor
+
+
+def assigned(tensor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    tensor.data = value
+    return tensor
+
+
+def padded(tensor: torch.Tensor) -> torch.Tensor:
+    return assigned(tensor, nn.functional.pad(tensor.data, (0, 2)))
 
 
 def viewed(tensor: torch.Tensor) -> torch.Tensor:

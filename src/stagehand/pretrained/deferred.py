@@ -62,6 +62,7 @@ def build(make: Callable[[], Any], dtype: torch.dtype | None = None) -> Built:
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
         stack.enter_context(dispatching(mode))
+        stack.enter_context(_Assignments())
         if mode.dtype is not None:
             stack.enter_context(_TypedNumbers(mode.dtype))
         try:
@@ -272,6 +273,27 @@ class _Form:
         tensor = torch.empty(0, dtype=self.dtype, device="cpu")
         storage = memory.untyped_storage()
         return tensor.set_(storage, self.offset, self.shape, self.stride)
+
+
+class _Assignments(TorchFunctionMode):
+    """Lets `tensor.data` be assigned where just one of both tensors is on `meta`.
+
+    A bias that was filled and is padded then has a value: heads of BERTs do so.
+    """
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func == _ASSIGN and args[0].is_meta is not args[1].is_meta:
+            return _replace(*args)
+        return func(*args, **(kwargs or {}))
+
+
+_ASSIGN = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 class _TypedNumbers(TorchFunctionMode):
