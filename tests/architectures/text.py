@@ -143,3 +143,15 @@ ENCODER_DECODERS = (
 )
 
 TEXT = (*ENCODERS, *ENCODER_DECODERS)
+
+# They name the bias of their decoder, whose weight is the table, once more.
+HEADS = (
+    _encoder("bert_head", "BertForMaskedLM", r"^bert\.encoder\.layer\.\d+$", **ENCODER),
+    _encoder(
+        "roberta_head",
+        "RobertaForMaskedLM",
+        r"^roberta\.encoder\.layer\.\d+$",
+        **ENCODER,
+        pad_token_id=1,
+    ),
+)

@@ -53,6 +53,7 @@ MANY_PASSES = {"autoencoder_kl_wan"}
 # its rows are looked up on the device, so the learned route comes one pass later.
 TIED_TABLES = {
     *("gemma3", "gpt2", "opt", "falcon", "bloom", "t5", "bart", "marian", "mbart"),
+    *("bert_head", "roberta_head"),
 }
 
 

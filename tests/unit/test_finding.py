@@ -412,6 +412,31 @@ def test_table_whose_weight_others_use_is_gathered_and_streams_to_them():
     assert_each_tensor_is_once(model, finding)
 
 
+@pytest.mark.parametrize("fits", [False, True])
+def test_module_that_names_a_parameter_of_a_part_once_more_is_no_site_of_it(fits):
+    """As heads of BERTs do: the bias is their decoder's, whose weight is the table."""
+    head = nn.ModuleDict({"dense": linear(1), "decoder": nn.Linear(16, 64)})
+    head.bias = head["decoder"].bias
+    model = nn.Sequential(nn.Embedding(64, 16), head, linear())
+    head["decoder"].weight = model[0].weight
+    finding = find_layers(model, budget_bytes=bytes_of(model) - (not fits))
+    assert [table for table, _ in finding.gathered] == ([] if fits else [model[0]])
+    assert names(finding) == ["1", "1.dense", "2"]
+    assert of_group(finding.streamed[0]) == ["0.weight", "1.bias"]
+    sites = [model[0], head["decoder"]] if fits else [head["decoder"]]
+    assert finding.streamed[0].sites == sites
+    assert_each_tensor_is_once(model, finding)
+
+
+def test_table_that_is_in_use_around_other_blocks_stays_and_is_read_there():
+    model = nn.Sequential(nn.Embedding(64, 16), Scaled(), linear())
+    model[1].table = model[0].weight
+    finding = find_layers(model, budget_bytes=bytes_of(model) - 1)
+    assert finding.gathered == []
+    assert of_group(finding.rest) == ["0.weight", "1.scale"]
+    assert_each_tensor_is_once(model, finding)
+
+
 def test_small_table_is_not_worth_looking_up_on_the_host():
     model = nn.Sequential(nn.Embedding(16, 16), linear(16), linear(16))
     assert find_layers(model, budget_bytes=17 * KB).gathered == []
@@ -449,7 +474,10 @@ def test_comforts_that_would_not_leave_room_for_the_largest_block_are_left_out()
     assert len(names(find_layers(model, budget_bytes=68 * KB))) == 1
 
 
-REAL = ["llama", "mixtral", "gpt2", "t5", "whisper", "unet2d", "vit", "mamba"]
+REAL = {
+    *("llama", "mixtral", "gpt2", "t5", "whisper", "unet2d", "vit", "mamba"),
+    "bert_head",
+}
 
 
 @pytest.mark.parametrize(

@@ -228,6 +228,7 @@ def _divide(
     cells = _cells(model, (nn.MultiheadAttention, *opaque))
     total = sum(c.nbytes for c in cells) + sum(tensor_bytes(b) for b in model.buffers())
     finding = Finding([], Group("rest"), [])
+    _leave_to_parts(cells)
     if total > budget_bytes:
         _take_tables(cells, finding, budget_bytes)
     stay = _small(cells, budget_bytes // _SHARE) | _enclosing(cells)
@@ -309,14 +310,47 @@ def _merge(
     return into
 
 
+def _leave_to_parts(cells: list[Group]) -> None:
+    """Let modules that enclose other cells be no sites for what their parts hold, too.
+
+    The parts read it: heads of BERTs name the bias of their decoder a second time. If
+    they read it as well, a watched pass tells, as it does of any such read.
+    """
+    cell_of = _by_site(cells)
+    for cell in cells:
+        cell.sites = [
+            site
+            for site in cell.sites
+            if not (_encloses(site, cell_of) and _is_held_below(site, cell_of))
+        ]
+
+
+def _is_held_below(site: nn.Module, cell_of: Mapping[int, Group]) -> bool:
+    """Whether parts of a site, that are sites as well, hold all that it holds."""
+    parts = [m for m in site.modules() if m is not site and id(m) in cell_of]
+    held = {_memory_key(tensor) for part in parts for tensor in _own(part)}
+    return all(_memory_key(tensor) in held for tensor in _own(site))
+
+
+def _own(module: nn.Module) -> list[torch.Tensor]:
+    return [tensor for tensor in module._parameters.values() if tensor is not None]
+
+
 def _take_tables(cells: list[Group], finding: Finding, budget_bytes: int) -> None:
-    """Let large embedding tables stay on the host; tied users still stream them."""
+    """Let large embedding tables stay on the host; tied users still stream them.
+
+    Those that must stay on the device are read there.
+    """
+    cell_of = _by_site(cells)
     for cell in cells:
         tables = [s for s in cell.sites if _is_table(s)]
+        users = [s for s in cell.sites if s not in tables]
         if not tables or cell.nbytes <= budget_bytes // _SHARE:
             continue
+        if any(_encloses(site, cell_of) for site in users):
+            continue
         finding.gathered.extend((table, cell) for table in tables)
-        cell.sites = [s for s in cell.sites if s not in tables]
+        cell.sites = users
     cells[:] = [cell for cell in cells if cell.sites]
 
 
@@ -342,14 +376,24 @@ def _small(cells: list[Group], limit: int) -> set[int]:
 
 def _enclosing(cells: list[Group]) -> set[int]:
     """Cells in use while others are: the one block in use must fit beside them."""
-    sites = {id(site): i for i, cell in enumerate(cells) for site in cell.sites}
+    cell_of = _by_site(cells)
     return {
         i
         for i, cell in enumerate(cells)
-        for site in cell.sites
-        if not isinstance(site, nn.MultiheadAttention)
-        and any(sites.get(id(below), i) != i for below in site.modules())
+        if any(_encloses(site, cell_of) for site in cell.sites)
     }
+
+
+def _by_site(cells: list[Group]) -> dict[int, Group]:
+    return {id(site): cell for cell in cells for site in cell.sites}
+
+
+def _encloses(site: nn.Module, cell_of: Mapping[int, Group]) -> bool:
+    """Whether parts of a site are sites of another cell."""
+    own = cell_of[id(site)]
+    return not isinstance(site, nn.MultiheadAttention) and any(
+        cell_of.get(id(part), own) is not own for part in site.modules()
+    )
 
 
 def _coalesce(cells: Iterable[Group], target: int) -> Iterator[Group]:
