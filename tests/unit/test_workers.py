@@ -294,7 +294,7 @@ def in_another_process(script):
         from stagehand.core.workers import WorkerGroup, failure_of
         group = WorkerGroup("reader", 2)
         def say(text):
-            print(text, flush=True)
+            os.write(1, f"{text}\\n".encode())  # whole, whoever else prints
     """
     text = textwrap.dedent(begin) + textwrap.dedent(script)
     done = subprocess.run(

@@ -121,8 +121,8 @@ class WorkerGroup:
             name = f"stagehand-{self._name}_{len(self._threads)}"
             args = self._queue, self._open, self._first
             thread = threading.Thread(target=_work, args=args, name=name, daemon=True)
-            self._threads.add(thread)
             try:
+                self._threads.add(thread)
                 thread.start()
             except RuntimeError as error:
                 self._threads.discard(thread)
