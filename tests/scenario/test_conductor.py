@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 import stagehand
+from architectures import assert_bitwise_equal
 from scenario.small import (
     LAYER_BYTES,
     assert_passes_equal,
@@ -759,6 +760,32 @@ def test_the_pinned_cap_is_of_weights_saved_tensors_and_grants_together(
     grant.release()
     assert pinned.held_bytes == weights
     assert pinned.free_bytes > most
+
+
+@pytest.mark.parametrize("cap", [3, 4, 7])
+def test_who_comes_while_another_has_planned_its_staging_leaves_it_that_room(
+    stream, conduct, monkeypatch, cap
+):
+    """It was planned and not taken: the first one waited for it for ever."""
+    expected = run_resident(stack(DEPTH), "hpu", batch())
+    conductor = conduct(pinned_cap_mb=cap * LAYER_BYTES / MIB)
+    first, second = stream(), stream()
+    loader = runtime_of(first)._parts.loader
+    set_slabs, came = loader.set_slabs, []
+
+    def planned(count, nbytes):
+        set_slabs(count, nbytes)
+        if count and not came:
+            came.append(second)
+            with pytest.raises(StagehandOOMError, match="raise pinned_cap_mb"):
+                run(second)
+
+    monkeypatch.setattr(loader, "set_slabs", planned)
+    for _ in range(3):
+        assert_bitwise_equal(run(first), expected, "the first")
+    assert came
+    conductor.shutdown()
+    assert_bitwise_equal(run(second), expected, "the second, without a cap")
 
 
 class Interruption(BaseException):

@@ -118,7 +118,7 @@ def test_memory_that_is_left_keeps_blocks_from_being_read_again(
     loader = runtime_of(model)._parts.loader
     streamed = {b.index for b in blocks_of(model) if not b.stays}
     kept = set(loader._keepers)
-    assert len(kept) == min(len(streamed), room - loader._limit)
+    assert len(kept) == min(len(streamed), room - len(loader._slabs))
     read = {b.index: count_reads(b.store, monkeypatch) for b in blocks_of(model)}
     for _ in range(3):
         run(model)

@@ -289,7 +289,7 @@ def test_account_holds_at_every_moment_and_memory_is_made_a_few_blocks_ahead(gat
     model = streamed(ram_budget=limit)
     runtime = runtime_of(model)
     run(model)
-    slabs = runtime._parts.loader._limit
+    slabs = len(runtime._parts.loader._slabs)
     assert slabs == 3
     while left(model):
         gate.let(runtime)
@@ -394,7 +394,7 @@ def test_share_of_a_small_pool_is_pinned_and_the_others_go_on_being_staged(gate)
     assert_passes_equal(model, wanted, batch())
     assert left(model) == 0
     assert 0 < sum(pinned(model)) < DEPTH
-    assert runtime_of(model)._parts.loader._limit > 0
+    assert runtime_of(model)._parts.loader._slabs
     end(model)
 
 

@@ -16,7 +16,7 @@ from stagehand.core.stopwatch import Stopwatch
 from stagehand.core.telemetry import Counters
 from stagehand.core.transfer import Priority, Slot, TransferEngine
 from stagehand.core.workers import WorkerGroup
-from stagehand.errors import ReadError, StagehandInternalError
+from stagehand.errors import ReadError, StagehandInternalError, StagehandOOMError
 from stagehand.residency.blocks import Block
 from stagehand.residency.host_loader import HostLoader
 from stagehand.residency.lane_loader import LaneLoader
@@ -230,14 +230,41 @@ def test_request_is_refused_when_it_is_made_already_or_there_is_no_slab(lane):
     assert rig.pinned.leased_bytes == 2 * NBYTES
 
 
-def test_slabs_are_leased_when_they_are_needed_and_used_again(lane):
+def test_slabs_are_reserved_at_once_made_when_they_are_needed_and_used_again(lane, sim):
+    before = sim.pinned_bytes()
     rig = lane(slabs=3)
-    assert rig.pinned.leased_bytes == 0
+    assert rig.pinned.leased_bytes == 3 * NBYTES
+    assert sim.pinned_bytes() == before
     for number in range(4):
         block = rig.blocks[number]
         assert rig.start(block)
         assert rig.on_device(block) == number
-    assert rig.pinned.leased_bytes == NBYTES
+    assert sim.pinned_bytes() == before + NBYTES
+    assert rig.pinned.leased_bytes == 3 * NBYTES
+
+
+def test_slabs_are_as_many_as_there_is_room_for(lane):
+    """Others share it, and may have taken theirs since the slabs were planned."""
+    rig = lane(slabs=0)
+    other = rig.pinned.acquire(98 * NBYTES, "another model")
+    rig.loader.set_slabs(3, NBYTES)
+    assert rig.pinned.leased_bytes == 100 * NBYTES
+    for block in rig.blocks:
+        assert rig.start(block)
+        assert rig.on_device(block) == block.index
+    other.release()
+
+
+def test_without_room_for_any_slab_staging_is_refused_and_tried_again(lane):
+    """It was waited for, for ever: nobody had a reason to give any back."""
+    rig = lane(slabs=0)
+    other = rig.pinned.acquire(100 * NBYTES, "another model")
+    with pytest.raises(StagehandOOMError, match=r"0 B left.*4.10 KB; raise pinned_cap"):
+        rig.loader.set_slabs(3, NBYTES)
+    other.release()
+    rig.loader.set_slabs(3, NBYTES)
+    assert rig.start(rig.blocks[0])
+    assert rig.on_device(rig.blocks[0]) == 0
 
 
 def test_demand_takes_the_slab_of_the_block_that_was_staged_last(lane):
@@ -310,7 +337,7 @@ def test_resized_slabs_wait_for_their_copies_and_drop_what_is_staged(lane, sim, 
         rig.loader.request(rig.blocks[1])
     rig.loader.set_slabs(2, 2 * NBYTES)
     assert rig.blocks[1].state is BlockState.UNLOADED
-    assert rig.pinned.leased_bytes == 0
+    assert rig.pinned.leased_bytes == 2 * 2 * NBYTES
     assert rig.pinned.kept_bytes == (2 if staged else 1) * NBYTES
     lease = rig.pinned.acquire_nowait(NBYTES, "another")
     lease.buffer.fill_(9)
@@ -323,7 +350,7 @@ def test_fewer_slabs_are_fewer_at_once(lane):
     for block in rig.blocks[:2]:
         rig.loader.request(block)
     rig.loader.set_slabs(1, NBYTES)
-    assert rig.pinned.leased_bytes == 0
+    assert rig.pinned.leased_bytes == NBYTES
     assert [rig.loader.request(block) for block in rig.blocks[:2]] == [True, False]
 
 
@@ -341,7 +368,7 @@ def test_block_larger_than_a_slab_is_read_into_memory_of_its_own(lane):
     assert rig.start(large)
     assert rig.on_device(large) == 7
     assert rig.counters.disk_bytes == 3 * NBYTES
-    assert rig.pinned.leased_bytes == 0
+    assert not any(slab.lease.is_made for slab in rig.loader._slabs)
 
 
 def test_full_lane_denies_speculation_and_keeps_the_stage(lane):

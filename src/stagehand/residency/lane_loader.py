@@ -8,7 +8,11 @@ from typing import TYPE_CHECKING
 from stagehand.core.states import SENT, BlockState
 from stagehand.core.transfer import Denied, Priority, Slot, Ticket, TransferEngine
 from stagehand.core.workers import failure_of
-from stagehand.errors import StagehandInternalError, StagehandWarning
+from stagehand.errors import (
+    StagehandInternalError,
+    StagehandOOMError,
+    StagehandWarning,
+)
 from stagehand.residency.blocks import staged_bytes
 from stagehand.residency.loader import pageable, store_of, write_back
 from stagehand.stores.pages import was_written
@@ -95,7 +99,6 @@ class LaneLoader:
         self._counters = counters
         self.stages = False
         self.pin_on: Callable[[], None] | None = None
-        self._limit = 0
         self._slab_bytes = 0
         self._slabs: list[_Slab] = []
         self._staged: dict[int, _Slab] = {}
@@ -104,12 +107,25 @@ class LaneLoader:
         self._reads = engine.device.new_event()
 
     def set_slabs(self, count: int, nbytes: int) -> None:
-        """Stage through at most `count` slabs of `nbytes` bytes each, from now on."""
+        """See `Loader.set_slabs`. They are made when they are needed first."""
         if nbytes != self._slab_bytes or count < len(self._slabs):
             self._empty_slabs()
-        self._limit = count
         self._slab_bytes = nbytes
-        self.stages = count > 0
+        while len(self._slabs) < count:
+            lease = self._arena.reserve_nowait(nbytes, "staging slab")
+            if lease is None:
+                break
+            self._slabs.append(_Slab(lease))
+        self.stages = bool(self._slabs or self._keepers)
+        if count and not self._slabs:
+            raise StagehandOOMError(
+                f"the pinned memory has {format_bytes(self._arena.free_bytes)} left,"
+                f" for others have taken theirs meanwhile: expected room to stage a"
+                f" block of {format_bytes(nbytes)}; raise pinned_cap_mb, or end a model"
+                " that shares the device",
+                needed_bytes=nbytes,
+                limit_bytes=self._arena.free_bytes,
+            )
 
     @property
     def kept_bytes(self) -> int:
@@ -118,8 +134,7 @@ class LaneLoader:
 
     def room_to_keep(self) -> int:
         """See `Loader.room_to_keep`."""
-        ring = (self._limit - len(self._slabs)) * self._slab_bytes
-        return self._arena.free_bytes + self.kept_bytes - ring
+        return self._arena.free_bytes + self.kept_bytes
 
     def keep(self, blocks: Sequence[Block]) -> None:
         """See `Loader.keep`."""
@@ -127,6 +142,7 @@ class LaneLoader:
         for index in [index for index in self._keepers if index not in wanted]:
             self._let_go(index)
         self._keepers = {index: self._keepers.get(index) for index in wanted}
+        self.stages = bool(self._slabs or self._keepers)
 
     def _let_go(self, index: int) -> None:
         """Stop keeping a block."""
@@ -169,17 +185,16 @@ class LaneLoader:
 
     def _free_slab(self) -> _Slab | None:
         """Return a slab without a block; if there is one, without a copy under way."""
-        free = next((slab for slab in self._slabs if slab.block is None), None)
-        if free is not None and (free.sent is None or free.sent.done.query()):
+        free, new = None, None
+        for slab in self._slabs:
+            if not slab.lease.is_made:
+                new = new or slab
+            elif slab.block is None:
+                free = free or slab
+        if new is None or (free and (free.sent is None or free.sent.done.query())):
             return free
-        if len(self._slabs) >= self._limit:
-            return free
-        lease = self._arena.acquire_nowait(self._slab_bytes, "staging slab")
-        if lease is None:
-            return free
-        slab = _Slab(lease)
-        self._slabs.append(slab)
-        return slab
+        new.lease.make()
+        return new
 
     def _stage(self, block: Block, slab: _Slab) -> None:
         if block.all_versions() != block.clean_versions:
@@ -338,14 +353,8 @@ class LaneLoader:
             if slab.block is not None and not slab.keeps:
                 self.forget(slab.block)
                 return slab
-        lease = self._arena.acquire_nowait(self._slab_bytes, "staging slab")
-        while lease is None and self._keepers:
-            self._let_go(next(iter(self._keepers)))
-            lease = self._arena.acquire_nowait(self._slab_bytes, "staging slab")
-        if lease is None:
-            lease = self._arena.acquire(self._slab_bytes, "staging slab")
-        slab = _Slab(lease)
-        self._slabs.append(slab)
+        slab = _Slab(self._arena.acquire(self._slab_bytes, "staging slab"))
+        self._slabs.append(slab)  # none was planned
         return slab
 
     def _free(self, slab: _Slab) -> None:

@@ -309,7 +309,7 @@ class Masters:
         left = [block for block in self._late if not self.pin(block)]
         self._late = []
         if left:  # somebody else has taken the room
-            return 1, max(block.nbytes for block in left)
+            self._slabs = 1, max(block.nbytes for block in left)
         return self._slabs
 
     def pin_on(self, *, insist: bool = False) -> None:

@@ -245,9 +245,9 @@ class Pipeline:
                 scratch_nbytes=each.scratch,
             )
         parts.loader = self._loader(parts)
-        parts.loader.set_slabs(pieces.slabs, each.waiting)
-        if pieces.slabs == len(parts.blocks):
-            parts.loader.keep(parts.blocks)  # read once
+        kept = parts.blocks if pieces.slabs == len(parts.blocks) else []
+        parts.loader.set_slabs(pieces.slabs - len(kept), each.waiting)
+        parts.loader.keep(kept)  # read once
         parts.scheduler = Scheduler(
             device=self._device,
             engine=self._engine,
