@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Card", "Copies", "SimulatedCard"]
 
+_ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")  # as traces name it
 _RATES = {"h2d_gbps": 1.0, "d2h_gbps": 1.0}  # about as slow as small kernels
 
 
@@ -113,7 +114,11 @@ class Card:
         return int(psutil.Process().memory_info().rss)
 
     def copies(self, run: Callable[[], object]) -> Copies:
-        """What crossed the link while something ran, as the profiler saw it."""
+        """What crossed the link while something ran, as the profiler saw it.
+
+        Raises:
+            RuntimeError: If it saw nothing of the device at all.
+        """
         # There is one cycle only, but torch 2.11 warns that it forgets others.
         with torch.profiler.profile(
             activities=self._profiled, acc_events=True
@@ -124,7 +129,21 @@ class Card:
             path = Path(folder) / "trace.json"
             found.export_chrome_trace(str(path))
             events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+        check_seen(events)
         return count_copies(events)
+
+
+def check_seen(events: list[dict[str, Any]]) -> None:
+    """Do nothing if a trace as the profiler exports it has work of the device.
+
+    Raises:
+        RuntimeError: If it has none: that nothing was copied cannot be told by it.
+    """
+    if not any(event.get("cat") in _ON_DEVICE for event in events):
+        raise RuntimeError(
+            "the profiler saw no work of the device at all: let this process use CUPTI,"
+            " which wants more rights in some containers"
+        )
 
 
 def count_copies(events: list[dict[str, Any]]) -> Copies:

@@ -5,6 +5,7 @@ What only one of them can tell stands here, behind the same methods. All else us
 """
 
 import gc
+import re
 import statistics
 import warnings
 from collections.abc import Callable, Iterator
@@ -29,6 +30,7 @@ _MAKES = ("Malloc", "Free", "HostAlloc", "HostRegister", "HostUnregister", "Free
 _FORBIDDEN = {
     prefix + name for prefix in ("cuda", "hip", "cu") for name in (*_WAITS, *_MAKES)
 }
+_CALL = re.compile("(cuda|hip|cu)[A-Z]")
 
 # What other libraries warn of on a GPU is shown, and is no failure of ours.
 _WARNINGS = ("default", "error::stagehand.errors.StagehandWarning")
@@ -227,6 +229,19 @@ class Gpu(Place):
             torch.ones(1, device=self.name, requires_grad=True).sum().backward()
             gc.collect()
         return self.allocated_bytes() - before
+
+    def spans(self, run: Callable[[], object]) -> list[Span]:
+        """See `Place`. What saw nothing of the device shows nothing, and fails."""
+        found = super().spans(run)
+        calls = any(_CALL.match(s.name) for s in found if not s.on_device)
+        done = any(s.on_device and s.name != _MEASURED for s in found)
+        if not (calls and done):
+            missing = "work of the device" if calls else "calls of the driver"
+            pytest.fail(
+                f"the profiler saw no {missing} at all: let this process use CUPTI,"
+                " which wants more rights in some containers"
+            )
+        return found
 
     def forbidden_calls(self, run: Callable[[], object]) -> list[str]:
         """See `Place`. torch itself raises where it would wait."""

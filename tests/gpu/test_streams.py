@@ -5,7 +5,7 @@ import torch
 
 from architectures import assert_bitwise_equal
 from gpu.models import batch, block_bytes, passes, resident, settle, stack, streamed
-from gpu.places import Span, shared_time
+from gpu.places import Gpu, Place, Span, shared_time
 
 
 @pytest.mark.parametrize("mode", ["layers", "blocks"])
@@ -67,6 +67,38 @@ def test_step_time_is_held_against_its_bound(place, record_property):
         assert ratio < 1.05
         assert abs(reported / rate - 1) < 0.05
     runtime.shutdown()
+
+
+CALL = Span("cudaLaunchKernel", 0, 1, False)
+KERNEL = Span("gemm", 2, 3, True)
+OPERATOR = Span("aten::mm", 0, 1, False)
+FRAME = Span("measured", 0, 3, True)
+
+
+@pytest.mark.parametrize(
+    ("seen", "missing"),
+    [
+        ([OPERATOR], "calls of the driver"),
+        ([OPERATOR, KERNEL], "calls of the driver"),
+        ([OPERATOR, CALL, FRAME], "work of the device"),
+    ],
+)
+def test_check_for_which_the_profiler_saw_nothing_fails(monkeypatch, seen, missing):
+    """Without rights to use CUPTI it sees operators alone, and no error is raised."""
+    monkeypatch.setattr(Place, "spans", lambda place, run: seen)
+    with pytest.raises(pytest.fail.Exception, match=f"no {missing} .* CUPTI"):
+        Gpu().forbidden_calls(lambda: None)
+    with pytest.raises(pytest.fail.Exception, match=f"no {missing} .* CUPTI"):
+        Gpu().overlap_seconds(lambda: None, 0.0)
+
+
+def test_check_for_which_the_profiler_saw_calls_and_kernels_counts_them(monkeypatch):
+    wait = Span("cudaStreamSynchronize", 1, 2, False)
+    seen = [OPERATOR, CALL, KERNEL]
+    monkeypatch.setattr(Place, "spans", lambda place, run: seen)
+    assert Gpu().forbidden_calls(lambda: None) == []
+    seen.append(wait)
+    assert Gpu().forbidden_calls(lambda: None) == [wait.name]
 
 
 def test_shared_time_is_that_of_both_kinds_together():

@@ -738,6 +738,9 @@ def test_real_card_asks_torch_for_what_torch_has(sim, monkeypatch):
     monkeypatch.setattr(module, "ballast", lambda _: module.contextlib.nullcontext())
     activities = (torch.profiler.ProfilerActivity.CPU,)
     monkeypatch.setattr(module.Card, "_profiled", activities)
+    with pytest.raises(RuntimeError, match="saw no work of the device"):
+        module.Card().copies(lambda: torch.ones(2, device="hpu"))
+    monkeypatch.setattr(module, "check_seen", lambda _: None)
     monkeypatch.setattr("benchmarks.gpu.worker._SIZES", (4096,))
     monkeypatch.setattr("benchmarks.gpu.rates._COPIED", 4096)
     card = module.Card()
@@ -792,12 +795,13 @@ def test_fsdp_that_copies_ahead_gives_the_gradients_of_the_one_that_does_not():
 
 
 def test_copies_are_counted_in_the_profilers_trace():
-    from benchmarks.gpu.card import Copies, count_copies
+    from benchmarks.gpu.card import Copies, check_seen, count_copies
 
     up = {"name": "Memcpy HtoD (Pinned -> Device)", "args": {"bytes": 100}}
     down = {"name": "Memcpy DtoH (Device -> Pinned)", "args": {"bytes": 7}}
     other = [{"name": "Memcpy DtoD (Device -> Device)", "args": {"bytes": 5}}, {}]
     assert count_copies([up, down, up, *other]) == Copies(2, 1, 200, 7)
+    check_seen([{}, {"name": "gemm", "cat": "kernel"}])
 
 
 def test_names_of_cells_are_printed_and_unique(capsys):
