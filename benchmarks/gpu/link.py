@@ -71,9 +71,9 @@ def calibrate(device: Device, sizes: tuple[int, ...], folder: Path) -> Link:
         folder: On the disk under test.
     """
     largest = sizes[-1]
-    pinning, host = _timed(lambda: device.pinned(largest))
-    by_torch, _ = _timed(
-        lambda: torch.empty(largest, dtype=torch.uint8, pin_memory=True)
+    pinning, host = _pin(device.pinned, largest)
+    by_torch, _ = _pin(
+        lambda n: torch.empty(n, dtype=torch.uint8, pin_memory=True), largest
     )
     there = device.empty(largest)
     up, down, single, both = {}, {}, {}, {}
@@ -103,6 +103,13 @@ def _timed(run: Callable[[], torch.Tensor]) -> tuple[float, torch.Tensor]:
     began = time.perf_counter()
     made = run()
     return time.perf_counter() - began, made
+
+
+def _pin(
+    make: Callable[[int], torch.Tensor], nbytes: int
+) -> tuple[float, torch.Tensor]:
+    make(1)  # the first of all sets the device up
+    return _timed(lambda: make(nbytes))
 
 
 # The link

@@ -750,6 +750,30 @@ def test_real_card_asks_torch_for_what_torch_has(sim, monkeypatch):
     assert line["pinned_bytes"] == 12345
 
 
+def test_what_pinning_costs_does_not_count_the_devices_own_start(
+    sim, monkeypatch, tmp_path
+):
+    """The first piece of all takes seconds, whatever its size."""
+    from benchmarks.gpu import link
+
+    now, ready = [0.0], []
+    pinned = type(find_device(None)).pinned
+
+    def tick():
+        now[0] += 1e-3
+        return now[0]
+
+    def slow_at_first(device, nbytes):
+        now[0] += 0.0 if ready else 5.0
+        ready.append(nbytes)
+        return pinned(device, nbytes)
+
+    monkeypatch.setattr(link, "time", SimpleNamespace(perf_counter=tick))
+    monkeypatch.setattr(type(find_device(None)), "pinned", slow_at_first)
+    found = link.calibrate(find_device(None), (1 << 10, 1 << 13), tmp_path)
+    assert found.pin_seconds_per_gb == pytest.approx(1e-3 * 1e9 / (1 << 13))
+
+
 def test_other_library_is_left_out_where_the_host_has_too_little(sim, monkeypatch):
     from benchmarks.gpu import measure as module
     from benchmarks.gpu.card import SimulatedCard
