@@ -94,7 +94,7 @@ def calibrate(device: Device, sizes: tuple[int, ...], folder: Path) -> Link:
         h2d_pageable=largest / pageable,
         pin_seconds_per_gb=pinning * 1e9 / largest,
         torch_pin_seconds_per_gb=by_torch * 1e9 / largest,
-        host=_host_rates(largest // 4),
+        host=_host_rates(largest),
         disk=_probe(folder, 2 * largest),
     )
 
@@ -171,10 +171,14 @@ def _rate(
 
 
 def host_rate(nbytes: int) -> float:
-    """Return the bytes a second of a copy within host memory, by torch's threads."""
+    """Return the bytes a second of a copy within host memory, by torch's threads.
+
+    Args:
+        nbytes: Of the copy: more than the processor's caches hold, or it tells of them.
+    """
     source, target = (torch.ones(nbytes, dtype=torch.uint8) for _ in range(2))
     seconds = [_timed(lambda: target.copy_(source))[0] for _ in range(_ROUNDS)]
-    return nbytes / min(seconds)
+    return nbytes / Spread.of(seconds).median
 
 
 def _host_rates(nbytes: int) -> Rates:

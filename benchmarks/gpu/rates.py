@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 __all__ = ["Rates", "copied_bytes"]
 
 _COPIED = 64 * MIB
+_HOST_COPIED = 1024 * MIB
 _DRY = MIB // 4
 
 
@@ -41,7 +42,7 @@ class Rates:
             d2h=copy_rate(card.device, nbytes, home=True),
             h2d_both=both[0],
             d2h_both=both[1],
-            host=host_rate(nbytes),
+            host=host_rate(_DRY if card.dry else _HOST_COPIED),
             disk=disk,
         )
 

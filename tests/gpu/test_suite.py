@@ -743,11 +743,26 @@ def test_real_card_asks_torch_for_what_torch_has(sim, monkeypatch):
     monkeypatch.setattr(module, "check_seen", lambda _: None)
     monkeypatch.setattr("benchmarks.gpu.worker._SIZES", (4096,))
     monkeypatch.setattr("benchmarks.gpu.rates._COPIED", 4096)
+    monkeypatch.setattr("benchmarks.gpu.rates._HOST_COPIED", 4096)
     card = module.Card()
     assert measure_link(card)["device"] == "a card"
     line = attempt(_small("stagehand", cap="75%"), card)
     assert line["equal"]
     assert line["pinned_bytes"] == 12345
+
+
+def test_rate_of_host_memory_is_the_usual_one_of_more_than_caches_hold(monkeypatch):
+    from benchmarks.gpu import link, rates
+
+    asked = []
+    monkeypatch.setattr(rates, "both_ways", lambda *_: (1.0, 1.0))
+    monkeypatch.setattr(rates, "copy_rate", lambda *_, **__: 1.0)
+    monkeypatch.setattr(rates, "host_rate", lambda n: asked.append(n) or 1.0)
+    rates.Rates.of(SimpleNamespace(dry=False, device=None))
+    assert asked[0] >= 1 << 30
+    seconds = iter([8.0, 4.0, 4.0, 4.0, 4.0, 1.0, 9.0])
+    monkeypatch.setattr(link, "_timed", lambda run: (next(seconds), run()))
+    assert link.host_rate(1000) == 250
 
 
 def test_what_pinning_costs_does_not_count_the_devices_own_start(
