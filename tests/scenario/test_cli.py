@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from functools import partial
 
 import pytest
@@ -18,6 +19,7 @@ from stagehand.cli import command, main, outcome
 from stagehand.cli.command import app
 from stagehand.cli.models import find_model
 from stagehand.cli.tasks import Generation, bitwise_equal
+from stagehand.core.device import HostDevice
 from stagehand.core.telemetry import Trace
 from stagehand.stores.converting import convert_to_packed, convert_to_squareq
 
@@ -215,6 +217,41 @@ def test_too_small_a_budget_names_the_smallest_that_works(invoke):
     result = invoke("demo", "--vram-budget", "1KB")
     assert_refused(result, "1.00 KB", "MB")
     assert "Traceback" not in result.output
+
+
+@pytest.mark.parametrize("pad", [0, 8])
+@pytest.mark.parametrize("backed", [(), ("--file-backed",)])
+def test_verified_weights_begin_where_streamed_ones_do(
+    invoke, causal, tmp_path, monkeypatch, pad, backed
+):
+    """Mapped from a file they begin at odd addresses, where some CPUs add in another
+    order: the same model then counted as different.
+    """
+    opened, outcome_open = [], outcome.open_model
+
+    def open_model(found, *, dtype):
+        opened.append(outcome_open(found, dtype=dtype))
+        return opened[-1]
+
+    monkeypatch.setattr(outcome, "open_model", open_model)
+    path = shutil.copytree(causal, tmp_path / "padded")
+    file = path / "model.safetensors"
+    save_file(load_file(file), file, metadata={"format": "pt", "pad": "x" * pad})
+    arguments = (path, "--text", "the cat", "--max-new-tokens", 5, "--device", "cpu")
+    result = invoke(*arguments, "--vram-budget", "400KB", "--verify", *backed)
+    assert result.exit_code == 0, result.output
+    tensors = [*opened[-1].parameters(), *opened[-1].buffers()]
+    assert {tensor.data_ptr() % 64 for tensor in tensors} == {0}
+
+
+def test_verify_on_a_host_without_room_for_the_whole_model_says_so(
+    invoke, causal, monkeypatch
+):
+    """Mapped from files, or copied: it would go on, or be killed, after a long time."""
+    monkeypatch.setattr(HostDevice, "free_bytes", lambda _: 600_000)
+    options = ("--text", "the cat", "--vram-budget", "400KB", "--device", "cpu")
+    result = invoke(causal, *options, "--verify")
+    assert_refused(result, "--verify needs all", "600.00 KB are free", "--verify out\n")
 
 
 def test_verify_without_room_for_the_whole_model_says_so(invoke, sim, causal):
