@@ -1,17 +1,27 @@
 """After a failure at any point where memory, events or copies are asked for."""
 
+import contextlib
+import itertools
+import sys
 import warnings
 
 import pytest
 from keeping import assert_same, emptied, flush, gradients, inputs, plain, stack
 
 import stagehand
+from stagehand.activations.carrier import Carrier, Leaving
 from stagehand.activations.pool import SlabPool
 from stagehand.core.arena import Arena
 from stagehand.core.device import AcceleratorDevice
+from stagehand.core.traffic import Traffic
 from stagehand.core.transfer import TransferEngine
 
-COPIES = ((TransferEngine, "send_group"), (TransferEngine, "bring_group"))
+COPIES = (
+    (TransferEngine, "send_group"),
+    (TransferEngine, "bring_group"),
+    (Carrier, "send"),
+    (Carrier, "fetch"),
+)
 POINTS = (
     *COPIES,
     (SlabPool, "make"),
@@ -77,6 +87,60 @@ def test_books_are_right_after_a_failure_at_any_point(sim, monkeypatch, steps, a
             assert saved._parts.saving.scope is None
         at += 2  # of many alike
     assert at > 4
+
+
+@contextlib.contextmanager
+def interrupted_at(number, *functions):
+    """Raise at the line of some functions that is reached as the `number`-th."""
+    codes = {function.__code__ for function in functions}
+    lines = itertools.count()
+
+    def look(frame, event, _):
+        if frame.f_code not in codes:
+            return None
+        if event == "line" and next(lines) == number:
+            sys.settrace(before)
+            raise KeyboardInterrupt
+        return look
+
+    before = sys.gettrace()
+    sys.settrace(look)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
+
+
+SENDING = (
+    *(Leaving.take, Carrier.send, TransferEngine.send_group),
+    *(TransferEngine._put_aside, Traffic.put_aside),
+)
+
+
+@pytest.mark.parametrize("aside", [False, True], ids=["at once", "put aside"])
+def test_interrupt_while_tensors_leave_frees_nothing_that_is_being_copied(sim, aside):
+    """Copies were queued that nobody knew of: their sources were freed, and what was
+    put aside was copied into a slab of others."""
+    model = stack(2).to("hpu")
+    expected = gradients(model, plain)
+    traffic = Traffic(h2d_slots=8, d2h_slots=8)
+    if aside:
+        traffic.yield_home(1 << 20)
+    for number in itertools.count(0, 3):
+        interrupted = False
+        with emptied(stagehand.activations(BUDGET)) as saved:
+            saved._parts.engine.join(traffic)
+            try:
+                with interrupted_at(number, *SENDING):
+                    gradients(model, plain, saved)
+            except KeyboardInterrupt:
+                interrupted = True
+            flush()
+            for _ in range(2):
+                assert_same(gradients(model, plain, saved), expected)
+        if not interrupted:
+            break
+    assert number > 200
 
 
 def test_what_could_not_leave_leaves_later(sim, monkeypatch):

@@ -96,7 +96,6 @@ class Books:
         self._open: list[Scope] = []
         self._waiting: deque[tuple[Scope, Bundle]] = deque()
         self._leaving: deque[Leaving] = deque()
-        self._leaving_bytes = 0
         self._ahead: deque[weakref.ref[Bundle]] = deque()  # fetched before their use
         self._used: list[weakref.ref[Bundle]] = []  # came back, and was unpacked
         self._stuck: deque[_Kept] = deque()  # kept by others
@@ -109,6 +108,11 @@ class Books:
     def _note_peak(self) -> None:
         """Note what is held, which is less than is counted, as the most so far."""
         self.peak_bytes = max(self.peak_bytes, self.held_bytes)
+
+    @property
+    def _leaving_bytes(self) -> int:
+        """Of what is on its way to the host, and still counted."""
+        return sum(leaving.nbytes for leaving in self._leaving)
 
     @property
     def held_bytes(self) -> int:

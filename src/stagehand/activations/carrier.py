@@ -10,7 +10,8 @@ from __future__ import annotations
 import ctypes
 import zlib
 from collections import deque
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from stagehand.activations.pieces import Gone
 from stagehand.core.limits import Priority
@@ -35,17 +36,31 @@ __all__ = ["Carrier", "Leaving"]
 _SPECULATIVE = Priority.SPECULATIVE  # an attribute of an enumeration is slow
 
 
-class Leaving(NamedTuple):
+@dataclass(eq=False, slots=True)
+class Leaving:
     """A bundle on its way to the host. The sources outlive the copy, it may not."""
 
-    bundle: weakref.ref[Bundle]
-    pieces: list[weakref.ref[Piece]]
-    sources: list[torch.Tensor]
     makers: list[Stream]
     """To which the sources' memory is given back."""
-    nbytes: int
+    pieces: list[weakref.ref[Piece]] = field(default_factory=list)
+    sources: list[torch.Tensor] = field(default_factory=list)
+    nbytes: int = 0
     """What the copy lets go of if nobody else keeps it."""
-    done: Done
+    done: Done = field(init=False)
+    """Set when the copy is queued."""
+
+    def take(self, members: Sequence[weakref.ref[Piece]]) -> list[Piece]:
+        """Take along the pieces that are there, and return them."""
+        found = []
+        for ref in members:
+            piece = ref()
+            source = None if piece is None else piece.source()
+            if piece is not None and source is not None:
+                found.append(piece)
+                self.pieces.append(ref)
+                self.sources.append(source)
+                self.nbytes += piece.nbytes
+        return found
 
 
 class Remains(deque[Gone]):
@@ -119,7 +134,7 @@ class Carrier:
             left = bundle.left = self.engine.send_group(pairs, makers=makers)
         finally:
             if bundle.left is None:
-                self._device.synchronize()  # some of the copies may be under way
+                self.engine.drain()  # some of the copies may be under way, or put aside
                 bundle.slab = None
                 self.pool.give(slab)
         return left

@@ -19,7 +19,11 @@ class Returning(Books):
     """The part of `Spill` that knows what came back."""
 
     def _fetch(self, bundle: Bundle) -> None:
-        self._carrier.fetch(bundle)
+        try:
+            self._carrier.fetch(bundle)
+        finally:
+            if bundle.back is not None:
+                self._held += bundle.nbytes
         due, tally = 0, self.tally
         for ref in bundle.members:
             piece = ref()
@@ -29,7 +33,6 @@ class Returning(Books):
                     due += handle.alias is None
         bundle.due = due
         tally.restored_bytes += bundle.nbytes
-        self._held += bundle.nbytes
         if self._held > self.peak_bytes:
             self._note_peak()
 

@@ -112,32 +112,32 @@ class Room(Returning):
         return self._carrier.may_send()
 
     def _send(self, bundle: Bundle, scope: Scope) -> None:
-        pieces, refs, sources, nbytes = [], [], [], 0
-        for ref in bundle.members:
-            piece = ref()
-            source = None if piece is None else piece.source()
-            if piece is not None and source is not None:
-                pieces.append(piece)
-                refs.append(ref)
-                sources.append(source)
-                nbytes += piece.nbytes
-        self._held -= bundle.counted - nbytes
-        if not pieces:
-            return
+        leaving = Leaving(scope.streams)
         try:
-            done = self._carrier.send(bundle, pieces, sources, scope.streams)
-        finally:
+            pieces = leaving.take(bundle.members)
+            if pieces:
+                scope.bundles.append(weakref.ref(bundle))
+                scope.is_stirred = True
+                self._leaving.append(leaving)  # first: the copies read the sources
+                leaving.done = self._carrier.send(
+                    bundle, pieces, leaving.sources, scope.streams
+                )
+                self.tally.spilled_bytes += leaving.nbytes
+        except BaseException:
             if bundle.left is None:
-                self._put_back(pieces)
-        self.tally.spilled_bytes += nbytes
-        sent = weakref.ref(bundle)
-        scope.bundles.append(sent)
-        scope.is_stirred = True
-        self._leaving.append(Leaving(sent, refs, sources, scope.streams, nbytes, done))
-        self._leaving_bytes += nbytes
+                self._put_back(bundle, leaving)
+            else:
+                leaving.done = bundle.left
+            raise
+        finally:
+            self._held -= bundle.counted - leaving.nbytes
 
-    def _put_back(self, pieces: list[Piece]) -> None:
+    def _put_back(self, bundle: Bundle, leaving: Leaving) -> None:
         """Let pieces be as if they had not been about to leave."""
+        if leaving in self._leaving:
+            self._leaving.remove(leaving)
+        pieces = bundle.living()
+        leaving.nbytes = sum(piece.nbytes for piece in pieces)
         for piece in reversed(pieces):
             piece.bundle = piece.twin = None
             self._kept.appendleft((weakref.ref(piece), piece.nbytes))
@@ -163,7 +163,7 @@ class Room(Returning):
             for scope in tuple(self._open):
                 self._flush(scope)
             self._send_waiting(at_once=True)
-            while self._held - self._leaving_bytes > limit and self._kept:
+            while self._held > limit + self._leaving_bytes and self._kept:
                 self._send_oldest(self._held - self._leaving_bytes - limit)
             if not self._leaving and self._drop_used():
                 continue
@@ -222,10 +222,9 @@ class Room(Returning):
 
     def _let_go(self) -> None:
         """Free the oldest that has left. Compute is behind the copy."""
-        _, refs, sources, _, nbytes, _ = self._leaving.popleft()
-        self._leaving_bytes -= nbytes
-        self._held -= nbytes
-        for ref in refs:
+        leaving = self._leaving.popleft()
+        self._held -= leaving.nbytes
+        for ref in leaving.pieces:
             piece = ref()
             if piece is None:
                 continue
@@ -233,7 +232,7 @@ class Room(Returning):
                 self._set_aside(piece)
             else:
                 self._free(piece, ref)
-        sources.clear()
+        leaving.sources.clear()
 
     def _free(self, piece: Piece, ref: weakref.ref[Piece]) -> None:
         """Let a piece go. If others keep it, it is free when they let it go, too."""
@@ -285,7 +284,6 @@ class Room(Returning):
                 # Only the copy needs the memory now.
                 self._carrier.let_pass(leaving, self._device.current_stream())
                 self._leaving.remove(leaving)
-                self._leaving_bytes -= leaving.nbytes
                 self._held -= leaving.nbytes
         if self._used:
             self._drop_used(wanted=False)
