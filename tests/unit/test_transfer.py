@@ -2,7 +2,10 @@
 
 import contextlib
 import inspect
+import itertools
+import sys
 import textwrap
+from functools import partial
 
 import pytest
 import torch
@@ -441,7 +444,7 @@ def test_hazard_is_seen_when_a_guard_of_what_is_kept_is_taken_out(
     sim, monkeypatch, line
 ):
     rig = Rig()
-    monkeypatch.setattr(Flight, "keep", without("keep", line, Flight))
+    monkeypatch.setattr(Flight, "sent", without("sent", line, Flight))
     with sim.expect_races():
         with contextlib.suppress(AssertionError):
             carry_home_more_than_is_kept(rig)
@@ -462,6 +465,56 @@ def test_of_what_goes_home_two_groups_are_kept_until_the_host_has_waited(sim):
     assert most == 3 * NBYTES  # one group, and what fills the other
     rig.engine.await_home()
     assert torch.accelerator.memory_allocated() == free
+
+
+def test_interrupt_anywhere_frees_nothing_that_is_going_home(sim):
+    """A copy was queued, and its source not kept yet."""
+    for number in itertools.count():
+        rig = Rig()
+        rig.engine.flight.group_bytes = 2 * NBYTES
+        interrupted, taken = False, []
+        for value in range(7):
+            with rig.side:
+                made = torch.full((NBYTES,), value, dtype=torch.uint8, device="hpu")
+            home = rig.host(9)
+            how = {"block": 0, "maker": rig.side, "shared": False}
+            going = partial(rig.engine.carry_home, made, home, **how)
+            if value == 3 and is_interrupted(number, going):
+                interrupted = True
+            else:
+                taken.append((value, home))
+            if value != 3:
+                going()
+            del going, made  # its maker has the memory for the next one
+        rig.engine.await_home()
+        for value, home in taken:
+            assert home.eq(value).all()
+        if not interrupted:
+            break
+    assert number > 20
+
+
+def is_interrupted(number, call):
+    """Call something and raise at its `number`-th line; return whether there is one."""
+    lines = itertools.count()
+
+    def look(frame, event, _):
+        if frame.f_globals["__name__"] not in {Flight.__module__, transfer.__name__}:
+            return None
+        if event == "line" and next(lines) == number:
+            sys.settrace(before)
+            raise KeyboardInterrupt
+        return look
+
+    before = sys.gettrace()
+    sys.settrace(look)
+    try:
+        call()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(before)
+    return False
 
 
 def test_every_wait_of_the_lanes_is_a_guard_that_was_taken_out():

@@ -43,7 +43,7 @@ class Flight:
         return f"Flight({len(self._filling)}, {len(self._crossing)} tensors)"
 
     def keep(self, source: torch.Tensor, maker: Stream) -> bool:
-        """Keep a tensor whose copy is queued; False if that is for somebody else to do.
+        """Keep a tensor, before its copy is queued; False if others have to.
 
         Args:
             source: On the device.
@@ -55,15 +55,20 @@ class Flight:
             return False
         self._filling.append(source)
         self._bytes += source.nbytes
-        if self._bytes >= self.group_bytes:
-            filled, crossed = self._events
-            filled.record(self._lane)
-            if self._crossing:
-                maker.wait_event(crossed)
-            self._crossing, self._filling = self._filling, []
-            self._events = crossed, filled
-            self._bytes = 0
         return True
+
+    def sent(self) -> None:
+        """The copies of all that is kept are queued: a full group crosses."""
+        maker = self._maker
+        if maker is None or self._bytes < self.group_bytes:
+            return
+        filled, crossed = self._events
+        filled.record(self._lane)
+        if self._crossing:
+            maker.wait_event(crossed)
+        # First: after an interrupt between these the maker waits for more, not less.
+        self._events = crossed, filled
+        self._crossing, self._filling, self._bytes = self._filling, [], 0
 
     def land(self) -> None:
         """All copies are done, the host has waited for them: give all memory back."""

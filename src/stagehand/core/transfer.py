@@ -480,13 +480,16 @@ class TransferEngine:
         Returns:
             What it was put aside as, where it is to yield to loads.
         """
-        parcel = self._send_home(source, target, block, maker, yields=not shared)
-        stream = self.d2h.stream
+        stream, traffic = self.d2h.stream, None if shared else self._yielding()
+        kept = traffic is None and not shared and self.flight.keep(source, maker)
+        if not kept:
+            source.record_stream(stream)  # type: ignore[arg-type]
+        parcel = self._send_home(source, target, block, maker, traffic)
         if shared:
             self._ready.record(stream)
             maker.wait_event(self._ready)
-        if parcel is not None or shared or not self.flight.keep(source, maker):
-            source.record_stream(stream)  # type: ignore[arg-type]
+        if kept:
+            self.flight.sent()
         return parcel
 
     def send_group(
@@ -524,13 +527,12 @@ class TransferEngine:
         target: torch.Tensor,
         block: int,
         maker: Stream,
-        *,
-        yields: bool,
+        traffic: Traffic | None,
     ) -> Parcel | None:
         """Queue a copy home, or put it aside, where it is to yield to loads."""
         self._counters.d2h_bytes += source.numel() * source.element_size()
         self._counters.d2h_copies += 1
-        if yields and (traffic := self._yielding()) is not None:
+        if traffic is not None:
             return self._put_aside(traffic, [(source, target)], block, [maker])
         self._ready.record(maker)
         self.d2h.stream.wait_event(self._ready)
