@@ -309,6 +309,35 @@ def test_adapters_are_saved_in_mid_training_and_load_onto_a_streamed_base(
     runtime.shutdown()
 
 
+@pytest.mark.parametrize("mode", ["layers", "blocks"])
+@pytest.mark.parametrize("how", ["assigned", "in place"])
+def test_adapters_on_meta_join_when_their_values_are_loaded(place, mode, how):
+    """`low_cpu_mem_usage=True` puts them there first, and asks for a state dict then."""
+    resident = adapted(base()).to(place)
+    train(resident, place)
+    state = {
+        name: tensor.cpu().clone()
+        for name, tensor in peft.get_peft_model_state_dict(resident).items()
+    }
+    model = base()
+    runtime = stream(model, LLAMA, mode, place, budget_of(place, mode))
+    model = peft.get_peft_model(model, KINDS["lora"](), low_cpu_mem_usage=True)
+    model.to(place)
+    assert runtime.report().weight_bytes == weight_bytes(original(LLAMA))
+    if how == "assigned":
+        peft.set_peft_model_state_dict(model, state, low_cpu_mem_usage=True)
+    else:
+        for name, parameter in model.named_parameters():
+            if parameter.is_meta:
+                value = state[name.replace(".default.", ".")]
+                torch.utils.swap_tensors(parameter, nn.Parameter(value))
+    assert_bitwise_equal(answer(model, place), answer(resident, place), "answer")
+    assert train(model, place)[0] == train(resident, place)[0]
+    assert runtime.report().peak_device_bytes <= runtime.report().budget_bytes
+    assert_same(model, resident)
+    runtime.shutdown()
+
+
 def test_adapters_come_and_go_by_name(place):
     resident = adapted(base()).to(place)
     model, runtime = streamed(place)

@@ -12,7 +12,7 @@ import transformers
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from safetensors.torch import load_file, save_file
 
-from architectures import ARCHITECTURES, assert_bitwise_equal, to_device
+from architectures import ARCHITECTURES, assert_bitwise_equal, flatten, to_device
 from architectures.language import LLAMA
 from streamed import original, smallest_budget, stream, weight_bytes
 
@@ -214,6 +214,32 @@ def test_diffusion_model_trains_exactly(place, name, adapters):
     assert_same(model, resident)
     assert_in_budget(runtime)
     runtime.shutdown()
+
+
+@pytest.mark.parametrize("name", ["unet_2d_condition", "ltx_video"])
+@pytest.mark.parametrize("mode", ["layers", "blocks"])
+def test_lora_that_is_loaded_onto_a_streamed_diffusion_model_is_used(place, name, mode):
+    """As `load_lora_weights` of a pipeline does, which asks for no memory first."""
+    architecture = DIFFUSION[name]
+    resident, model = model_of(architecture), model_of(architecture)
+    chosen = peft.LoraConfig(
+        r=4, lora_alpha=4, target_modules=["to_q", "to_v"], init_lora_weights=False
+    )
+    resident.add_adapter(chosen)
+    state = peft.get_peft_model_state_dict(resident)
+    least = smallest_budget(architecture, mode, place) + 100_000
+    runtime = stream(model, architecture, mode, place, least)
+    model.load_lora_adapter(state, prefix=None, low_cpu_mem_usage=True)
+    inputs = to_device(architecture.inputs(), place)
+    resident.to(place)
+    with torch.no_grad():
+        expected = architecture.call(resident, inputs)
+        for number in range(3):
+            found = architecture.call(model, inputs)
+            assert_bitwise_equal(flatten(found), flatten(expected), f"pass {number}")
+    assert_in_budget(runtime)
+    runtime.shutdown()
+    assert {p.device.type for p in model.parameters()} == {"cpu"}
 
 
 # torch
