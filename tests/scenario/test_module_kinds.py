@@ -4,6 +4,7 @@ import io
 import warnings
 from copy import deepcopy
 
+import accelerate
 import pytest
 import torch
 from torch import nn
@@ -395,6 +396,43 @@ def test_scripted_parts_with_weights_are_refused_by_name_before_anything_is_done
         with pytest.raises(ConfigError, match="of TorchScript"):
             stagehand.layer(part, vram_budget=budget, device=place)
         assert Shape.of(model) == before
+
+
+# Models whose weights are kept elsewhere
+
+
+def kept(model, folder, how):
+    """Let `accelerate` bring a model's weights when they are used."""
+    if how == "cpu":
+        return accelerate.cpu_offload(model, execution_device="cpu")
+    if how == "disk":
+        return accelerate.disk_offload(model, folder, execution_device="cpu")
+    places = {"0": "cpu", "1": "disk", "2": "cpu"}
+    return accelerate.dispatch_model(
+        model, places, main_device="cpu", offload_dir=folder
+    )
+
+
+@pytest.mark.parametrize("how", ["cpu", "disk", "some"])
+def test_model_whose_hooks_keep_its_weights_is_refused_with_what_takes_them_off(
+    place, mode, how, tmp_path
+):
+    def build():
+        return seeded(lambda: nn.Sequential(*(nn.Sequential(lin()) for _ in range(3))))
+
+    model = kept(build(), tmp_path, how)
+    before = Shape.of(model)
+    away = {"cpu": r"0\.0", "disk": r"0\.0", "some": r"1\.0"}[how]
+    expected = f"accelerate keep '{away}\\.weight' elsewhere.*remove_hook_from_module"
+    with pytest.raises(ConfigError, match=expected):
+        stream(model, place, mode)
+    assert Shape.of(model) == before
+    accelerate.hooks.remove_hook_from_module(model, recurse=True)
+    runtime = stream(model, place, mode)
+    expected = run_resident(build(), place, batch())
+    with torch.no_grad():
+        assert_bitwise_equal(model(batch()), expected, "output")
+    runtime.shutdown()
 
 
 # Buffers and modules with a state
