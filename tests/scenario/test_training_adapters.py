@@ -312,7 +312,7 @@ def test_adapters_are_saved_in_mid_training_and_load_onto_a_streamed_base(
 @pytest.mark.parametrize("mode", ["layers", "blocks"])
 @pytest.mark.parametrize("how", ["assigned", "in place"])
 def test_adapters_on_meta_join_when_their_values_are_loaded(place, mode, how):
-    """`low_cpu_mem_usage=True` puts them there first, and asks for a state dict then."""
+    """`low_cpu_mem_usage=True` puts them there, and asks for a state dict then."""
     resident = adapted(base()).to(place)
     train(resident, place)
     state = {
