@@ -335,6 +335,24 @@ def test_a_model_without_parameters_runs(place):
     runtime_of(model).shutdown()
 
 
+class ScaledTable(nn.Embedding):
+    """Scales the rows that it looks up by a parameter of its own."""
+
+    def __init__(self):
+        super().__init__(16 * WIDTH, WIDTH)
+        self.scale = nn.Parameter(torch.rand(WIDTH))
+
+    def forward(self, x):
+        return super().forward(x) * self.scale
+
+
+def test_table_with_a_second_parameter_streams_in_the_smallest_budget(place, mode):
+    def build():
+        return nn.Sequential(ScaledTable(), lin(), nn.Tanh(), lin())
+
+    check(build, place, mode, torch.arange(0, 16 * WIDTH, 40))
+
+
 # Parts of TorchScript
 
 

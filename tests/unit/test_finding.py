@@ -442,12 +442,16 @@ def test_small_table_is_not_worth_looking_up_on_the_host():
     assert find_layers(model, budget_bytes=17 * KB).gathered == []
 
 
-@pytest.mark.parametrize("special", ["max_norm", "sparse", "parametrized"])
+@pytest.mark.parametrize(
+    "special", ["max_norm", "sparse", "parametrized", "second parameter"]
+)
 def test_table_whose_lookup_does_more_than_look_up_streams(special):
     options = {"max_norm": {"max_norm": 1.0}, "sparse": {"sparse": True}}
     table = nn.Embedding(64, 16, **options.get(special, {}))
     if special == "parametrized":
         weight_norm(table)
+    elif special == "second parameter":
+        table.scale = nn.Parameter(torch.ones(16))
     model = nn.Sequential(table, linear(), linear())
     finding = find_layers(model, budget_bytes=9 * KB)
     assert finding.gathered == []

@@ -355,8 +355,10 @@ def _take_tables(cells: list[Group], finding: Finding, budget_bytes: int) -> Non
 
 
 def _is_table(module: nn.Module) -> bool:
+    """Whether a module looks rows up in its only parameter, as far as one can tell."""
     return (
         isinstance(module, nn.Embedding)
+        and len(_own(module)) == 1
         and module.max_norm is None
         and not module.sparse
         and not hasattr(module, "parametrizations")
