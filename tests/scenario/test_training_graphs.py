@@ -362,6 +362,24 @@ def test_a_table_that_is_read_by_rows_trains_exactly(sim, setting, build):
     assert_trains_equally(build, script, setting)
 
 
+@over([*FEW, Setting("hpu", "layers", "third")])
+def test_a_gradient_that_the_host_makes_between_those_of_the_device_is_added(
+    sim, setting
+):
+    """As that of a penalty on weights does, which are on the host between passes."""
+
+    def script(run):
+        optimizer = sgd(run)
+        for number in range(3):
+            on_host = run.model(run.batch(number)).cpu() * 1.0  # goes back the last
+            penalty = sum((p * 2).cpu().sum() for p in run.model.parameters())
+            again = run.model((on_host + penalty / 1000).to(run.place))
+            run.backward(again.square().mean())
+            step(optimizer)
+
+    assert_trains_equally(net, script, setting)
+
+
 # What must raise
 
 

@@ -332,6 +332,9 @@ class Gradients:
             return
         if not parameter.requires_grad:
             return  # it was frozen after the forward: autograd adds nothing
+        if home.grad is not None:  # the host has made a part of the sum in between
+            self._wait()
+            given = home.grad + given
         home.grad = given
         parameter.grad = None
         if watched:
