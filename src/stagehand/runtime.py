@@ -159,6 +159,7 @@ class Runtime(Passing, Sharing, Storing, Conduct):
             self._rows,
             device=settings.device.torch_device,
             bring=parts.scheduler.before,
+            is_latest=parts.scheduler.is_latest,
             fill=self._casts.fill,
             let_go=parts.scheduler.after,
             keep=parts.steering.keep,

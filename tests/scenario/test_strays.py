@@ -193,6 +193,24 @@ def test_first_pass_that_fails_leaves_the_next_to_find_what_is_read(
     model._stagehand_layer_runtime.shutdown()
 
 
+def test_weight_that_is_read_right_behind_its_module_comes_and_goes_as_others_do(
+    sim: ModuleType,
+) -> None:
+    """All layers had to stay on the device, and did not fit."""
+    model, x = make(linear)
+    for layer in (*model.before, *model.behind):
+        layer.register_forward_hook(lambda layer, _, output: output @ layer.weight)
+    expected = model.to("hpu")(x.to("hpu"))
+    stagehand.layer(model.to("cpu"), vram_budget=2 * LAYER_BYTES)
+    for number in range(4):
+        assert_bitwise_equal(model(x), expected, f"pass {number}")
+        assert sim.races() == []
+    runtime = model._stagehand_layer_runtime
+    assert runtime.report().peak_device_bytes <= 2 * LAYER_BYTES
+    assert not any(block.read_elsewhere for block in runtime._parts.blocks)
+    runtime.shutdown()
+
+
 class Moody(nn.Module):
     """Reads other weights with gradients than without, and others in training."""
 

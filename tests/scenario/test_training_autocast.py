@@ -250,7 +250,9 @@ def test_casts_that_the_model_keeps_are_left_to_it(sim, view, cached):
 
 
 class Tying(nn.Module):
-    """Reads its first layer's weight once more itself, in the middle of the others."""
+    """Reads a layer's weight once more itself, in the middle of the others."""
+
+    which = 0
 
     def __init__(self):
         super().__init__()
@@ -262,11 +264,13 @@ class Tying(nn.Module):
 
     @property
     def tied(self):
-        return self.layers[0][0].weight
+        return self.layers[self.which][0].weight
 
 
-def test_a_weight_that_is_read_elsewhere_has_its_cast_there(sim):
+@pytest.mark.parametrize("which", [0, 5], ids=["first", "latest"])
+def test_a_weight_that_is_read_elsewhere_has_its_cast_there(sim, which):
     model = Tying()
+    model.which = which
     expected = gradients(deepcopy(model).to("hpu"))
     stagehand.layer(model, vram_budget=3 * LAYER_BYTES)
     assert_equal_gradients(gradients(model), expected)

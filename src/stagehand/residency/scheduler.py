@@ -157,6 +157,10 @@ class Scheduler:
         self._engine.await_filled(block.slot, stream)  # type: ignore[arg-type]
         return True
 
+    def is_latest(self, block: Block) -> bool:
+        """Whether a block lies where the latest use of all, its own, has left it."""
+        return block is self._latest and block.bound
+
     @property
     def in_use(self) -> list[str]:
         """Names of the blocks that are in use."""

@@ -37,6 +37,7 @@ class Strays:
         rows: As well.
         device: As well.
         bring: As well.
+        is_latest: As well.
         fill: Called with a block that was brought: its casts have memory from now on.
         let_go: As for `StrayUses`.
         keep: Lets blocks stay from the next pass on. Raises `StagehandOOMError` if they
@@ -51,6 +52,7 @@ class Strays:
         *,
         device: torch.device,
         bring: Callable[[Block], None],
+        is_latest: Callable[[Block], bool],
         fill: Callable[[Block], None],
         let_go: Callable[[Block], None],
         keep: Callable[[Sequence[Block]], None],
@@ -61,6 +63,7 @@ class Strays:
         self._rows = rows
         self._device = device
         self._bring = bring
+        self._is_latest = is_latest
         self._fill = fill
         self._let_go = let_go
         self._keep = keep
@@ -86,6 +89,7 @@ class Strays:
             self._rows,
             device=self._device,
             bring=self._bring_stray,
+            is_at_hand=self._is_at_hand,
             let_go=self._let_go,
         )
 
@@ -117,6 +121,13 @@ class Strays:
     def look_again(self) -> None:
         """Watch first passes anew: modules may read others' weights from now on."""
         self._known.clear()
+
+    def _is_at_hand(self, block: Block) -> bool:
+        """Whether a block needs no use: its own is the latest, and no cast was emptied.
+
+        So it is read by a hook of its module, or by who has called that.
+        """
+        return self._is_latest(block) and not block.casts
 
     def _bring_stray(self, block: Block) -> None:
         self._bring(block)
@@ -162,6 +173,7 @@ class StrayUses(TorchFunctionMode):
         device: Where the model computes: compiled code is told of what it reads
             elsewhere, where all is that was not brought.
         bring: Called with a block that a call reads while it is not in use.
+        is_at_hand: Whether one is there even so, in each pass alike.
         let_go: Called with the block after that call.
     """
 
@@ -172,6 +184,7 @@ class StrayUses(TorchFunctionMode):
         *,
         device: torch.device,
         bring: Callable[[Block], None],
+        is_at_hand: Callable[[Block], bool],
         let_go: Callable[[Block], None],
     ) -> None:
         super().__init__()
@@ -179,6 +192,7 @@ class StrayUses(TorchFunctionMode):
         self._rows = rows
         self._device = device
         self._bring = bring
+        self._is_at_hand = is_at_hand
         self._let_go = let_go
 
     @skipped
@@ -211,9 +225,10 @@ class StrayUses(TorchFunctionMode):
             elif is_compiled_for():
                 return
             block = self._owners.get(id(value))
-            if block is not None and not block.uses:
-                self._bring(block)
-                brought.append(block)
+            if block is None or block.uses or self._is_at_hand(block):
+                return
+            self._bring(block)
+            brought.append(block)
         elif isinstance(value, list | tuple):
             for item in value:
                 if isinstance(item, torch.Tensor):
