@@ -105,7 +105,7 @@ class Passing(PassListener):
         """See `PassListener.begin_pass`."""
         self._handled = sys.exc_info()[1]
         self._casts.forget()
-        if module is self._model_ref() and not self._manual:
+        if not self._manual and self._hooks.is_model(module):
             self._next_step(None)
         self._tell(Phase.FORWARD)
         self._measure.begin_pass()

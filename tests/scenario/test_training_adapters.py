@@ -358,3 +358,30 @@ def test_adapters_come_and_go_by_name(place):
     if place == "hpu":
         assert runtime.report().weight_bytes < held
     runtime.shutdown()
+
+
+@pytest.mark.filterwarnings("ignore:You are calling .generate:UserWarning")
+@pytest.mark.parametrize("task", [None, "CAUSAL_LM"])
+@pytest.mark.parametrize("prompt", ["hpu", "cpu"])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_adapted_model_generates_in_passes_of_the_whole_model(sim, when, prompt, task):
+    """The wrapper calls `generate` of what it wraps, which calls itself."""
+
+    def wrapped(model):
+        torch.manual_seed(1)
+        chosen = replace(KINDS["lora"](), task_type=task, init_lora_weights=False)
+        return peft.get_peft_model(model, chosen).eval()
+
+    def generate(model, place):
+        prompt = tokens(place)["input_ids"]
+        return model.generate(input_ids=prompt, max_new_tokens=5, do_sample=False)
+
+    expected = generate(wrapped(base()).to("hpu"), "hpu").cpu()
+    model = wrapped(base()) if when == "before" else base()
+    runtime = stream(model, LLAMA, "layers", "hpu", budget_of("hpu"))
+    model = model if when == "before" else wrapped(model)
+    for number in range(2):
+        assert_bitwise_equal(generate(model, prompt).cpu(), expected, f"{number}")
+    assert runtime.report().passes == 10
+    runtime.shutdown()
+    assert len(runtime.telemetry.records) == 10  # each is a step

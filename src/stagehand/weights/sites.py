@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import nn
@@ -418,6 +418,22 @@ def _is_called(module: nn.Module) -> bool:
     return type(module).forward is not nn.ModuleList.forward
 
 
+def _wrapped(model: nn.Module) -> list[nn.Module]:
+    """Return the model itself, what it wraps, what that wraps, and so on.
+
+    A wrapper has one part and calls it. A sequence of parts is no model that others
+    enter: to hook all of its parts would cost time.
+    """
+    found = [model]
+    while True:
+        parts = [*found[-1].children()]
+        if len(parts) != 1 or parts[0] in found or not _is_called(parts[0]):
+            return found
+        if isinstance(parts[0], nn.Sequential):
+            return found
+        found += parts
+
+
 class SiteHooks:
     """All hooks of one runtime on its model, installed and removed together.
 
@@ -458,10 +474,16 @@ class SiteHooks:
         self._extra: MutableMapping[nn.Module, list[RemovableHandle]]
         self._extra = WeakKeyDictionary()
         """Edges while what stays is away."""
+        self._models: WeakSet[nn.Module] = WeakSet()
 
     def add_model(self, model: nn.Module) -> None:
-        """Make edges of the module that users call and of its children."""
-        for edge in (model, *model.children()):
+        """Make edges of the module that users call and of its children.
+
+        Where it wraps another one, whose methods may be called past it, of that one's.
+        """
+        models = _wrapped(model)
+        self._models.update(models)
+        for edge in (*models, *models[-1].children()):
             if _is_called(edge):
                 begin = _EdgeBegin(self._edges, self._rise, self._settle)
                 self._hook_edge(edge, begin, self._handles)
@@ -473,6 +495,10 @@ class SiteHooks:
         add(model.register_load_state_dict_post_hook(_StateLoaded(loading)))  # type: ignore[no-untyped-call]
         add(model.register_state_dict_pre_hook(asking))  # type: ignore[no-untyped-call]
         add(model.register_state_dict_post_hook(given))  # type: ignore[no-untyped-call]
+
+    def is_model(self, module: nn.Module) -> bool:
+        """Whether a module is the whole model, without what only wraps it or with."""
+        return module in self._models
 
     def _hook_edge(
         self, module: nn.Module, begin: _EdgeBegin, handles: list[RemovableHandle]
