@@ -27,6 +27,8 @@
   is over. It came with the engine.
 - `torch.autograd.graph._engine_run_backward`: the function in which a thread waits for
   a backward pass. Without it, a forward that itself runs a backward pass may hang.
+- `torch.autograd.Function.apply`, as it is written in Python: was a weight given to a
+  function of the user's before it came to the device? Without it, nobody is warned.
 - `Tensor._post_accumulate_grad_hooks`: gradients are taken home after the user's hooks
   have seen them. Without it, before those that were registered later.
 - `torch._C._{len,pop,push_on}_torch_dispatch_stack`: copies of weights are no part of
@@ -89,6 +91,7 @@ __all__ = [
     "graph_task",
     "has_more_hooks",
     "in_backward",
+    "in_function_of",
     "is_compiled_for",
     "is_last_hook",
     "keeps_graph",
@@ -176,6 +179,7 @@ dispatch_modes: Callable[[], int] = getattr(
 _func_levels: Callable[[], Any] = getattr(
     getattr(torch._C, "_functorch", None), "get_interpreter_stack", lambda: None
 )
+_APPLY = getattr(torch.autograd.Function.apply, "__code__", None)
 _run_backward = getattr(torch.autograd.graph, "_engine_run_backward", None)
 
 
@@ -318,6 +322,18 @@ def _has_backward(frames: list[FrameType]) -> bool:
     if _run_backward is None:
         return False
     return any(frame.f_code is _run_backward.__code__ for frame in frames)
+
+
+def in_function_of(tensor: torch.Tensor) -> bool:
+    """Return whether a `torch.autograd.Function` that was given a tensor runs forward.
+
+    In this thread, called by the user or by a function of the user's.
+    """
+    return any(
+        frame.f_code is _APPLY
+        and any(given is tensor for given in frame.f_locals.get("args", ()))
+        for frame in frames_of(threading.get_ident())
+    )
 
 
 def is_autograds(thread: Any) -> bool:

@@ -196,14 +196,15 @@ def test_first_pass_that_fails_leaves_the_next_to_find_what_is_read(
 def test_weight_that_is_read_right_behind_its_module_comes_and_goes_as_others_do(
     sim: ModuleType,
 ) -> None:
-    """All layers had to stay on the device, and did not fit."""
+    """All layers had to stay on the device, and did not fit. Without gradients."""
     model, x = make(linear)
     for layer in (*model.before, *model.behind):
         layer.register_forward_hook(lambda layer, _, output: output @ layer.weight)
     expected = model.to("hpu")(x.to("hpu"))
     stagehand.layer(model.to("cpu"), vram_budget=2 * LAYER_BYTES)
     for number in range(4):
-        assert_bitwise_equal(model(x), expected, f"pass {number}")
+        with torch.no_grad():
+            assert_bitwise_equal(model(x), expected, f"pass {number}")
         assert sim.races() == []
     runtime = model._stagehand_layer_runtime
     assert runtime.report().peak_device_bytes <= 2 * LAYER_BYTES
@@ -482,4 +483,92 @@ def test_looking_for_such_weights_leaves_fused_attention_as_it_is(
         stagehand.layer(model, vram_budget=6 * LAYER_BYTES, device="cpu")
         model(x)
     assert len(counted) == 2
+    model._stagehand_layer_runtime.shutdown()
+
+
+class Times(torch.autograd.Function):
+    """Keeps the weight itself for backward."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x)
+        ctx.weight = weight
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        return grad @ ctx.weight.t(), x.t() @ grad
+
+
+class Given(nn.Module):
+    """Gives a function a layer's weight, right behind the layer or later."""
+
+    def __init__(self, later: bool) -> None:
+        super().__init__()
+        self.inner = linear()
+        self.other = linear()
+        self.later = later
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.inner(x)
+        if self.later:
+            x = self.other(x)
+        return Times.apply(x, self.inner.weight)
+
+
+def given(later: bool) -> tuple[nn.Module, Callable[[], list[torch.Tensor]]]:
+    """Return a model with such a layer, on the device, and what trains it."""
+    model, x = make(lambda: Given(later))
+    model.requires_grad_(True).to("hpu")
+
+    def learn() -> list[torch.Tensor]:
+        model.zero_grad()
+        model(x.to("hpu")).square().mean().backward()
+        return [p.grad.cpu() for p in model.parameters() if p.grad is not None]
+
+    return model, learn
+
+
+def test_functions_that_are_given_weights_from_elsewhere_are_warned_of_once(
+    sim: ModuleType,
+) -> None:
+    """Autograd expects a gradient where the weight was when the function was called."""
+    model, learn = given(later=True)
+    expected = learn()
+    model.zero_grad()
+    stagehand.layer(model.to("cpu"), vram_budget=3 * LAYER_BYTES)
+    with (
+        pytest.warns(stagehand.StagehandWarning, match=r"'middle\.inner'.*Function"),
+        pytest.raises(RuntimeError, match="expected device cpu"),
+    ):
+        learn()
+    for number in range(3):
+        assert_bitwise_equal(learn(), expected, f"step {number}")
+    model._stagehand_layer_runtime.shutdown()
+
+
+def test_functions_are_given_weights_that_a_pass_without_gradients_has_found(
+    sim: ModuleType,
+) -> None:
+    model, learn = given(later=True)
+    expected = learn()
+    model.zero_grad()
+    stagehand.layer(model.to("cpu"), vram_budget=3 * LAYER_BYTES)
+    with torch.no_grad():
+        model(torch.randn(3, WIDTH))
+    for number in range(3):
+        assert_bitwise_equal(learn(), expected, f"step {number}")
+    model._stagehand_layer_runtime.shutdown()
+
+
+def test_functions_may_read_weights_in_backward_that_were_at_hand_in_the_forward(
+    sim: ModuleType,
+) -> None:
+    model, learn = given(later=False)
+    expected = learn()
+    model.zero_grad()
+    stagehand.layer(model.to("cpu"), vram_budget=3 * LAYER_BYTES)
+    for number in range(3):
+        assert_bitwise_equal(learn(), expected, f"step {number}")
     model._stagehand_layer_runtime.shutdown()

@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import stagehand
+from architectures import assert_bitwise_equal
 from training import Setting
 
 WEIGHTS = 12 * 32 * 33  # elements of `stack(12)`
@@ -274,6 +275,29 @@ def test_a_weight_that_is_read_elsewhere_has_its_cast_there(sim, which):
     expected = gradients(deepcopy(model).to("hpu"))
     stagehand.layer(model, vram_budget=3 * LAYER_BYTES)
     assert_equal_gradients(gradients(model), expected)
+    runtime_of(model).shutdown()
+
+
+def test_a_weight_that_is_read_right_behind_its_module_has_its_cast_there(sim):
+    """Without gradients, of which the region has a cast from before."""
+    model = nn.Sequential(*(nn.Linear(32, 32, bias=False) for _ in range(4)))
+
+    def outputs(model):
+        x, handles = batch(2, 32).to("hpu"), []
+        with torch.autocast("hpu", dtype=torch.bfloat16):
+            first = model(x).detach().cpu()
+            for layer in model:
+                hook = layer.register_forward_hook
+                handles.append(hook(lambda m, _, y: nn.functional.linear(y, m.weight)))
+            with torch.no_grad():
+                second = model(x).cpu()
+        for handle in handles:
+            handle.remove()
+        return [first, second]
+
+    expected = outputs(deepcopy(model).to("hpu"))
+    stagehand.layer(model, vram_budget=5 * LAYER_BYTES)
+    assert_bitwise_equal(outputs(model), expected, "with gradients, and without")
     runtime_of(model).shutdown()
 
 

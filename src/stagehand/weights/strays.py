@@ -12,7 +12,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.overrides import TorchFunctionMode
 
 from stagehand.errors import StagehandOOMError, StagehandWarning
-from stagehand.torch_private import is_compiled_for, skipped
+from stagehand.torch_private import in_function_of, is_compiled_for, skipped
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -73,6 +73,7 @@ class Strays:
         self._found: list[Block] = []
         self._roomless: set[Block] = set()  # found, and there is no room to keep them
         self._has_warned = False
+        self._given: set[Block] = set()  # to functions: warned of
 
     def __repr__(self) -> str:
         return f"Strays({len(self._known)} kinds of passes known)"
@@ -125,16 +126,40 @@ class Strays:
     def _is_at_hand(self, block: Block) -> bool:
         """Whether a block needs no use: its own is the latest, and no cast was emptied.
 
-        So it is read by a hook of its module, or by who has called that.
+        So it is read by a hook of its module, or by who has called that. What reads it
+        with gradients may read it in backward as well, and no handle tells of that.
         """
-        return self._is_latest(block) and not block.casts
+        with_gradients = self._kind[1]
+        return not with_gradients and self._is_latest(block) and not block.casts
 
-    def _bring_stray(self, block: Block) -> None:
+    def _bring_stray(self, block: Block, weight: torch.Tensor) -> None:
+        if self._kind[1] and not (torch.is_grad_enabled() or block.bound):
+            self._look_for_function(block, weight)
         self._bring(block)
         block.read_elsewhere = True
         self._fill(block)
         if block not in self._found:
             self._found.append(block)
+
+    def _look_for_function(self, block: Block, weight: torch.Tensor) -> None:
+        """Warn of a gradient that autograd expects on the host.
+
+        It was told of the weight where a function was given it, before anybody read it.
+        """
+        trains = weight.requires_grad and block not in self._given
+        if trains and in_function_of(weight):
+            self._given.add(block)
+            warnings.warn(
+                f"a weight of block {block.name!r} of shape {list(weight.shape)} is"
+                " given to a torch.autograd.Function outside of its module's forward,"
+                " while it is on the host: this pass's backward fails if the function"
+                " has a gradient for it; what was found stays on the device from the"
+                " next pass on: call the model once under torch.no_grad() before it"
+                " trains, or name a module that has the weight and calls the function"
+                " in opaque=",
+                StagehandWarning,
+                stacklevel=2,
+            )
 
     def _may_fuse(self) -> bool:
         """Whether some attention module may fuse now. Mostly the first one tells."""
@@ -154,8 +179,9 @@ class Strays:
             warnings.warn(
                 f"{len(found)} blocks, {found[0].name!r} first, are read by modules"
                 f" that do not own them and do not fit the budget together ({error}):"
-                f" every call is watched from now on{self._but()}, which is slow; name"
-                " the modules that read them in opaque=, or raise the budget",
+                f" every call is watched from now on{self._but()}, which is slow, and"
+                " none in backward; name the modules that read them in opaque=, or"
+                " raise the budget",
                 StagehandWarning,
                 stacklevel=2,
             )
@@ -172,7 +198,7 @@ class StrayUses(TorchFunctionMode):
         rows: Reads of tables where it looks rows up are no strays.
         device: Where the model computes: compiled code is told of what it reads
             elsewhere, where all is that was not brought.
-        bring: Called with a block that a call reads while it is not in use.
+        bring: Called with a block that is not in use, and its tensor that a call reads.
         is_at_hand: Whether one is there even so, in each pass alike.
         let_go: Called with the block after that call.
     """
@@ -183,7 +209,7 @@ class StrayUses(TorchFunctionMode):
         rows: RowGather,
         *,
         device: torch.device,
-        bring: Callable[[Block], None],
+        bring: Callable[[Block, torch.Tensor], None],
         is_at_hand: Callable[[Block], bool],
         let_go: Callable[[Block], None],
     ) -> None:
@@ -227,7 +253,7 @@ class StrayUses(TorchFunctionMode):
             block = self._owners.get(id(value))
             if block is None or block.uses or self._is_at_hand(block):
                 return
-            self._bring(block)
+            self._bring(block, value)
             brought.append(block)
         elif isinstance(value, list | tuple):
             for item in value:
