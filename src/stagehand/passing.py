@@ -211,6 +211,12 @@ class Passing(PassListener):
         if self._gradients is not None:
             self._gradients.watch(self._parts.streamed)
 
+    def _lend(self, block: Block) -> None:
+        """Bring a block to who reads it and is no site of it."""
+        if block.hosted and self._took_gradients and self._gradients is not None:
+            self._gradients.watch([block])
+        self._parts.scheduler.before(block)
+
     def end_backward(self, *, failed: bool) -> None:
         """See `PassListener.end_backward`."""
         self._saved.backward = None

@@ -346,6 +346,52 @@ def tied_talking_net():
     return Talking(tied=True)
 
 
+class ReadingTables(nn.Module):
+    """Reads its tables as a whole, too: one by a slice, one as its head's weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(150, WIDTH)
+        self.places = nn.Embedding(60, WIDTH)
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(20))
+
+    def forward(self, tokens):
+        x = self.table(tokens) + self.places.weight[: tokens.shape[-1]]
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return nn.functional.linear(x, self.table.weight)
+
+
+@built
+def table_reading_net():
+    return ReadingTables()
+
+
+IN_LAYERS = [Setting("hpu", "layers", budget) for budget in ("third", "most", "all")]
+
+
+@over([*IN_LAYERS, Setting("cpu", "layers", "third")])
+@pytest.mark.parametrize("first", ["a forward", "a training step"])
+@pytest.mark.filterwarnings("ignore:.*every call is watched:stagehand.StagehandWarning")
+def test_tables_that_are_read_as_a_whole_train_exactly(sim, setting, first):
+    """What a table on the host is read for is found in the first pass."""
+
+    def script(run):
+        optimizer = run.optimizer(torch.optim.AdamW, lr=0.01)
+        generator = torch.Generator().manual_seed(1)
+        for number in range(6):
+            tokens = torch.randint(150, (2, 7), generator=generator).to(run.place)
+            with torch.set_grad_enabled(number > 0 or first == "a training step"):
+                logits = run.model(tokens).flatten(0, 1)
+            loss = nn.functional.cross_entropy(logits, tokens.flatten())
+            if loss.requires_grad:
+                run.backward(loss)
+            if number % 2:
+                step(optimizer)
+
+    assert_trains_equally(table_reading_net, script, setting)
+
+
 @over([*SOME, Setting("hpu", "layers", "all")])
 @pytest.mark.parametrize("build", [talking_net, tied_talking_net])
 def test_a_table_that_is_read_by_rows_trains_exactly(sim, setting, build):

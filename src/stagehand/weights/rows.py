@@ -99,4 +99,5 @@ def _is_tied_and_trains(block: Block, table: torch.Tensor) -> bool:
 
     Then all are, so that they are added in the order in which autograd meets them.
     """
-    return not block.hosted and table.requires_grad and torch.is_grad_enabled()
+    read_there = block.read_elsewhere or not block.hosted
+    return read_there and table.requires_grad and torch.is_grad_enabled()
