@@ -479,7 +479,7 @@ def test_comforts_that_would_not_leave_room_for_the_largest_block_are_left_out()
 
 
 REAL = {
-    *("llama", "mixtral", "gpt2", "t5", "whisper", "unet2d", "vit", "mamba"),
+    *("llama", "mixtral", "gpt2", "t5", "whisper", "unet_2d", "vit", "mamba"),
     "bert_head",
 }
 
