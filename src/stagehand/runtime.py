@@ -171,6 +171,8 @@ class Runtime(Passing, Sharing, Storing, Conduct):
         self._finalizer.atexit = False
         # Until here the model and the device are as they were.
         try:
+            # No other model has it make room before it is whole, or when it failed.
+            self._edges.lock.acquire()
             for block in parts.blocks:
                 parts.masters.adopt(block)
             self._tenancy = Tenancy(parts, self._edges)
@@ -178,6 +180,7 @@ class Runtime(Passing, Sharing, Storing, Conduct):
             parts.steering.steer()
             self._measure.know(parts.scheduler.blocks)
             self._place_rest()
+            self._edges.lock.release()
         except BaseException:
             self._undo(model)
             raise

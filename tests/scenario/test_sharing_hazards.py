@@ -1,6 +1,8 @@
 """What may go wrong between models that share a device: edits, threads, dead passes."""
 
 import gc
+import itertools
+import sys
 import threading
 from contextlib import ExitStack, contextmanager
 
@@ -501,6 +503,45 @@ def test_a_model_may_join_while_a_pass_of_another_one_has_all_the_room(crowd, fi
         assert_bitwise_equal(called(batch()), expected, "output")
     some.run(0)
     runtime_of(model).shutdown()
+
+
+def test_nobody_makes_room_by_a_model_that_is_being_made(crowd):
+    """Others know it before it is whole: a block was taken from the device in the
+    middle of being placed there.
+    """
+    some = crowd("hpu", [6], 4 * LAYER_BYTES)
+    some.run(0)
+    model = nn.Sequential(nn.LayerNorm(WIDTH), *varied(6, 1))
+    expected = run_resident(model, "hpu", batch())
+    lines, gave = itertools.count(1), []
+
+    def ask():
+        tenant = some.device._seats.all()[-1].tenant
+        gave.append(tenant.give_up(0, leaves=True))
+        tenant.warm()
+
+    def trace(frame, event, _):
+        name = frame.f_globals.get("__name__", "")  # those hold no locks of others
+        if name not in {"stagehand.runtime", "stagehand.residency.mover"}:
+            return None
+        if len(some.device._seats) == 2 and not next(lines) % 11:
+            in_threads(ask)
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        stagehand.layer(model, vram_budget=4 * LAYER_BYTES, device="hpu")
+    finally:
+        sys.settrace(before)
+    assert len(gave) > 10
+    assert not any(gave)
+    with torch.no_grad():
+        assert_bitwise_equal(model(batch()), expected, "output")
+    in_threads(ask)
+    assert gave[-1]
+    runtime_of(model).shutdown()
+    some.run(0)
 
 
 class Topped(nn.Sequential):
