@@ -175,7 +175,7 @@ class Runtime(Passing, Sharing, Storing, Conduct):
             self._edges.lock.acquire()
             for block in parts.blocks:
                 parts.masters.adopt(block)
-            self._tenancy = Tenancy(parts, self._edges)
+            self._tenancy = Tenancy(parts, self._edges, model)
             self._hook(model, finding, sites, additions)
             parts.steering.steer()
             self._measure.know(parts.scheduler.blocks)
@@ -596,20 +596,20 @@ class Runtime(Passing, Sharing, Storing, Conduct):
             for block, image in parts.scheduler.bring_home():
                 parts.masters.rescue(block, image)
             self.park()
-        lost = self._lost_tensors() or refused
-        with ExitStack() as rest:  # in reverse; all of it, whatever fails
-            for call in reversed(self._at_shutdown):
-                rest.callback(call, model)
-            self._close_files(rest)
-            rest.callback(parts.close)
-            rest.callback(self._take_home_new_buffers, model)
-            rest.callback(self._give_back, model)
-            self._host_memory.close()
-            if self._gradients is not None:
-                self._gradients.close()
-            self._close_step()
-            self._last_report = self.report()
-            parts.keep_pool = keep_pool
+            lost = self._lost_tensors() or refused
+            with ExitStack() as rest:  # in reverse; all of it, whatever fails
+                for call in reversed(self._at_shutdown):
+                    rest.callback(call, model)
+                self._close_files(rest)
+                rest.callback(parts.close)
+                rest.callback(self._take_home_new_buffers, model)
+                rest.callback(self._give_back, model)
+                self._host_memory.close()
+                if self._gradients is not None:
+                    self._gradients.close()
+                self._close_step()
+                self._last_report = self.report()
+                parts.keep_pool = keep_pool
         if lost is not None:
             raise lost
 

@@ -11,6 +11,8 @@ from stagehand.residency.shares import Claim
 from stagehand.residency.timeline import Timeline
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from stagehand.assembly import Parts
     from stagehand.residency.seats import Holding
     from stagehand.weights.edges import Edges
@@ -32,12 +34,13 @@ class Tenancy:
     Args:
         parts: Of the runtime.
         edges: Its lock, and whether it runs.
+        model: Is not dropped while others have it give up or load something.
 
     Raises:
         StagehandOOMError: If reservations of others leave too little.
     """
 
-    def __init__(self, parts: Parts, edges: Edges) -> None:
+    def __init__(self, parts: Parts, edges: Edges, model: nn.Module) -> None:
         self.account = parts.weights
         self.name = parts.weights.name
         self.shared = parts.shared
@@ -45,6 +48,8 @@ class Tenancy:
         """What the present pass may take."""
         self._parts = parts
         self._edges = weakref.ref(edges)
+        self._model = weakref.ref(model)
+        self._left = False
         self._begins = False  # a pass that has used nothing yet
         self._basis: tuple[object, ...] = ()
         self._claim = self.claim()
@@ -58,6 +63,7 @@ class Tenancy:
 
     def leave(self) -> None:
         """Give up the place, and what is held for it. Idempotent."""
+        self._left = True
         self.shared.leave(self.number)
 
     def renew(self) -> None:
@@ -134,12 +140,14 @@ class Tenancy:
 
     def give_up(self, keep_bytes: int, *, leaves: bool = False) -> bool:
         """See `Tenant.give_up`."""
-        edges = self._edges()
-        if edges is None:
+        edges, model = self._edges(), self._model()
+        if edges is None or model is None:
             return True  # the model was dropped: what it has is free in a moment
         if not edges.try_lock():
             return False
         try:
+            if self._left:
+                return True
             scheduler = self._parts.scheduler
             passes = edges.is_busy and not self._begins
             running = passes or bool(scheduler.in_use)
@@ -158,12 +166,12 @@ class Tenancy:
 
     def warm(self) -> None:
         """See `Tenant.warm`. What fails here is left to the next pass."""
-        edges = self._edges()
-        if edges is None or not edges.try_lock():
+        edges, model = self._edges(), self._model()
+        if edges is None or model is None or not edges.try_lock():
             return
         try:
             parts = self._parts
-            if edges.is_busy or parts.scheduler.in_use:
+            if self._left or edges.is_busy or parts.scheduler.in_use:
                 return
             if parts.scheduler.warm():
                 parts.take_gradients_along()

@@ -653,6 +653,56 @@ def test_a_model_may_be_dropped_in_the_middle_of_a_division(crowd):
     assert [h.name for h in some.device.holdings()] == ["Sequential"]
 
 
+@pytest.mark.parametrize("asked", ["warm", "give_up"])
+@pytest.mark.parametrize("place", ["hpu", "cpu"])
+def test_a_model_that_is_dropped_while_it_is_asked_for_something_fails_no_other(
+    crowd, monkeypatch, place, asked
+):
+    """Another thread, or the garbage collector, lets go of it in the middle."""
+    some = crowd(place, [6, 7], 4 * LAYER_BYTES)
+    some.run(*[0, 1] * (3 if asked == "warm" else 1))  # then it knows who is next
+    scheduler = some.runtimes[1]._parts.scheduler
+    does, dropped = getattr(scheduler, asked), []
+
+    def drop_first(*args, **kwargs):
+        if not dropped:
+            dropped.append(in_threads(some.models.pop))
+            some.plain.pop()
+        return does(*args, **kwargs)
+
+    monkeypatch.setattr(scheduler, asked, drop_first)
+    some.run(0)
+    assert dropped
+    assert [h.name for h in some.device.holdings()] == ["Sequential"]
+    some.run(0)
+
+
+def test_a_model_that_is_shut_down_by_another_thread_loads_nothing_any_more(
+    crowd, monkeypatch
+):
+    some = crowd("hpu", [6, 7], 4 * LAYER_BYTES)
+    some.run(*[0, 1] * 3)
+    second = some.runtimes[1]
+    closing, over, errors = threading.Event(), threading.Event(), []
+    give_back = second._give_back
+
+    def wait(model):
+        closing.set()
+        over.wait(timeout=120)
+        give_back(model)
+
+    monkeypatch.setattr(second, "_give_back", wait)
+    thread = threading.Thread(target=guarded(second.shutdown, errors))
+    thread.start()
+    assert closing.wait(timeout=120)
+    some.run(0)
+    assert second._parts.weights.held_bytes == 0
+    over.set()
+    thread.join(timeout=120)
+    assert errors == []
+    some.run(0)
+
+
 @pytest.mark.parametrize("place", ["hpu", "cpu"])
 def test_a_dropped_model_that_is_not_forgotten_yet_is_not_waited_for(crowd, place):
     """While another thread had the device, nobody could forget it."""
