@@ -401,6 +401,7 @@ class Passing(PassListener):
             )
         if not self._device.is_host:
             self._take_in()
+            parts.loader.set_slabs(0, 0)  # of a pass that failed in what follows
             self._wires.prepare(trains=self._took_gradients)
             staged = parts.masters.pin_all(parts.streamed, self._settings.lookahead)
             parts.loader.set_slabs(*staged)

@@ -174,6 +174,19 @@ def test_an_edit_of_a_kept_block_is_used_and_kept(sim, folder, how):
     assert_bitwise_equal(model.state_dict(), plain.state_dict(), "after shutdown")
 
 
+def test_memory_to_stage_is_there_again_after_a_first_pass_that_was_interrupted(
+    sim, folder, monkeypatch
+):
+    model = from_disk(folder, ram_budget=LAYER_BYTES)  # one block's
+    with monkeypatch.context() as patch:
+        interrupt = KeyboardInterrupt()
+        patch.setattr(runtime_of(model)._wires, "open", lambda: raise_(interrupt))
+        with pytest.raises(KeyboardInterrupt):
+            run(model)
+    assert_bitwise_equal(run(model), run_resident(stack(DEPTH), "hpu", batch()), "next")
+    runtime_of(model).shutdown()
+
+
 def test_kept_blocks_make_room_for_gradients(sim, folder):
     """Without page-locked memory a gradient takes the slow way, with a warning."""
     # Staging, changed weights, gradients, two of them on their way, kept blocks.
@@ -270,7 +283,7 @@ def double_weight(module: nn.Module, _: Any) -> None:
         module.weight.mul_(2)
 
 
-def raise_(error: Exception) -> None:
+def raise_(error: BaseException) -> None:
     raise error
 
 
