@@ -384,6 +384,7 @@ class Passing(PassListener):
         self._handled = None
         self._measure.stopwatch.forget()
         self._parts.scheduler.recover()
+        self._strays.end(failed=True)
 
     def in_use(self) -> bool:
         """See `PassListener.in_use`."""

@@ -168,27 +168,27 @@ def test_refused_first_pass_names_a_budget_with_which_the_next_one_works(
 
 
 class Failing(Transposed):
-    """Fails before it reads the weight, once."""
+    """Fails before it reads the weight, as long as it has something to raise."""
 
-    fails = True
+    failure: type[BaseException] | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.fails:
-            raise LookupError
+        if self.failure is not None:
+            raise self.failure
         return super().forward(x)
 
 
+@pytest.mark.parametrize("failure", [LookupError, KeyboardInterrupt])
 def test_first_pass_that_fails_leaves_the_next_to_find_what_is_read(
-    sim: ModuleType,
+    sim: ModuleType, failure: type[BaseException]
 ) -> None:
     model, x = make(Failing)
-    model.middle.fails = False
     expected = model.to("hpu")(x.to("hpu"))
-    model.middle.fails = True
-    stagehand.layer(model.to("cpu"), vram_budget=3 * LAYER_BYTES)
-    with pytest.raises(LookupError):
+    model.middle.failure = failure
+    stagehand.layer(model.to("cpu"), vram_budget=2 * LAYER_BYTES)
+    with pytest.raises(failure):
         model(x)
-    model.middle.fails = False
+    model.middle.failure = None
     assert_bitwise_equal(model(x), expected, "after a failure")
     model._stagehand_layer_runtime.shutdown()
 

@@ -97,16 +97,19 @@ class Strays:
     def end(self, *, failed: bool) -> None:
         """It ends. Without room for what it has found, the next ones look out again.
 
+        Idempotent.
+
         Args:
             failed: Whether something was raised in it, maybe by a weight that was read
                 elsewhere for the first time.
         """
         found, self._found = self._found, []
+        watched, self._watches = self._watches, False
         if found:
             self._keep_found(found)
         if failed or self._roomless:
             self._known.discard(self._kind)
-        elif self._watches:
+        elif watched:
             self._known.add(self._kind)
 
     def _keep_found(self, found: Sequence[Block]) -> None:
