@@ -180,11 +180,11 @@ class Runtime(Passing, Sharing, Storing, Conduct):
             parts.steering.steer()
             self._measure.know(parts.scheduler.blocks)
             self._place_rest()
+            self._startup_seconds = time.perf_counter() - settings.began
             self._edges.lock.release()
         except BaseException:
             self._undo(model)
             raise
-        self._startup_seconds = time.perf_counter() - settings.began
 
     def _hook(
         self,
@@ -204,8 +204,12 @@ class Runtime(Passing, Sharing, Storing, Conduct):
         # The handle comes first, so that a copy of the model begins with it.
         own = {k: v for k, v in model.__dict__.items() if k != HANDLE}
         all_of_it = {HANDLE: self, **own, "_apply": Moves(self, additions)}
-        model.__dict__.clear()
-        model.__dict__.update(all_of_it)
+        try:
+            model.__dict__.clear()
+            model.__dict__.update(all_of_it)
+        except BaseException:  # an interrupt; without them it would be no module
+            model.__dict__.update(all_of_it)
+            raise
 
     def _undo(self, model: nn.Module) -> None:
         """Leave the plain model where it could not be streamed."""
@@ -214,7 +218,7 @@ class Runtime(Passing, Sharing, Storing, Conduct):
         with ExitStack() as rest:  # in reverse; all of it, whatever fails
             rest.callback(self._measure.telemetry.close)
             rest.callback(parts.close)
-            rest.callback(self._give_back, model)
+            _twice(rest, self._give_back, model)
             self.park()
 
     def _make_gradients(self) -> Gradients | None:
@@ -597,21 +601,25 @@ class Runtime(Passing, Sharing, Storing, Conduct):
                 parts.masters.rescue(block, image)
             self.park()
             lost = self._lost_tensors() or refused
-            with ExitStack() as rest:  # in reverse; all of it, whatever fails
-                for call in reversed(self._at_shutdown):
-                    rest.callback(call, model)
-                self._close_files(rest)
-                rest.callback(parts.close)
-                rest.callback(self._take_home_new_buffers, model)
-                rest.callback(self._give_back, model)
-                self._host_memory.close()
-                if self._gradients is not None:
-                    self._gradients.close()
-                self._close_step()
-                self._last_report = self.report()
+            rest = ExitStack()  # in reverse; all of it, whatever fails
+            for call in reversed(self._at_shutdown):
+                rest.callback(call, model)
+            self._close_files(rest)
+            rest.callback(parts.close)
+            rest.callback(self._take_home_new_buffers, model)
+            _twice(rest, self._give_back, model)
+            rest.callback(self._sum_up)
+            if self._gradients is not None:
+                _twice(rest, self._gradients.close)
+            rest.callback(self._host_memory.close)
+            with rest:
                 parts.keep_pool = keep_pool
         if lost is not None:
             raise lost
+
+    def _sum_up(self) -> None:
+        self._close_step()
+        self._last_report = self.report()
 
     def _close_files(self, rest: ExitStack) -> None:
         rest.callback(self._measure.telemetry.close)
@@ -658,6 +666,12 @@ class Runtime(Passing, Sharing, Storing, Conduct):
                 " stagehand.layer()"
             )
         return model
+
+
+def _twice(rest: ExitStack, call: Callable[..., object], *args: object) -> None:
+    """Do something at the end, and again what an interrupt has left of it."""
+    for _ in range(2):
+        rest.callback(call, *args)
 
 
 def _weakly(call: Callable[[], None]) -> Callable[[], None]:

@@ -56,6 +56,8 @@
 - `torch._guards.CompileContext`: is the compiler at work in this thread? Before 2.13
   modes saw how it looks at the weights that its code will read. It is as old as all
   versions that are supported.
+- `Module._forward_hooks` and the like: take a hook off whose registration was
+  interrupted before its handle was there. Of those that are missing nothing is taken.
 - `torch._disable_dynamo`: leave a function out of compiled graphs without importing the
   compiler. Without it, compiled blocks warn of what they cannot trace.
 
@@ -74,6 +76,7 @@ from typing import Any, TypeVar
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode
 from torch.utils.checkpoint import CheckpointPolicy
+from torch.utils.hooks import RemovableHandle
 
 from stagehand.errors import StagehandError
 from stagehand.frames import frames_of
@@ -81,6 +84,7 @@ from stagehand.frames import frames_of
 __all__ = [
     "DispatchMode",
     "WeakStorage",
+    "add_hook",
     "allocated_on",
     "around_compiling",
     "at_end_of_backward",
@@ -102,6 +106,7 @@ __all__ = [
     "place_of",
     "pop_saved_hooks",
     "push_saved_hooks",
+    "remove_hooks",
     "sequence_number",
     "sharing_versions",
     "skipped",
@@ -252,6 +257,49 @@ def looked_through(pack: _Function, below: SavedHooks | None = None) -> _Functio
         below = getattr(below[0], "_user_hooks", None)
     marked._user_hooks = below
     return pack
+
+
+_HOOK_TABLES = tuple(name for name in vars(torch.nn.Module()) if "hooks" in name)
+
+
+def add_hook(
+    handles: list[RemovableHandle],
+    register: Callable[..., RemovableHandle],
+    hook: Callable[..., Any],
+    **how: Any,
+) -> None:
+    """Register a hook of a module and note its handle: both, or neither.
+
+    Args:
+        handles: Where to note it.
+        register: One of the module's methods for that.
+        hook: The hook.
+        **how: For the method.
+    """
+    first = RemovableHandle.next_id
+    try:
+        handles.append(register(hook, **how))
+    except BaseException:  # also an interrupt, which may come in the middle
+        module: Any = register.__self__  # type: ignore[attr-defined]
+        for name in _HOOK_TABLES:
+            table = getattr(module, name, None) or {}
+            for number in [number for number in table if number >= first]:
+                del table[number]
+        raise
+
+
+def remove_hooks(handles: list[RemovableHandle]) -> None:
+    """Take hooks off, all of them: what an interrupt leaves is done after it."""
+    try:
+        _remove_hooks(handles)
+    finally:
+        _remove_hooks(handles)
+
+
+def _remove_hooks(handles: list[RemovableHandle]) -> None:
+    while handles:
+        handles[-1].remove()  # which may be done twice
+        handles.pop()
 
 
 def func_transform() -> str | None:

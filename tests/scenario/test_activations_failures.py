@@ -7,14 +7,22 @@ import warnings
 
 import pytest
 from keeping import assert_same, emptied, flush, gradients, inputs, plain, stack
+from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 import stagehand
+from stagehand import torch_private
+from stagehand.activations.advice import BlockWatch
 from stagehand.activations.carrier import Carrier, Leaving
+from stagehand.activations.config import ActivationStagehandConfig
 from stagehand.activations.pool import SlabPool
+from stagehand.activations.runtime import ActivationRuntime
+from stagehand.activations.saving import Saving
 from stagehand.core.arena import Arena
 from stagehand.core.device import AcceleratorDevice
 from stagehand.core.traffic import Traffic
 from stagehand.core.transfer import TransferEngine
+from stagehand.torch_private import add_hook, top_saved_hooks
 
 COPIES = (
     (TransferEngine, "send_group"),
@@ -189,3 +197,74 @@ def test_warning_of_pageable_memory_may_be_an_error(sim):
             loss = plain(model, x)
         assert saved._parts.spill.held_bytes <= BUDGET
         del loss
+
+
+def hooks_on(model):
+    """How many hooks its modules have."""
+    return sum(
+        len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()
+    )
+
+
+PUTTING_ON_AND_OFF = Saving.enter, Saving._take_off, Saving.paused.__wrapped__
+
+
+def forward(saved, model):
+    with saved:
+        return plain(model, inputs())
+
+
+def paused(saved, model):
+    with saved, saved.paused():
+        return plain(model, inputs())
+
+
+def nested(saved, model):
+    with saved, saved:
+        return plain(model, inputs())
+
+
+@pytest.mark.parametrize("step", [forward, paused, nested])
+def test_interrupt_where_a_forward_begins_or_ends_leaves_no_hook_on_the_thread(
+    sim, step
+):
+    """All that later forwards saved went to a forward that was over."""
+    model = stack(2).to("hpu")
+    expected = gradients(model, plain)
+    for number in itertools.count():
+        interrupted = False
+        with emptied(stagehand.activations(BUDGET)) as saved:
+            try:
+                with interrupted_at(number, *PUTTING_ON_AND_OFF):
+                    step(saved, model)
+            except KeyboardInterrupt:
+                interrupted = True
+            assert top_saved_hooks() is None, number
+            assert saved._parts.saving.scope is None
+            assert_same(gradients(model, plain, saved), expected)
+        if not interrupted:
+            break
+    assert number > 10
+
+
+WATCHING = (
+    *(BlockWatch.__enter__, add_hook, torch_private._remove_hooks),
+    *(nn.Module.register_forward_hook, nn.Module.register_forward_pre_hook),
+    *(RemovableHandle.__init__, RemovableHandle.remove),
+)
+
+
+def test_interrupt_while_blocks_are_watched_leaves_no_hook_on_them(sim):
+    model = stack(2).to("hpu")
+    runtime = ActivationRuntime(ActivationStagehandConfig(budget=BUDGET))
+    for number in itertools.count():
+        watch = runtime.watch_blocks(model.named_children())
+        try:
+            with interrupted_at(number, *WATCHING), watch:
+                pass
+        except KeyboardInterrupt:
+            assert hooks_on(model) == 0, number
+        else:
+            break
+    assert number > 50
+    runtime.shutdown()

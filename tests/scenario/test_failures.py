@@ -519,6 +519,71 @@ def test_a_runtime_that_fails_anywhere_while_it_is_made_leaves_a_plain_model(pla
     assert Shape.of(model) == shape
 
 
+@contextmanager
+def interrupted_at_line(number):
+    """Raise at a line of what puts hooks on modules and takes them off."""
+    left = number
+
+    def look(frame, event, _):
+        nonlocal left
+        name, called = frame.f_globals.get("__name__"), frame.f_code.co_name
+        if name == "torch.nn.modules.module" and "register_" not in called:
+            return None
+        if name not in _HOOKING:
+            return None
+        left -= event == "line"
+        if not left:
+            sys.settrace(before)
+            raise KeyboardInterrupt
+        return look
+
+    before = sys.gettrace()
+    sys.settrace(look)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
+
+
+_HOOKING = {
+    *("stagehand.runtime", "stagehand.weights.sites", "stagehand.gradients.home"),
+    *("torch.nn.modules.module", "torch.utils.hooks"),
+}
+
+
+@pytest.mark.parametrize("when", ["made", "shut down"])
+def test_an_interrupt_while_a_runtime_is_made_or_ends_leaves_no_hook(place, when):
+    """What was registered had no handle yet, and of those of which one was being taken
+    off all others stayed, on a model that could neither run nor be shut down.
+    """
+    model = Mixed()
+    shape, expected = Shape.of(model), values(model)
+    for number in itertools.count(1, 5):
+        interrupted = False
+        try:
+            with interrupted_at_line(number if when == "made" else -1):
+                stagehand.layer(model, vram_budget=3 * BUDGET, device=place)
+            if when == "shut down":
+                runtime = runtime_of(model)
+                model.body(torch.ones(2, WIDTH)).sum().backward()
+                with interrupted_at_line(number):
+                    runtime.shutdown()
+        except KeyboardInterrupt:
+            interrupted = True
+        if when == "shut down":
+            runtime.shutdown()  # which may have been left early
+        elif not interrupted:
+            runtime_of(model).shutdown()
+        model.zero_grad()
+        assert Shape.of(model) == shape, number
+        assert_bitwise_equal(values(model), expected, f"after line {number}")
+        assert not any(t._backward_hooks for t in model.parameters())
+        assert not any(t._post_accumulate_grad_hooks for t in model.parameters())
+        if not interrupted:
+            break
+    assert number > 300
+
+
 def test_the_smallest_watermark_that_block_mode_names_works(place):
     model = stack()
     low = stagehand.StagehandConfig(

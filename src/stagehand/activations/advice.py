@@ -16,6 +16,7 @@ from torch import nn
 
 from stagehand.activations.prefix import Rates, Save, best_prefix
 from stagehand.errors import ConfigError
+from stagehand.torch_private import add_hook, remove_hooks
 from stagehand.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
@@ -169,15 +170,19 @@ class BlockWatch:
     def __enter__(self) -> BlockWatch:  # noqa: PYI034
         """Begin to watch."""
         self._saving.spill.lessons.forget()
-        for name, block in self._blocks:
-            self._hooks.append(block.register_forward_pre_hook(self._before(name)))
-            self._hooks.append(block.register_forward_hook(self._after(name)))
-        return self
+        try:
+            for name, block in self._blocks:
+                before, after = self._before(name), self._after(name)
+                add_hook(self._hooks, block.register_forward_pre_hook, before)
+                add_hook(self._hooks, block.register_forward_hook, after)
+            return self
+        except BaseException:
+            remove_hooks(self._hooks)
+            raise
 
     def __exit__(self, *_: object) -> None:
         """End it."""
-        while self._hooks:
-            self._hooks.pop().remove()
+        remove_hooks(self._hooks)
 
     def advise(self, budget: int | str) -> Advice:
         """Return what to do with the blocks; waits for the device.

@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Saving"]
 
-_Entry = tuple["Scope", Any]  # a forward, and the hooks outside of all of ours
+# A forward, the hooks outside of all of ours, and those that were on top before.
+_Entry = tuple["Scope", Any, Any]
 
 _CHECKPOINTS = "torch.utils.checkpoint"
 
@@ -105,6 +106,7 @@ class Saving:
     def enter(self) -> None:
         """Begin a forward."""
         outer, stack = top_saved_hooks(), self._stack()
+        below, depth = outer, len(stack)
         if self.off:
             stack.append(None)
             return
@@ -116,10 +118,26 @@ class Saving:
         if outer is not None and outer[1] is self._unpack:  # entered again
             outer = next(entry[1] for entry in reversed(stack) if entry)
         scope = self.spill.begin()
-        stack.append((scope, outer))
         otherwise = Kept if outer is None else _passing_on(outer)
         pack = looked_through(self.spill.packer(scope, otherwise), outer)
-        push_saved_hooks(pack, self._unpack)
+        try:
+            stack.append((scope, outer, below))
+            push_saved_hooks(pack, self._unpack)
+        except BaseException:  # an interrupt comes when they are pushed
+            self._take_off(depth)
+            raise
+
+    def _take_off(self, depth: int) -> None:
+        """Take the hooks of the latest entry off, and forget it. Idempotent.
+
+        Others may have put theirs in the place of ours: those that were on top before
+        tell whether they are off.
+        """
+        stack = self._stack()
+        for entry in stack[depth:]:
+            if entry is not None and not _are_same(top_saved_hooks(), entry[2]):
+                pop_saved_hooks()
+        del stack[depth:]
 
     def leave(self, *, failed: bool) -> None:
         """End it; what was saved stays under the budget.
@@ -134,23 +152,28 @@ class Saving:
                 f" {threading.current_thread().name!r}, in which they are not entered:"
                 " enter them in a `with` of the same thread"
             )
-        entry = stack.pop()
-        if entry is not None:
-            pop_saved_hooks()
-            self.spill.end(entry[0], failed=failed)
+        entry, depth = stack[-1], len(stack) - 1
+        try:
+            self._take_off(depth)
+        finally:
+            self._take_off(depth)  # what an interrupt has left
+            if entry is not None:
+                self.spill.end(entry[0], failed=failed)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Let autograd save as if nothing was entered, for what allows no hooks."""
         ours = []
-        while (top := top_saved_hooks()) is not None and _is_ours(top):
-            pop_saved_hooks()
-            ours.append(top)
         try:
+            while (top := top_saved_hooks()) is not None and _is_ours(top):
+                ours.append(top)
+                pop_saved_hooks()
             yield
         finally:
             while ours:
-                push_saved_hooks(*ours.pop())
+                if not _are_same(top_saved_hooks(), ours[-1]):
+                    push_saved_hooks(*ours[-1])
+                ours.pop()
 
     def _warn(self) -> None:
         if self._warned or in_backward():
@@ -163,6 +186,13 @@ class Saving:
             StagehandWarning,
             stacklevel=4,
         )
+
+
+def _are_same(hooks: Any, others: Any) -> bool:
+    """Whether two pairs of hooks, or none, are the same."""
+    if hooks is None or others is None:
+        return hooks is others
+    return hooks[0] is others[0] and hooks[1] is others[1]
 
 
 def _is_ours(hooks: Any) -> bool:

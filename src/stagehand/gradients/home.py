@@ -114,11 +114,14 @@ class Home:
         return self.place.detach()
 
     def dismiss(self) -> None:
-        """Take the hooks off, and leave the gradient to its parameter."""
+        """Take the hooks off, and leave the gradient to its parameter. Idempotent."""
         for handle in self.handles:
             handle.remove()
-        if self.lease is not None:
-            self.lease.let_go(self.alone)
+        if HOMES.get(id(self.parameter)) is self:
+            del HOMES[id(self.parameter)]  # a traceback may keep it
+        lease, self.lease = self.lease, None
+        if lease is not None:
+            lease.let_go(self.alone)
 
 
 HOMES: weakref.WeakValueDictionary[int, Home] = weakref.WeakValueDictionary()

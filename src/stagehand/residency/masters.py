@@ -353,20 +353,22 @@ class Masters:
         """Point the tensors at plain memory of their own, on the device they came from.
 
         The block must be off the device. Tensors in file-backed memory stay there: it
-        is read when it is touched.
+        is read when it is touched. After an interrupt it may be done again.
         """
-        origin = self._origin.pop(block.index, None)
+        origin, lease = self._origin.get(block.index), self._images.get(block.index)
         self.unpack(block)
-        lease = self._images.pop(block.index, None)
-        if block.store is None:
-            return
-        hosts = block.store.hosts
-        if lease is not None:
-            hosts = _plain_copies(block, hosts)
-        for number, (tensor, host) in enumerate(zip(block.tensors, hosts, strict=True)):
-            point_to(tensor, host if origin is None else moved(host, origin[number]))
-        block.set_store(None)
-        if lease is not None:
+        if block.store is not None:
+            hosts = block.store.hosts
+            if lease is not None:
+                hosts = _plain_copies(block, hosts)
+            for number, (tensor, host) in enumerate(
+                zip(block.tensors, hosts, strict=True)
+            ):
+                place = None if origin is None else origin[number]
+                point_to(tensor, host if place is None else moved(host, place))
+            block.set_store(None)
+        self._origin.pop(block.index, None)
+        if self._images.pop(block.index, None) is not None and lease is not None:
             lease.let_go(self._alone)  # somebody may keep a tensor of it, say to save
 
     def rescue(self, block: Block, image: torch.Tensor) -> None:

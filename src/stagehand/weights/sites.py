@@ -11,6 +11,7 @@ such a module may be the first that is called, so each is an edge then.
 from __future__ import annotations
 
 import sys
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -20,9 +21,11 @@ from torch.compiler import is_dynamo_compiling
 
 from stagehand.core.turn import HERE
 from stagehand.torch_private import (
+    add_hook,
     dispatch_modes,
     in_backward,
     pop_saved_hooks,
+    remove_hooks,
     untraced,
 )
 from stagehand.weights.edges import apart
@@ -490,11 +493,11 @@ class SiteHooks:
         loading = _StateLoading(model, self._await_reads)
         asking = _StateAsked(self._edges, self._settle)
         given = _StateGiven(asking, self._resume)
-        add = self._handles.append
-        add(model.register_load_state_dict_pre_hook(loading))  # type: ignore[no-untyped-call]
-        add(model.register_load_state_dict_post_hook(_StateLoaded(loading)))  # type: ignore[no-untyped-call]
-        add(model.register_state_dict_pre_hook(asking))  # type: ignore[no-untyped-call]
-        add(model.register_state_dict_post_hook(given))  # type: ignore[no-untyped-call]
+        add = partial(add_hook, self._handles)
+        add(model.register_load_state_dict_pre_hook, loading)
+        add(model.register_load_state_dict_post_hook, _StateLoaded(loading))
+        add(model.register_state_dict_pre_hook, asking)
+        add(model.register_state_dict_post_hook, given)
 
     def is_model(self, module: nn.Module) -> bool:
         """Whether a module is the whole model, without what only wraps it or with."""
@@ -503,10 +506,9 @@ class SiteHooks:
     def _hook_edge(
         self, module: nn.Module, begin: _EdgeBegin, handles: list[RemovableHandle]
     ) -> None:
-        hook = module.register_forward_pre_hook
-        handles.append(hook(begin, prepend=True, with_kwargs=True))
-        end = _EdgeEnd(self._edges)
-        handles.append(module.register_forward_hook(end, always_call=True))
+        add, end = partial(add_hook, handles), _EdgeEnd(self._edges)
+        add(module.register_forward_pre_hook, begin, prepend=True, with_kwargs=True)
+        add(module.register_forward_hook, end, always_call=True)
 
     def add_edges(self, model: nn.Module) -> None:
         """Make edges of all that may read what stays, which is away. Idempotent.
@@ -536,33 +538,32 @@ class SiteHooks:
 
     def _drop_extra(self) -> None:
         for module, handles in [*self._extra.items()]:
-            for handle in handles:
-                handle.remove()
+            remove_hooks(handles)
             del self._extra[module]
 
     def add_site(self, module: nn.Module, block: Block, reader: Reader) -> None:
         """Tell the scheduler when a module uses a block."""
-        add, edges = self._handles.append, self._edges
+        add, edges = partial(add_hook, self._handles), self._edges
         begin = _SiteBegin(block, self._before, edges, reader, self._track).__call__
         end = _SiteEnd(block, edges, reader, self._untrack).__call__
-        hook = module.register_forward_pre_hook
-        add(hook(begin, prepend=True, with_kwargs=True))
-        add(module.register_forward_hook(end, always_call=True))
+        add(module.register_forward_pre_hook, begin, prepend=True, with_kwargs=True)
+        add(module.register_forward_hook, end, always_call=True)
 
     def add_look(self, module: nn.Module, look: Callable[[Any, Any], None]) -> None:
         """Show a module's inputs and every output to `look`."""
-        self._handles.append(
-            module.register_forward_hook(_Look(look), with_kwargs=True)
-        )
+        hook = module.register_forward_hook
+        add_hook(self._handles, hook, _Look(look), with_kwargs=True)
 
     def add_gather(self, module: nn.Module, mode: RowGather) -> None:
         """Let a module look its rows up on the host."""
-        add, end = self._handles.append, _RowsEnd(mode)
-        add(module.register_forward_pre_hook(_RowsBegin(mode)))
-        add(module.register_forward_hook(end, always_call=True))
+        add = partial(add_hook, self._handles)
+        add(module.register_forward_pre_hook, _RowsBegin(mode))
+        add(module.register_forward_hook, _RowsEnd(mode), always_call=True)
 
     def remove(self) -> None:
-        """Take all hooks off. Idempotent."""
-        self._drop_extra()
-        while self._handles:
-            self._handles.pop().remove()
+        """Take all hooks off, whatever interrupts. Idempotent."""
+        try:
+            self._drop_extra()
+        finally:
+            self._drop_extra()
+            remove_hooks(self._handles)
