@@ -140,11 +140,15 @@ class Passing(PassListener):
             self._note_trained()
 
     def _note_trained(self) -> None:
-        """Take for changed what trains, or did when this was asked last."""
+        """Take for changed what trains, or did when this was asked last.
+
+        And what was stepped though it is frozen.
+        """
+        frozen, self._steps.frozen = self._steps.frozen, set()
         if not self._parts.trains:
             return
         for block in self._parts.streamed:
-            trains = any(tensor.requires_grad for tensor in block.tensors)
+            trains = any(t.requires_grad or id(t) in frozen for t in block.tensors)
             if trains or block.trained:
                 block.mark_changed()
             block.trained = trains

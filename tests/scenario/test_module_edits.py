@@ -675,6 +675,37 @@ def test_of_what_trains_one_element_swapped_after_a_validation_is_used(
     runtime_of(model).shutdown()
 
 
+class Quiet(torch.optim.Optimizer):
+    """Steps what has a gradient, as torch's do, and moves no counter, as fused ones."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {})
+
+    def step(self):
+        for weight in self.param_groups[0]["params"]:
+            if weight.grad is not None:
+                weight.data[..., 7] += 0.5
+
+
+@pytest.mark.parametrize("layers", [2, 4, 5])
+def test_what_is_frozen_and_stepped_with_a_gradient_it_has_left_is_used(place, layers):
+    model, plain = streamed_stack(place, vram_budget=layers * LAYER_BYTES)
+    optimizers = []
+    for each in (model, plain):
+        each(batch()).sum().backward()
+        each.requires_grad_(False)
+        optimizers.append(Quiet(weights(each)))
+    for number in range(3):
+        with torch.no_grad():
+            model(batch())
+        for optimizer in optimizers:
+            optimizer.step()
+        with torch.no_grad():
+            output = model(batch())
+        assert_bitwise_equal(output, run_resident(plain, place, batch()), f"{number}")
+    runtime_of(model).shutdown()
+
+
 @pytest.mark.parametrize("kind", ["trained", "frozen again", "never trained"])
 def test_layers_that_stay_are_loaded_again_only_where_they_train(sim, kind):
     model, _ = streamed_stack("hpu", vram_budget=4 * LAYER_BYTES)
