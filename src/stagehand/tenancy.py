@@ -53,9 +53,10 @@ class Tenancy:
         self._begins = False  # a pass that has used nothing yet
         self._basis: tuple[object, ...] = ()
         self._claim = self.claim()
-        self.number = self.shared.join(self)
+        self.number = self.shared.new_number()
         """By which the device knows it."""
-        parts.leave = self.leave
+        parts.leave = self.leave  # first: an interrupt may come before it has joined
+        self.shared.join(self.number, self)
         parts.scheduler.meet(self)
 
     def __repr__(self) -> str:

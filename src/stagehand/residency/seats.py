@@ -6,6 +6,7 @@ Nothing here waits or moves a byte. Callers hold the device's lock; see `shared.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import count
 from typing import TYPE_CHECKING, Any, Protocol
 
 from stagehand.core.turn import HERE
@@ -135,7 +136,7 @@ class Seats:
         self.holds = Holds()
         self._place = place
         self._seats: dict[int, Seat] = {}
-        self._latest = -1
+        self._numbers = count()
         self._turns = Turns()
         self._apart = False  # some run at once
         self._sinks = False  # the cap, when passes under way have ended
@@ -166,10 +167,13 @@ class Seats:
 
     # Who is here
 
-    def add(self, tenant: Tenant) -> Seat:
+    def new_number(self) -> int:
+        """Return a number that nobody has had."""
+        return next(self._numbers)
+
+    def add(self, number: int, tenant: Tenant) -> Seat:
         """Give a tenant a place."""
-        self._latest += 1
-        seat = self._seats[self._latest] = Seat(self._latest, tenant)
+        seat = self._seats[number] = Seat(number, tenant)
         self.renew()
         return seat
 

@@ -109,8 +109,12 @@ class SharedDevice:
             free = f"{name} {number}"
         return free
 
-    def join(self, tenant: Tenant) -> int:
-        """Take in a tenant; return its number.
+    def new_number(self) -> int:
+        """Return a number for one who will join, by which it can leave."""
+        return self._seats.new_number()
+
+    def join(self, number: int, tenant: Tenant) -> None:
+        """Take in a tenant.
 
         Raises:
             StagehandOOMError: If reservations leave it less than it needs to run.
@@ -119,7 +123,7 @@ class SharedDevice:
             self._let_go()
             if not len(self._seats):
                 self.ledger.device.reset_peak()
-            seat = self._seats.add(tenant)
+            seat = self._seats.add(number, tenant)
             try:
                 self._seats.check_floor(seat)
             except BaseException:
@@ -127,7 +131,6 @@ class SharedDevice:
                 self._let_go()
                 raise
             seat.limit = self._seats.share_of(seat).limit
-            return seat.number
 
     def leave(self, number: int) -> None:
         """Forget a tenant, and all that was held for it. Idempotent.
