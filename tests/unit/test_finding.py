@@ -428,6 +428,17 @@ def test_module_that_names_a_parameter_of_a_part_once_more_is_no_site_of_it(fits
     assert_each_tensor_is_once(model, finding)
 
 
+def test_opaque_module_with_a_part_that_others_call_reads_its_own_part_itself():
+    shared = linear()
+    opaque = nn.ModuleDict({"own": linear(), "shared": shared})
+    model = nn.Sequential(shared, opaque, linear())
+    budget = bytes_of(model)
+    finding = find_layers(model, budget_bytes=budget, opaque=[nn.ModuleDict])
+    assert names(finding) == ["0", "2"]
+    assert of_group(finding.rest) == ["1.own.weight"]
+    assert_each_tensor_is_once(model, finding)
+
+
 def test_table_that_is_in_use_around_other_blocks_stays_and_is_read_there():
     model = nn.Sequential(nn.Embedding(64, 16), Scaled(), linear())
     model[1].table = model[0].weight

@@ -326,10 +326,14 @@ def _leave_to_parts(cells: list[Group]) -> None:
 
 
 def _is_held_below(site: nn.Module, cell_of: Mapping[int, Group]) -> bool:
-    """Whether parts of a site, that are sites as well, hold all that it holds."""
+    """Whether parts of a site, that are sites as well, hold all it has of its cell.
+
+    An opaque module holds none by itself, and reads what its parts hold.
+    """
     parts = [m for m in site.modules() if m is not site and id(m) in cell_of]
     held = {_memory_key(tensor) for part in parts for tensor in _own(part)}
-    return all(_memory_key(tensor) in held for tensor in _own(site))
+    cell = {_memory_key(tensor) for tensor in cell_of[id(site)].tensors.values()}
+    return cell.intersection(map(_memory_key, site.parameters())) <= held
 
 
 def _own(module: nn.Module) -> list[torch.Tensor]:
