@@ -1,8 +1,6 @@
 """After a failure at any point where memory, events or copies are asked for."""
 
-import contextlib
 import itertools
-import sys
 import warnings
 
 import pytest
@@ -11,6 +9,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 import stagehand
+from interrupts import interrupted_at
 from stagehand import torch_private
 from stagehand.activations.advice import BlockWatch
 from stagehand.activations.carrier import Carrier, Leaving
@@ -97,28 +96,6 @@ def test_books_are_right_after_a_failure_at_any_point(sim, monkeypatch, steps, a
     assert at > 4
 
 
-@contextlib.contextmanager
-def interrupted_at(number, *functions):
-    """Raise at the line of some functions that is reached as the `number`-th."""
-    codes = {function.__code__ for function in functions}
-    lines = itertools.count()
-
-    def look(frame, event, _):
-        if frame.f_code not in codes:
-            return None
-        if event == "line" and next(lines) == number:
-            sys.settrace(before)
-            raise KeyboardInterrupt
-        return look
-
-    before = sys.gettrace()
-    sys.settrace(look)
-    try:
-        yield
-    finally:
-        sys.settrace(before)
-
-
 SENDING = (
     *(Leaving.take, Carrier.send, TransferEngine.send_group),
     *(TransferEngine._put_aside, Traffic.put_aside),
@@ -134,7 +111,7 @@ def test_interrupt_while_tensors_leave_frees_nothing_that_is_being_copied(sim, a
     traffic = Traffic(h2d_slots=8, d2h_slots=8)
     if aside:
         traffic.yield_home(1 << 20)
-    for number in itertools.count(0, 3):
+    for number in itertools.count(1, 3):
         interrupted = False
         with emptied(stagehand.activations(BUDGET)) as saved:
             saved._parts.engine.join(traffic)
@@ -231,7 +208,7 @@ def test_interrupt_where_a_forward_begins_or_ends_leaves_no_hook_on_the_thread(
     """All that later forwards saved went to a forward that was over."""
     model = stack(2).to("hpu")
     expected = gradients(model, plain)
-    for number in itertools.count():
+    for number in itertools.count(1):
         interrupted = False
         with emptied(stagehand.activations(BUDGET)) as saved:
             try:
@@ -257,7 +234,7 @@ WATCHING = (
 def test_interrupt_while_blocks_are_watched_leaves_no_hook_on_them(sim):
     model = stack(2).to("hpu")
     runtime = ActivationRuntime(ActivationStagehandConfig(budget=BUDGET))
-    for number in itertools.count():
+    for number in itertools.count(1):
         watch = runtime.watch_blocks(model.named_children())
         try:
             with interrupted_at(number, *WATCHING), watch:

@@ -9,7 +9,6 @@ import os
 import sys
 import threading
 import warnings
-from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from torch import nn
 
 import stagehand
 from architectures.trees import assert_bitwise_equal
+from interrupts import interrupted_at
 from scenario.small import (
     LAYER_BYTES,
     WIDTH,
@@ -282,33 +282,11 @@ def test_a_change_made_before_an_exception_is_kept(place):
     assert_bitwise_equal(values(model), values(plain), "after shutdown")
 
 
-@contextmanager
-def interrupted_at(number, *functions):
-    """Raise at the line of some functions that is reached as the `number`-th."""
-    codes = {function.__code__ for function in functions}
-    lines = itertools.count()
-    before = sys.gettrace()
-
-    def look(frame, event, _):
-        if frame.f_code not in codes:
-            return None
-        if event == "line" and next(lines) == number:
-            sys.settrace(before)
-            raise KeyboardInterrupt
-        return look
-
-    sys.settrace(look)
-    try:
-        yield
-    finally:
-        sys.settrace(before)
-
-
 def test_an_interrupt_while_slots_get_their_memory_loses_nothing(sim, place):
     memory = SlotMemory.settle_in, SlotMemory._furnish, TransferEngine.adopt
     expected = run_resident(stack(), place, batch())
     held = sim.allocated_bytes()
-    for number in range(40):  # the first three slots, line by line
+    for number in range(1, 41):  # the first three slots, line by line
         model = streamed_stack(place)
         interrupt = interrupted_at(number, *memory)
         with torch.no_grad(), pytest.raises(KeyboardInterrupt), interrupt:
@@ -519,36 +497,11 @@ def test_a_runtime_that_fails_anywhere_while_it_is_made_leaves_a_plain_model(pla
     assert Shape.of(model) == shape
 
 
-@contextmanager
-def interrupted_at_line(number):
-    """Raise at a line of what puts hooks on modules and takes them off."""
-    left = number
-
-    def look(frame, event, _):
-        nonlocal left
-        name, called = frame.f_globals.get("__name__"), frame.f_code.co_name
-        if name == "torch.nn.modules.module" and "register_" not in called:
-            return None
-        if name not in _HOOKING:
-            return None
-        left -= event == "line"
-        if not left:
-            sys.settrace(before)
-            raise KeyboardInterrupt
-        return look
-
-    before = sys.gettrace()
-    sys.settrace(look)
-    try:
-        yield
-    finally:
-        sys.settrace(before)
-
-
-_HOOKING = {
+_HOOKING = (
     *("stagehand.runtime", "stagehand.weights.sites", "stagehand.gradients.home"),
-    *("torch.nn.modules.module", "torch.utils.hooks"),
-}
+    "torch.utils.hooks",
+    *(value for name, value in vars(nn.Module).items() if "register_" in name),
+)
 
 
 @pytest.mark.parametrize("when", ["made", "shut down"])
@@ -561,12 +514,12 @@ def test_an_interrupt_while_a_runtime_is_made_or_ends_leaves_no_hook(place, when
     for number in itertools.count(1, 5):
         interrupted = False
         try:
-            with interrupted_at_line(number if when == "made" else -1):
+            with interrupted_at(number, *(_HOOKING if when == "made" else ())):
                 stagehand.layer(model, vram_budget=3 * BUDGET, device=place)
             if when == "shut down":
                 runtime = runtime_of(model)
                 model.body(torch.ones(2, WIDTH)).sum().backward()
-                with interrupted_at_line(number):
+                with interrupted_at(number, *_HOOKING):
                     runtime.shutdown()
         except KeyboardInterrupt:
             interrupted = True

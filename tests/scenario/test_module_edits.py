@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import stagehand
 from architectures.trees import assert_bitwise_equal
+from interrupts import interrupted_at
 from scenario.small import (
     LAYER_BYTES,
     WIDTH,
@@ -395,28 +396,6 @@ class Counted(Counting):
         return x
 
 
-@contextlib.contextmanager
-def interrupted_at(line, modules):
-    """Raise where the code of some modules has run so many lines."""
-    left = line
-
-    def trace(frame, event, arg):
-        nonlocal left
-        if frame.f_globals["__name__"] not in modules:
-            return None
-        left -= event == "line"
-        if not left and event == "line":
-            raise KeyboardInterrupt
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        yield
-    finally:
-        sys.settrace(before)
-
-
 _MOVING = {f"stagehand.residency.{name}" for name in ("mover", "lookahead")}
 
 
@@ -427,7 +406,7 @@ def test_an_interrupt_between_any_two_lines_of_a_move_loses_nothing(place):
     for line in range(1, 800, 7):
         with torch.no_grad():
             try:
-                with interrupted_at(line, _MOVING):
+                with interrupted_at(line, *_MOVING):
                     model(batch())
             except KeyboardInterrupt:
                 interrupts += 1
@@ -1024,7 +1003,7 @@ def test_an_interrupt_while_a_block_is_pinned_gives_its_memory_to_no_other(sim):
         interrupted = False
         with torch.no_grad():
             try:
-                with interrupted_at(line, _PINNING):
+                with interrupted_at(line, *_PINNING):
                     model(batch())
             except KeyboardInterrupt:
                 interrupted = True
@@ -1048,7 +1027,7 @@ def test_an_interrupt_between_two_marks_of_the_stopwatch_stops_no_later_pass(sim
     for line in range(1, 200):
         with torch.no_grad():
             try:
-                with interrupted_at(line, {"stagehand.core.stopwatch"}):
+                with interrupted_at(line, "stagehand.core.stopwatch"):
                     model(batch())
             except KeyboardInterrupt:
                 interrupts += 1

@@ -2,7 +2,6 @@
 
 import gc
 import itertools
-import linecache
 import sys
 import threading
 from contextlib import ExitStack, contextmanager
@@ -15,6 +14,7 @@ from torch import nn
 
 import stagehand
 from architectures.trees import assert_bitwise_equal
+from interrupts import interrupted_at
 from stagehand.core import turn
 from stagehand.core.turn import awaited_by
 from stagehand.errors import DeadlockError
@@ -548,31 +548,15 @@ def test_nobody_makes_room_by_a_model_that_is_being_made(crowd):
 def test_an_interrupt_while_a_model_joins_leaves_no_place_of_it(crowd):
     """It was there for good, and its budget was everybody's."""
     some = crowd("hpu", [6], 4 * LAYER_BYTES)
-    model, before = wide_model(), sys.gettrace()
+    model = wide_model()
     for number in itertools.count(1, 3):
-        left = number
-
-        def trace(frame, event, _):
-            nonlocal left
-            if frame.f_globals.get("__name__") not in _JOINING:
-                return None
-            text = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
-            ends = text.lstrip().startswith("with ")  # no signal comes there
-            left -= event == "line" and not ends
-            if not left:
-                sys.settrace(before)
-                raise KeyboardInterrupt
-            return trace
-
-        sys.settrace(trace)
         try:
-            stagehand.layer(model, vram_budget=40 * LAYER_BYTES, device="hpu")
+            with interrupted_at(number, *_JOINING):
+                stagehand.layer(model, vram_budget=40 * LAYER_BYTES, device="hpu")
             break
         except KeyboardInterrupt:
             assert len(some.device.holdings()) == 1, number
             assert some.device.ledger.device.limit_bytes == 4 * LAYER_BYTES
-        finally:
-            sys.settrace(before)
     assert number > 50
     runtime_of(model).shutdown()
     some.run(0)

@@ -1,12 +1,11 @@
 """Slots that all engines of a device share, and copies home that yield to loads."""
 
-import contextlib
 import itertools
-import sys
 
 import pytest
 import torch
 
+from interrupts import interrupted_at
 from stagehand.core.device import AcceleratorDevice
 from stagehand.core.limits import Limits, Priority
 from stagehand.core.telemetry import Counters
@@ -331,27 +330,6 @@ def test_strided_copies_go_whole(sim):
 # Failures
 
 
-@contextlib.contextmanager
-def interrupted_at(number):
-    """Raise at the `number`-th line of `traffic.py` that is run inside."""
-    lines = itertools.count(1)
-
-    def look(frame, event, _):
-        if frame.f_globals["__name__"] != Traffic.__module__:
-            return None
-        if event == "line" and next(lines) == number:
-            sys.settrace(before)
-            raise KeyboardInterrupt
-        return look
-
-    before = sys.gettrace()
-    sys.settrace(look)
-    try:
-        yield
-    finally:
-        sys.settrace(before)
-
-
 def assert_all_through(rig, pairs):
     """What was put aside is home, and the next copy starts as the first did."""
     rig.engine.drain()
@@ -367,7 +345,7 @@ def test_an_interrupt_anywhere_stops_nothing_for_ever(sim):
         rig = Rig(yielding(share=lambda nbytes: nbytes / 4, backlog=2 * NBYTES))
         pairs, interrupted = [], False
         try:
-            with interrupted_at(line):
+            with interrupted_at(line, Traffic.__module__):
                 for number in range(1, 5):
                     pair = rig.made(float(number)), rig.home()
                     rig.engine.send_group([pair], makers=[rig.main])

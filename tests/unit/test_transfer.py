@@ -3,13 +3,13 @@
 import contextlib
 import inspect
 import itertools
-import sys
 import textwrap
 from functools import partial
 
 import pytest
 import torch
 
+from interrupts import interrupted_at
 from stagehand.core import transfer
 from stagehand.core.device import AcceleratorDevice, HostDevice
 from stagehand.core.flight import Flight
@@ -469,7 +469,7 @@ def test_of_what_goes_home_two_groups_are_kept_until_the_host_has_waited(sim):
 
 def test_interrupt_anywhere_frees_nothing_that_is_going_home(sim):
     """A copy was queued, and its source not kept yet."""
-    for number in itertools.count():
+    for number in itertools.count(1):
         rig = Rig()
         rig.engine.flight.group_bytes = 2 * NBYTES
         interrupted, taken = False, []
@@ -479,12 +479,13 @@ def test_interrupt_anywhere_frees_nothing_that_is_going_home(sim):
             home = rig.host(9)
             how = {"block": 0, "maker": rig.side, "shared": False}
             going = partial(rig.engine.carry_home, made, home, **how)
-            if value == 3 and is_interrupted(number, going):
-                interrupted = True
-            else:
+            where = (Flight.__module__, transfer.__name__) if value == 3 else ()
+            try:
+                with interrupted_at(number, *where):
+                    going()
                 taken.append((value, home))
-            if value != 3:
-                going()
+            except KeyboardInterrupt:
+                interrupted = True
             del going, made  # its maker has the memory for the next one
         rig.engine.await_home()
         for value, home in taken:
@@ -492,29 +493,6 @@ def test_interrupt_anywhere_frees_nothing_that_is_going_home(sim):
         if not interrupted:
             break
     assert number > 20
-
-
-def is_interrupted(number, call):
-    """Call something and raise at its `number`-th line; return whether there is one."""
-    lines = itertools.count()
-
-    def look(frame, event, _):
-        if frame.f_globals["__name__"] not in {Flight.__module__, transfer.__name__}:
-            return None
-        if event == "line" and next(lines) == number:
-            sys.settrace(before)
-            raise KeyboardInterrupt
-        return look
-
-    before = sys.gettrace()
-    sys.settrace(look)
-    try:
-        call()
-    except KeyboardInterrupt:
-        return True
-    finally:
-        sys.settrace(before)
-    return False
 
 
 def test_every_wait_of_the_lanes_is_a_guard_that_was_taken_out():

@@ -1,6 +1,7 @@
 """WorkerGroup: threads whose failures reach the caller and whose end is certain."""
 
 import gc
+import itertools
 import subprocess
 import sys
 import textwrap
@@ -10,6 +11,7 @@ from concurrent.futures import CancelledError
 
 import pytest
 
+from interrupts import interrupted_at
 from stagehand.core.workers import WorkerGroup, failure_of
 from stagehand.errors import ClosedError, ReadError, StagehandWarning
 
@@ -93,6 +95,22 @@ def test_jobs_are_done_by_a_thread_that_cannot_begin_as_it_should():
     group = WorkerGroup("reader", 1, refuse)
     assert group.submit(int, "7").result(PATIENCE) == 7
     group.close()
+
+
+def test_an_interrupt_where_a_thread_begins_leaves_workers_that_do_jobs_and_end():
+    """It was among those to join, and was never started."""
+    for number in itertools.count(1):
+        group, interrupted = WorkerGroup("reader", 1), False
+        try:
+            with interrupted_at(number, WorkerGroup._have_threads):
+                group.submit(str)
+        except KeyboardInterrupt:
+            interrupted = True
+        assert group.submit(int, "7").result(PATIENCE) == 7
+        group.close()
+        if not interrupted:
+            break
+    assert number > 5
 
 
 def test_failure_reaches_whoever_asks_for_the_result_and_no_one_else(group):

@@ -1,0 +1,44 @@
+"""Interrupts at any line of some code, as Ctrl-C may come."""
+
+import linecache
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+__all__ = ["interrupted_at"]
+
+
+@contextmanager
+def interrupted_at(number: int, *where: str | Callable[..., Any]) -> Iterator[None]:
+    """Raise KeyboardInterrupt at the so many-th line that some code runs, from 1 on.
+
+    Not where a `with` ends: no signal comes between a block and its `__exit__`.
+
+    Args:
+        number: Of the line.
+        where: Modules, by their names, and functions.
+    """
+    modules = {part for part in where if isinstance(part, str)}
+    codes = {part.__code__ for part in where if not isinstance(part, str)}
+    left = number
+
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        nonlocal left
+        inside = frame.f_globals.get("__name__") in modules or frame.f_code in codes
+        if not inside:
+            return None
+        line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+        left -= event == "line" and not line.lstrip().startswith("with ")
+        if not left:
+            sys.settrace(before)
+            raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
