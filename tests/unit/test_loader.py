@@ -14,7 +14,7 @@ from stagehand.core.ledger import Account
 from stagehand.core.states import BlockState
 from stagehand.core.stopwatch import Stopwatch
 from stagehand.core.telemetry import Counters
-from stagehand.core.transfer import Priority, Slot, TransferEngine
+from stagehand.core.transfer import Priority, Slot, Ticket, TransferEngine
 from stagehand.core.workers import WorkerGroup
 from stagehand.errors import ReadError, StagehandInternalError, StagehandOOMError
 from stagehand.residency.blocks import Block
@@ -343,6 +343,29 @@ def test_resized_slabs_wait_for_their_copies_and_drop_what_is_staged(lane, sim, 
     lease.buffer.fill_(9)
     lease.release()
     assert rig.on_device(rig.blocks[0]) == 0
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_slabs_are_given_back_after_a_wait_for_their_copies_was_interrupted(
+    lane, monkeypatch, kept
+):
+    rig = lane(slabs=2)
+    rig.loader.keep(rig.blocks[:2] if kept else [])
+    for block in rig.blocks[:2]:
+        assert rig.start(block)
+    waits = []
+
+    def interrupt(_):
+        waits.append(None)
+        if len(waits) == 2:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Ticket, "wait_host", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            rig.loader.set_slabs(0, 0)
+    rig.loader.set_slabs(0, 0)
+    assert rig.pinned.leased_bytes == 0
 
 
 def test_fewer_slabs_are_fewer_at_once(lane):

@@ -146,14 +146,15 @@ class LaneLoader:
 
     def _let_go(self, index: int) -> None:
         """Stop keeping a block."""
-        slab = self._keepers.pop(index)
-        if slab is None:
-            return
-        if slab.block is not None:
-            self.forget(slab.block)
-        if slab.sent is not None:
-            slab.sent.wait_host()
-        slab.lease.release()
+        slab = self._keepers[index]
+        if slab is not None:
+            if slab.block is not None:
+                self.forget(slab.block)
+            if slab.sent is not None:
+                slab.sent.wait_host()
+        del self._keepers[index]  # an interrupt of that wait leaves it to be let go
+        if slab is not None:
+            slab.lease.release()
 
     def _own_slab(self, block: Block) -> _Slab | None:
         """Return the slab that keeps a block, if it shall be kept and there is room."""
@@ -431,5 +432,5 @@ class LaneLoader:
         for slab in self._slabs:
             if slab.sent is not None:
                 slab.sent.wait_host()
-            slab.lease.release()
-        self._slabs.clear()
+        while self._slabs:
+            self._slabs.pop().lease.release()
