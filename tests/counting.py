@@ -1,9 +1,10 @@
 """Counts what code does instead of timing it: a count is the same on every machine."""
 
-import sys
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
+
+from tracing import traced
 
 __all__ = ["Counted", "lines_run"]
 
@@ -17,12 +18,8 @@ def lines_run(call: Callable[..., object], *args: Any, **kwargs: Any) -> int:
         count += event == "line"
         return trace
 
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
+    with traced(trace):
         call(*args, **kwargs)
-    finally:
-        sys.settrace(before)
     return count
 
 

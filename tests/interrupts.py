@@ -1,11 +1,12 @@
 """Interrupts at any line of some code, as Ctrl-C may come."""
 
 import linecache
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
+
+from tracing import traced
 
 __all__ = ["interrupted_at"]
 
@@ -32,13 +33,8 @@ def interrupted_at(number: int, *where: str | Callable[..., Any]) -> Iterator[No
         line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
         left -= event == "line" and not line.lstrip().startswith("with ")
         if not left:
-            sys.settrace(before)
             raise KeyboardInterrupt
         return trace
 
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
+    with traced(trace):
         yield
-    finally:
-        sys.settrace(before)

@@ -144,7 +144,7 @@ class Passing(PassListener):
 
         And what was stepped though it is frozen.
         """
-        frozen, self._steps.frozen = self._steps.frozen, set()
+        frozen = self._steps.take_frozen()
         if not self._parts.trains:
             return
         for block in self._parts.streamed:

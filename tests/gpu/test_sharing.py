@@ -132,6 +132,7 @@ def test_a_conducted_model_trains_exactly_and_its_passes_wait_for_nothing(
     if choice == "measure":
         rates = conductor.link
         assert min(rates.h2d, rates.d2h, rates.h2d_busy, rates.d2h_busy) > 0
+    model.zero_grad()
     model.requires_grad_(False)  # else each pass ends with a wait, see the README
     settle(model, x, place)
     assert place.forbidden_calls(passes(model, x, count=2)) == []

@@ -5,7 +5,6 @@ import dis
 import functools
 import itertools
 import math
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from pathlib import Path
@@ -34,6 +33,7 @@ from scenario.small import (
 )
 from stagehand.core.transfer import TransferEngine
 from stagehand.torch_private import top_saved_hooks
+from tracing import traced
 
 
 @pytest.fixture(params=["hpu", "cpu"])
@@ -919,12 +919,8 @@ def interrupted_at_call(number):
         look(frame)
         return inside
 
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
+    with traced(trace):
         yield
-    finally:
-        sys.settrace(before)
 
 
 def _is_swallowed(frame):

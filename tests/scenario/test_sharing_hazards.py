@@ -2,7 +2,6 @@
 
 import gc
 import itertools
-import sys
 import threading
 from contextlib import ExitStack, contextmanager
 
@@ -23,6 +22,7 @@ from stagehand.residency import shared
 from stagehand.residency.shared import SharedDevice
 from stagehand.torch_private import is_autograds
 from stagehand.weights import edges
+from tracing import traced
 
 __all__ = ["crowd"]
 
@@ -529,12 +529,8 @@ def test_nobody_makes_room_by_a_model_that_is_being_made(crowd):
             in_threads(ask)
         return trace
 
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
+    with traced(trace):
         stagehand.layer(model, vram_budget=4 * LAYER_BYTES, device="hpu")
-    finally:
-        sys.settrace(before)
     assert len(gave) > 10
     assert not any(gave)
     with torch.no_grad():

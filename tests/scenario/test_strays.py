@@ -517,8 +517,10 @@ class Given(nn.Module):
         return Times.apply(x, self.inner.weight)
 
 
-def given(later: bool) -> tuple[nn.Module, Callable[[], list[torch.Tensor]]]:
-    """Return a model with such a layer, on the device, and what trains it."""
+def given(
+    later: bool,
+) -> tuple[nn.Module, Callable[[], list[torch.Tensor]], list[torch.Tensor]]:
+    """Return a streamed model with such a layer, what trains it, and its gradients."""
     model, x = make(lambda: Given(later))
     model.requires_grad_(True).to("hpu")
 
@@ -527,17 +529,17 @@ def given(later: bool) -> tuple[nn.Module, Callable[[], list[torch.Tensor]]]:
         model(x.to("hpu")).square().mean().backward()
         return [p.grad.cpu() for p in model.parameters() if p.grad is not None]
 
-    return model, learn
+    expected = learn()
+    model.zero_grad()
+    stagehand.layer(model.to("cpu"), vram_budget=3 * LAYER_BYTES)
+    return model, learn, expected
 
 
 def test_functions_that_are_given_weights_from_elsewhere_are_warned_of_once(
     sim: ModuleType,
 ) -> None:
     """Autograd expects a gradient where the weight was when the function was called."""
-    model, learn = given(later=True)
-    expected = learn()
-    model.zero_grad()
-    stagehand.layer(model.to("cpu"), vram_budget=3 * LAYER_BYTES)
+    model, learn, expected = given(later=True)
     with (
         pytest.warns(stagehand.StagehandWarning, match=r"'middle\.inner'.*Function"),
         pytest.raises(RuntimeError, match="expected device cpu"),
@@ -551,10 +553,7 @@ def test_functions_that_are_given_weights_from_elsewhere_are_warned_of_once(
 def test_functions_are_given_weights_that_a_pass_without_gradients_has_found(
     sim: ModuleType,
 ) -> None:
-    model, learn = given(later=True)
-    expected = learn()
-    model.zero_grad()
-    stagehand.layer(model.to("cpu"), vram_budget=3 * LAYER_BYTES)
+    model, learn, expected = given(later=True)
     with torch.no_grad():
         model(torch.randn(3, WIDTH))
     for number in range(3):
@@ -565,10 +564,7 @@ def test_functions_are_given_weights_that_a_pass_without_gradients_has_found(
 def test_functions_may_read_weights_in_backward_that_were_at_hand_in_the_forward(
     sim: ModuleType,
 ) -> None:
-    model, learn = given(later=False)
-    expected = learn()
-    model.zero_grad()
-    stagehand.layer(model.to("cpu"), vram_budget=3 * LAYER_BYTES)
+    model, learn, expected = given(later=False)
     for number in range(3):
         assert_bitwise_equal(learn(), expected, f"step {number}")
     model._stagehand_layer_runtime.shutdown()

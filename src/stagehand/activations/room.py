@@ -163,8 +163,10 @@ class Room(Returning):
             for scope in tuple(self._open):
                 self._flush(scope)
             self._send_waiting(at_once=True)
-            while self._held > limit + self._leaving_bytes and self._kept:
-                self._send_oldest(self._held - self._leaving_bytes - limit)
+            while (
+                self._kept and (excess := self._held - self._leaving_bytes - limit) > 0
+            ):
+                self._send_oldest(excess)
             if not self._leaving and self._drop_used():
                 continue
             if not self._leaving:

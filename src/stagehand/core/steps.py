@@ -30,8 +30,7 @@ class Steps:
 
     def __init__(self, prepare: Callable[[], None]) -> None:
         _watch()
-        self.frozen: set[int] = set()
-        """Ids of what was stepped though it is frozen: it had a gradient left."""
+        self._frozen: set[int] = set()
         self._seen = Steps._begun
         self._prepare = prepare
         _known.add(self)
@@ -40,6 +39,14 @@ class Steps:
         """Return whether one has begun since this was asked last."""
         seen, self._seen = self._seen, Steps._begun
         return seen != self._seen
+
+    def take_frozen(self) -> set[int]:
+        """Return the ids of what was stepped though it is frozen, since this was asked.
+
+        It had a gradient left.
+        """
+        frozen, self._frozen = self._frozen, set()
+        return frozen
 
 
 _known: weakref.WeakSet[Steps] = weakref.WeakSet()
@@ -51,12 +58,16 @@ def _watch() -> None:
 
 
 def _note(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    if not is_dynamo_compiling():  # it would compile a step anew each time
-        Steps._begun += 1
-        params = (p for group in optimizer.param_groups for p in group["params"])
-        frozen = [id(p) for p in params if not p.requires_grad and p.grad is not None]
-        for steps in tuple(_known):
-            steps.frozen.update(frozen)
-        if not in_backward():
-            for steps in tuple(_known):
-                steps._prepare()
+    if is_dynamo_compiling():
+        return  # it would compile a step anew each time
+    Steps._begun += 1
+    known = tuple(_known)
+    if not known:
+        return
+    params = (p for group in optimizer.param_groups for p in group["params"])
+    frozen = [id(p) for p in params if not p.requires_grad and p.grad is not None]
+    in_midst = in_backward()
+    for steps in known:
+        steps._frozen.update(frozen)
+        if not in_midst:
+            steps._prepare()

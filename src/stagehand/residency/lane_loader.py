@@ -120,7 +120,7 @@ class LaneLoader:
         if count and not self._slabs:
             raise StagehandOOMError(
                 f"the pinned memory has {format_bytes(self._arena.free_bytes)} left,"
-                f" for others have taken theirs meanwhile: expected room to stage a"
+                " for others have taken theirs meanwhile: expected room to stage a"
                 f" block of {format_bytes(nbytes)}; raise pinned_cap_mb, or end a model"
                 " that shares the device",
                 needed_bytes=nbytes,
