@@ -31,7 +31,7 @@ ROWS = (
     "pass over its bound, ltx-2, a third on the device, layers",
     "virtual time over the bound, LTX-2, 768 tokens, PCIe 5, in pieces",
     "virtual time over the bound, B1, LTX-2 LoRA, PCIe 5, 19 GB kept",
-    "acquire and release over allocate and touch",
+    "acquire and release over allocate and touch, medians",
     "first output, pinned meanwhile over before",
     "delay of a reader thread while operators run",
     "pack and unpack a weight, over identity hooks",
