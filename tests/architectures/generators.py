@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any
 
 from architectures.language import GPT2, LLAMA, MIXTRAL, QWEN3, prompt
-from architectures.text import T5, sentences
+from architectures.text import M2M_100, T5, sentences
 
 NEW_TOKENS = 8
 
@@ -30,5 +30,8 @@ GENERATORS = (
         dataclasses.replace(model, call=generate, inputs=prompt)
         for model in (LLAMA, QWEN3, GPT2, MIXTRAL)
     ),
-    dataclasses.replace(T5, call=generate, inputs=sentences),
+    *(
+        dataclasses.replace(model, call=generate, inputs=sentences)
+        for model in (T5, M2M_100)
+    ),
 )

@@ -84,6 +84,9 @@ T5 = _encoder_decoder(
     decoder_start_token_id=0,
 )
 
+# Its encoder finds positions where its input is.
+M2M_100 = _encoder_decoder("m2m_100", "M2M100ForConditionalGeneration", **BART_LIKE)
+
 ENCODERS = (
     _encoder("bert", "BertModel", **ENCODER),
     _encoder("roberta", "RobertaModel", **ENCODER, pad_token_id=1),

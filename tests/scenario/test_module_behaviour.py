@@ -1004,3 +1004,43 @@ def test_a_copy_of_a_parked_model_is_a_plain_one(left, copied):
         assert_bitwise_equal(
             twin.to("hpu")(batch().to("hpu")), plain(batch().to("hpu")), "a copy"
         )
+
+
+class Encoder(nn.Module):
+    """Looks positions up in a buffer, where its input is."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("positions", torch.randn(4, WIDTH))
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(6))
+
+    def forward(self, ids):
+        x = self.positions.index_select(0, ids)
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return x
+
+
+class Headed(nn.Module):
+    """A model that computes on with what another one gives."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+        self.head = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, ids):
+        return self.head(self.inner(ids))
+
+
+def test_a_model_inside_of_a_models_part_is_entered_by_itself(place):
+    """As `generate()` of `transformers` calls encoders, with its input on the host."""
+    torch.default_generator.manual_seed(0)
+    model = Headed(Headed(Encoder()))
+    encoder, ids = model.inner.inner, torch.tensor([2, 0, 3])
+    expected = run_resident(encoder, place, ids)
+    runtime = runtime_of(stagehand.layer(model, vram_budget=BUDGET, device=place))
+    assert_passes_equal(encoder, expected, ids)
+    assert runtime.report().passes == 3
+    assert hooks_of(encoder)["layers.1"] == (1, 1)
+    runtime.shutdown()

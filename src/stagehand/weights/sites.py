@@ -31,7 +31,7 @@ from stagehand.torch_private import (
 from stagehand.weights.edges import apart
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, MutableMapping
+    from collections.abc import Callable, MutableMapping, Sequence
     from types import FrameType
 
     from torch.utils.hooks import RemovableHandle
@@ -437,6 +437,28 @@ def _wrapped(model: nn.Module) -> list[nn.Module]:
         found += parts
 
 
+def _entrances(models: Sequence[nn.Module]) -> list[nn.Module]:
+    """Return what others may call: a model, its parts, and the parts of those.
+
+    Of a list or a sequence of parts none is called past it: to hook all of them would
+    cost time. Of inner parts, what has none itself is a site or reads what stays.
+
+    Args:
+        models: The model in all of its wrappings, the outermost first.
+    """
+    found = dict.fromkeys(models)
+    model = models[-1]
+    around = [model]
+    for module in around:
+        for part in module.children():
+            is_entered = _is_called(part) and (module is model or bool(part._modules))
+            if is_entered and part not in found:
+                found[part] = None
+                if not isinstance(part, nn.Sequential):
+                    around.append(part)
+    return [part for part in found if _is_called(part)]
+
+
 class SiteHooks:
     """All hooks of one runtime on its model, installed and removed together.
 
@@ -480,16 +502,15 @@ class SiteHooks:
         self._models: WeakSet[nn.Module] = WeakSet()
 
     def add_model(self, model: nn.Module) -> None:
-        """Make edges of the module that users call and of its children.
+        """Make edges of the module that users call and of its parts.
 
         Where it wraps another one, whose methods may be called past it, of that one's.
         """
         models = _wrapped(model)
         self._models.update(models)
-        for edge in (*models, *models[-1].children()):
-            if _is_called(edge):
-                begin = _EdgeBegin(self._edges, self._rise, self._settle)
-                self._hook_edge(edge, begin, self._handles)
+        for edge in _entrances(models):
+            begin = _EdgeBegin(self._edges, self._rise, self._settle)
+            self._hook_edge(edge, begin, self._handles)
         loading = _StateLoading(model, self._await_reads)
         asking = _StateAsked(self._edges, self._settle)
         given = _StateGiven(asking, self._resume)
