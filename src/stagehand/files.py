@@ -13,6 +13,7 @@ from stagehand.residency.blocks import Block
 from stagehand.stores.checkpoint import Checkpoint, Extent, KeyMap, key_of
 from stagehand.stores.files import FileSet
 from stagehand.stores.safetensors import SafetensorsStore, host_tensor
+from stagehand.torch_private import give_value
 
 __all__ = ["back_by_files", "check_key_map", "make_real", "names_in"]
 
@@ -140,13 +141,5 @@ def _give_values(
 def make_real(tensors: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
     """Give values to those tensors that are on `meta`; they stay the same objects."""
     for tensor, value in zip(tensors, values, strict=True):
-        if not tensor.is_meta:
-            continue
-        real = (
-            nn.Parameter(value, requires_grad=tensor.requires_grad)
-            if isinstance(tensor, nn.Parameter)
-            else value
-        )
-        attributes = dict(tensor.__dict__)  # they would go with the old values
-        torch.utils.swap_tensors(tensor, real)  # type: ignore[no-untyped-call]
-        tensor.__dict__.update(attributes)
+        if tensor.is_meta:
+            give_value(tensor, value)

@@ -23,6 +23,9 @@
   do so again? Without it, importing the library is refused.
 - `torch._neg_view`: bring back what is saved as the negative of its memory, as the
   imaginary part of a conjugate is. Without it, importing the library is refused.
+- `torch._C._swap_tensor_impl`: give a tensor another value, type and device in place.
+  `torch.utils.swap_tensors` refuses tensors with weak references, as recurrent layers
+  have to theirs. Without it, importing the library is refused.
 - `torch.autograd.Variable._execution_engine.queue_callback`: learn that a backward pass
   is over. It came with the engine.
 - `torch.autograd.graph._engine_run_backward`: the function in which a thread waits for
@@ -92,6 +95,7 @@ __all__ = [
     "dispatch_modes",
     "dispatching",
     "func_transform",
+    "give_value",
     "graph_task",
     "has_more_hooks",
     "in_backward",
@@ -156,6 +160,10 @@ graph_task: Callable[[], int] = _required("_current_graph_task_id")
 """The number of the backward pass in which this thread runs, or -1."""
 negated: Callable[[torch.Tensor], torch.Tensor] = _required("_neg_view", torch)
 """Return the negative of a tensor, over the same memory."""
+_swap_values: Callable[[torch.Tensor, torch.Tensor], None] = _required(
+    "_swap_tensor_impl"
+)
+
 sequence_number: Callable[[], int] = _required("_get_sequence_nr", torch._C._autograd)
 """The number that this thread's next operator will have in the graph. Backward goes
 through the graph from the highest number down."""
@@ -197,6 +205,14 @@ CAST = torch.ops.aten._to_copy.default
 """What a dispatch mode sees of a cast."""
 WRAPPERS = _wrapper_count()
 """How often Python's own object for a storage counts, once it was asked for."""
+
+
+def give_value(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    """Give a tensor another value, type and device.
+
+    It stays the same object, with its attributes, and requires a gradient as before.
+    """
+    _swap_values(tensor, value.detach().requires_grad_(tensor.requires_grad))
 
 
 def storage_use_count(storage: torch.UntypedStorage) -> int:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from small import batch, runtime_of, stack
+from small import WIDTH, batch, runtime_of, stack
 from torch import nn
 
 import stagehand
@@ -323,6 +324,22 @@ def test_attributes_of_parameters_are_kept(sim, tmp_path):
     model = stagehand.load(marked, tmp_path, vram_budget="12KB")
     assert {p.mark for p in model.parameters()} == {"kept"}
     runtime_of(model).shutdown()
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU], ids=["lstm", "gru"])
+def test_layers_that_refer_to_their_weights_weakly_are_loaded(kind, sim, tmp_path):
+    torch.default_generator.manual_seed(4)
+    plain = kind(WIDTH, WIDTH, num_layers=2)
+    x, path = torch.randn(5, WIDTH), tmp_path / "recurrent.safetensors"
+    save_file(plain.state_dict(), path)
+    make = functools.partial(kind, WIDTH, WIDTH, num_layers=2)
+    model = stagehand.load(make, path, vram_budget="1MB", device="hpu")
+    expected = deepcopy(plain).to("hpu")(x.to("hpu"))
+    for number in range(2):
+        assert_bitwise_equal(flatten(model(x)), flatten(expected), f"pass {number}")
+    runtime_of(model).shutdown()
+    expected = plain(x)
+    assert_bitwise_equal(flatten(aligned(model)(x)), flatten(expected), "on the host")
 
 
 # Element types and what is computed

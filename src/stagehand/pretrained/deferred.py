@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 
 from stagehand.errors import ConfigError
 from stagehand.pretrained.operators import Call
-from stagehand.torch_private import DispatchMode, dispatching
+from stagehand.torch_private import DispatchMode, dispatching, give_value
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -84,7 +84,7 @@ def build(make: Callable[[], Any], dtype: torch.dtype | None = None) -> Built:
         if value is None:
             unknown.append(name)
         elif value is not tensor:
-            _replace(tensor, value)
+            give_value(tensor, value)
     return Built(model=model, unknown=tuple(unknown), value_of=mode.value_of)
 
 
@@ -94,17 +94,7 @@ def empty_tensor(tensor: torch.Tensor, dtype: torch.dtype) -> None:
     empty = torch.empty_strided(
         tensor.shape, tensor.stride(), dtype=dtype, device="meta"
     )
-    _replace(tensor, empty)
-
-
-def _replace(tensor: torch.Tensor, value: torch.Tensor) -> None:
-    """Give a tensor another value, type and device, in place."""
-    value = value.detach()
-    if isinstance(tensor, nn.Parameter):
-        value = nn.Parameter(value, requires_grad=tensor.requires_grad)
-    attributes = dict(tensor.__dict__)  # they would go with the old values
-    torch.utils.swap_tensors(tensor, value)  # type: ignore[no-untyped-call]
-    tensor.__dict__.update(attributes)
+    give_value(tensor, empty)
 
 
 def _name(make: Callable[[], Any]) -> str:
@@ -289,7 +279,7 @@ class _Assignments(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         if func == _ASSIGN and args[0].is_meta is not args[1].is_meta:
-            return _replace(*args)
+            return give_value(*args)
         return func(*args, **(kwargs or {}))
 
 
