@@ -291,11 +291,8 @@ class Passing(PassListener):
         if not torch.is_grad_enabled():
             return False
         if self._gradients is not None:
-            if block.trains:
-                if reader.binding != block.bindings and reader.several is False:
-                    reader.binding = block.bindings  # mostly
-                elif self._saved.backward is None:
-                    reader.begin(block)
+            if block.trains and self._saved.backward is None:
+                reader.begin(block)
             if block.unseen:
                 self._saved.site = block
         return self._saved.rise()

@@ -224,6 +224,55 @@ def test_a_weight_that_begins_to_be_used_several_times_is_accumulated_exactly(
     assert_trains_equally(built(Net), script, setting)
 
 
+class RowByRow(nn.Linear):
+    """Reads its weight once for each row."""
+
+    def forward(self, x):
+        return x + torch.cat([super(RowByRow, self).forward(row) for row in x.split(1)])
+
+
+class Recurrent(nn.LSTM):
+    """Reads its weights once for each row."""
+
+    def __init__(self, width, _):
+        super().__init__(width, width)
+
+    def forward(self, x):
+        return x + super().forward(x)[0]
+
+
+@over([*FEW, Setting("hpu", "layers", "third")])
+@pytest.mark.parametrize("kind", [RowByRow, Recurrent])
+@pytest.mark.parametrize("parts", [[1, 3, 3], [1, 1, 2, 1, 4]], ids=str)
+def test_a_use_may_read_weights_more_often_than_the_first_one_did(
+    sim, setting, kind, parts
+):
+    """As in autoencoders of videos, whose first part is a single frame."""
+
+    class InParts(Net):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList(kind(WIDTH, WIDTH) for _ in range(4))
+
+        def forward(self, x):
+            done = []
+            for part in x.split(parts):
+                hidden = self.entry(part) + (done[-1][-1] if done else 0)
+                for block in self.blocks:
+                    hidden = block(hidden)
+                done.append(hidden)
+            return self.head(torch.cat(done))
+
+    def script(run):
+        optimizer = sgd(run)
+        for number in range(2):
+            run.backward(run.model(run.batch(number, sum(parts))).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+
+    assert_trains_equally(built(InParts), script, setting)
+
+
 @over(FEW)
 def test_reentrant_checkpoints_accumulate_one_by_one(sim, setting):
     class Recomputing(Reusing):

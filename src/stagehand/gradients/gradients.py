@@ -50,6 +50,7 @@ from stagehand.torch_private import (
     is_last_hook,
     keeps_graph,
     make_last_hook,
+    sequence_number,
     storage_use_count,
 )
 
@@ -270,11 +271,14 @@ class Gradients:
         return unsubscribe
 
     def end_use(self, reader: Reader, output: Any) -> None:
-        """A site ends whose weights may have several terms in one sum of autograd's."""
+        """A site ends: its weights may have several terms in one sum of autograd's."""
         since, reader.since = reader.since or 0, None
+        nodes = sequence_number() - since
+        if nodes == reader.once and not reader.again:
+            return  # mostly
         terms = terms_of(output, since)
-        if terms and not reader.several:
-            reader.several = any(len(makers) > 1 for makers in terms.values())
+        if terms and all(len(makers) == 1 for makers in terms.values()):
+            reader.once = nodes
         for node, makers in terms.items():
             home = self._homes.get(id(node.variable))  # type: ignore[attr-defined]
             if home is not None and (reader.again or len(makers) > 1):

@@ -360,16 +360,14 @@ class Reader:
     Attributes:
         own: The parameters it reads, by id: others may read the rest of the block.
         binding: Of the block, when the site began last.
-        since: The number of the graph's next node then, if what the site adds to the
-            graph is to be looked at when it ends.
+        since: The number of the graph's next node then, if a backward is to come.
         again: Whether what it reads may have been read before in the same binding.
-        several: Whether a use of the site reads a weight more than once; None if that
-            is not known yet.
+        once: How many nodes a use adds to the graph that reads each weight once; none
+            adds -1. Another use may do so more often: over more frames, or more steps.
         cast: What of it autocast casts in a use; None if that is not known yet.
     """
 
-    __slots__ = ("_tied", "again", "binding", "cast", "own", "several", "since")
-    several: bool | None
+    __slots__ = ("_tied", "again", "binding", "cast", "once", "own", "since")
     cast: tuple[torch.Tensor, ...] | None
 
     def __init__(self, own: Mapping[int, torch.Tensor], *, tied: bool) -> None:
@@ -382,15 +380,14 @@ class Reader:
 
     def forget(self) -> None:
         """The model's modules are others now: its uses may be, too."""
-        self.several = True if self._tied else None
+        self.once = -1
         self.cast = None
 
     def begin(self, block: Block) -> None:
         """The site begins, for a backward pass to come."""
         self.again = self._tied or self.binding == block.bindings
         self.binding = block.bindings
-        if self.again or self.several is not False:
-            self.since = sequence_number()
+        self.since = sequence_number()
 
 
 def readers_of(sites: Sequence[tuple[nn.Module, Block]]) -> list[Reader]:
