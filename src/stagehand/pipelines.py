@@ -17,11 +17,11 @@ from stagehand.sharing import HANDLE
 
 if TYPE_CHECKING:
     import types
-    from collections.abc import Callable
 
     import torch
     from typing_extensions import Self
 
+    from stagehand.core.device import Device
     from stagehand.report import Report
     from stagehand.runtime import Runtime
 
@@ -38,9 +38,7 @@ class Pipeline:
         runtimes: The runtime of each model, by its name in the pipeline.
     """
 
-    def __init__(
-        self, runtimes: Mapping[str, Runtime], undo: Callable[[], None] | None = None
-    ) -> None:
+    def __init__(self, runtimes: Mapping[str, Runtime], undo: ExitStack) -> None:
         self.runtimes = dict(runtimes)
         self._undo = undo
 
@@ -71,13 +69,8 @@ class Pipeline:
         return sum(device.ledger.device.peak_bytes for device in shared)
 
     def shutdown(self) -> None:
-        """Give back plain models. Idempotent."""
-        undo, self._undo = self._undo, None
-        with ExitStack() as rest:  # in reverse; all of it, whatever fails
-            if undo is not None:
-                rest.callback(undo)
-            for runtime in reversed(self.runtimes.values()):
-                rest.callback(runtime.shutdown)
+        """Give back plain models, but for what streamed already. Idempotent."""
+        self._undo.close()  # all of it, whatever fails
 
 
 def pipeline(
@@ -97,9 +90,11 @@ def pipeline(
     Args:
         pipe_or_dict: A pipeline of `diffusers`, or anything else whose `components` is
             a dict; or a dict. What is in it and no module is left alone. A pipeline of
-            `diffusers` says that it is on the device, until `shutdown()`.
+            `diffusers` says that it is on the device, until `shutdown()`, and so do
+            those in it. Some or all of its models may stream already, by `load()` or as
+            those of another pipeline; they stay as they are, also at its `shutdown()`.
         vram_budget: Device bytes for the weights of all models together, as in
-            `layer()`.
+            `layer()`; those of what streams already, if there is any.
         ram_budget: Page-locked host bytes for all of them; each gets its part.
         device: Where to compute: the accelerator by default, the host without one.
         **options: Others of `layer()`, for each model.
@@ -109,8 +104,9 @@ def pipeline(
         gives back plain models; it can be used as a context, too.
 
     Raises:
-        ConfigError: If there is no model, or one is streamed already; or if `shared` or
-            `name` is among the options.
+        ConfigError: If there is no model, or it is streamed already: the pipeline, a
+            model of a dict, or all for which there are options; or if `shared` or
+            `name` is among these.
         StagehandOOMError: If the budget is too small for one of them. Nothing is
             changed then.
 
@@ -126,15 +122,24 @@ def pipeline(
             )
     place = find_device(device)
     models = _models(pipe_or_dict)
+    pipes = _pipes_in(pipe_or_dict)
+    runtimes = _streamed(models, place) if pipes else {}
+    models = {name: m for name, m in models.items() if name not in runtimes}
+    if not models and (vram_budget is not None or ram_budget is not None or options):
+        raise ConfigError(
+            f"all {len(runtimes)} models of the pipeline are streamed already: expected"
+            " no budget and no option for them, or their shutdown() first"
+        )
     sizes = {name: _weight_bytes(model) for name, model in models.items()}
+    if runtimes and vram_budget is None:
+        vram_budget = max(r._parts.budget_bytes for r in runtimes.values())
     budget = device_budget(place, vram_budget)
     pinned: dict[str, int] = {}
     if ram_budget is not None and place.is_host:  # there is one memory
         budget = min(budget, host_budget(ram_budget))
     elif ram_budget is not None:
         pinned = _parts_of(ram_budget, sizes)
-    runtimes: dict[str, Runtime] = {}
-    try:
+    with ExitStack() as undo:
         for name, model in models.items():
             layer(
                 model,
@@ -145,15 +150,13 @@ def pipeline(
                 **options,
             )
             runtimes[name] = getattr(model, HANDLE)
+            undo.callback(runtimes[name].shutdown)
         _keep_small(runtimes, sizes, budget)
-        own = type(pipe_or_dict)
-        if not hasattr(own, "_execution_device"):
-            return Pipeline(runtimes)
-        pipe_or_dict.__class__ = _placed(own, place.torch_device)
-    except BaseException:
-        Pipeline(runtimes).shutdown()
-        raise
-    return Pipeline(runtimes, lambda: setattr(pipe_or_dict, "__class__", own))
+        for pipe in pipes:
+            own = type(pipe)
+            pipe.__class__ = _placed(own, place.torch_device)
+            undo.callback(setattr, pipe, "__class__", own)
+        return Pipeline(runtimes, undo.pop_all())
 
 
 def _models(pipe_or_dict: Any) -> dict[str, nn.Module]:
@@ -177,6 +180,33 @@ def _models(pipe_or_dict: Any) -> dict[str, nn.Module]:
     return dict(found.values())
 
 
+def _pipes_in(pipe: Any) -> list[Any]:
+    """Return a pipeline of diffusers, and those that it has: both make tensors."""
+    if isinstance(pipe, _Placed):
+        raise ConfigError(
+            f"the {type(pipe).__name__} is streamed already; call shutdown() of what"
+            " pipeline() has returned first"
+        )
+    parts = (pipe, *getattr(pipe, "__dict__", {}).values())
+    pipes = [part for part in parts if hasattr(type(part), "_execution_device")]
+    return [each for each in pipes if not isinstance(each, _Placed)]
+
+
+def _streamed(models: Mapping[str, nn.Module], place: Device) -> dict[str, Runtime]:
+    """Return the runtimes of the models that are streamed already."""
+    found: dict[str, Runtime] = {}
+    for name, model in models.items():
+        runtime = model.__dict__.get(HANDLE)
+        if runtime is not None:
+            if runtime.torch_device != place.torch_device:
+                raise ConfigError(
+                    f"model {name!r} is streamed to {runtime.torch_device} already:"
+                    f" expected that device, found {place.torch_device}"
+                )
+            found[name] = runtime
+    return found
+
+
 def _weight_bytes(model: nn.Module) -> int:
     return sum(tensor_bytes(t) for t in (*model.parameters(), *model.buffers()))
 
@@ -198,7 +228,7 @@ def _keep_small(
 ) -> None:
     """Reserve room for small models, the smallest first."""
     room = budget // _SMALL_ALL_PART
-    for name in sorted(runtimes, key=lambda name: sizes[name]):
+    for name in sorted(sizes, key=lambda name: sizes[name]):
         small = min(room, budget // _SMALL_PART)
         if len(runtimes) == 1 or sizes[name] > small:
             return
@@ -209,6 +239,12 @@ def _keep_small(
         room -= sizes[name]
 
 
+class _Placed:
+    """Pipelines that say where they are."""
+
+    __slots__ = ()
+
+
 def _placed(own: type, place: torch.device) -> type:
     """Return a class of the same name whose pipelines say that they are on a device.
 
@@ -217,6 +253,7 @@ def _placed(own: type, place: torch.device) -> type:
     """
     there = property(lambda _: place)
     members = {"device": there, "_execution_device": there, "__doc__": own.__doc__}
-    placed = type(own.__name__, (own,), {**members, "__module__": own.__module__})
+    module = {"__module__": own.__module__}
+    placed = type(own.__name__, (own, _Placed), {**members, **module})
     placed.__qualname__ = own.__qualname__
     return placed

@@ -211,6 +211,91 @@ def test_a_diffusers_pipeline_makes_the_same_image_in_one_line(sim, place):
     assert Shape.of(pipe.unet) == shape
 
 
+class Combined(diffusers.DiffusionPipeline):
+    """Has a pipeline that it runs, as those have that take a prior along."""
+
+    def __init__(self, unet, scheduler):
+        super().__init__()
+        self.register_modules(unet=unet, scheduler=scheduler)
+        self.decoder_pipe = diffusers.DDPMPipeline(unet, scheduler)
+        self.decoder_pipe.set_progress_bar_config(disable=True)
+
+    def __call__(self, **options):
+        return self.decoder_pipe(**options)
+
+
+@places
+def test_a_pipeline_inside_of_a_pipeline_is_on_the_device_as_well(sim, place):
+    pipe = Combined(**diffusion_pipeline().components)
+    expected = make_image(deepcopy(pipe).to(place))
+    inner = type(pipe.decoder_pipe)
+    with stagehand.pipeline(pipe, vram_budget="1MB", device=place):
+        assert pipe.decoder_pipe.device.type == place
+        assert_bitwise_equal(make_image(pipe), expected, "image")
+    assert type(pipe.decoder_pipe) is inner
+
+
+def of_the_same_parts(pipe):
+    """What `from_pipe()` makes of them."""
+    other = diffusers.DDIMPipeline(**pipe.components)
+    other.set_progress_bar_config(disable=True)
+    return other
+
+
+@places
+def test_two_pipelines_may_have_the_same_models(sim, place):
+    pipe = diffusion_pipeline()
+    plain = deepcopy(pipe).to(place)
+    expected = make_image(plain), make_image(of_the_same_parts(plain))
+    with stagehand.pipeline(pipe, vram_budget="400KB", device=place) as streamed:
+        other = of_the_same_parts(pipe)
+        with stagehand.pipeline(other, device=place) as again:
+            assert again.runtimes == streamed.runtimes
+            found = make_image(pipe), make_image(other)
+            assert_bitwise_equal(found, expected, "images")
+        assert type(other) is diffusers.DDIMPipeline
+        assert_bitwise_equal(make_image(pipe), expected[0], "image")
+        assert streamed.peak_device_bytes <= 400_000
+
+
+class Upscaled(diffusers.DiffusionPipeline):
+    """Has a model more."""
+
+    def __init__(self, unet, scheduler, upscaler):
+        super().__init__()
+        self.register_modules(unet=unet, scheduler=scheduler, upscaler=upscaler)
+
+
+def test_what_streams_already_is_taken_into_a_pipeline_as_it_is(sim):
+    """By `load()`, say. What does not keeps to the same budget if none is given."""
+    parts = diffusion_pipeline().components
+    stagehand.layer(parts["unet"], vram_budget="400KB", device="hpu")
+    runtime = parts["unet"]._stagehand_layer_runtime
+    pipe = Upscaled(**parts, upscaler=diffusion_pipeline().unet)
+    with stagehand.pipeline(pipe, device="hpu") as streamed:
+        assert streamed.runtimes["unet"] is runtime
+        assert streamed.runtimes["upscaler"]._settings.budget_bytes == 400_000
+    assert not hasattr(pipe.upscaler, "_stagehand_layer_runtime")
+    assert parts["unet"]._stagehand_layer_runtime is runtime
+    runtime.shutdown()
+
+
+def test_what_streams_already_is_refused_where_that_would_change_it(sim):
+    pipe = diffusion_pipeline()
+    with stagehand.pipeline(pipe, vram_budget="400KB", device="hpu"):
+        other = of_the_same_parts(pipe)
+        for option in ({"vram_budget": "1MB"}, {"ram_budget": "1MB"}, {"trace": True}):
+            with pytest.raises(stagehand.ConfigError, match="streamed already"):
+                stagehand.pipeline(other, device="hpu", **option)
+        with pytest.raises(stagehand.ConfigError, match="is streamed to hpu:0 already"):
+            stagehand.pipeline(other, device="cpu")
+        with pytest.raises(stagehand.ConfigError, match="Pipeline is streamed already"):
+            stagehand.pipeline(pipe, device="hpu")
+        with pytest.raises(stagehand.ConfigError, match="is streamed already"):
+            stagehand.pipeline(pipe.components, device="hpu")
+        assert type(other) is diffusers.DDIMPipeline
+
+
 def test_a_streamed_diffusers_pipeline_can_be_saved(sim, tmp_path):
     pipe = diffusion_pipeline()
     expected = make_image(pipe)
