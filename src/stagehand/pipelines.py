@@ -249,11 +249,15 @@ def _placed(own: type, place: torch.device) -> type:
     """Return a class of the same name whose pipelines say that they are on a device.
 
     Pipelines of diffusers make tensors where they find their weights, which come and
-    go. Only a property of the class can tell them otherwise.
+    go. Only a member of the class can tell them otherwise.
     """
     there = property(lambda _: place)
-    members = {"device": there, "_execution_device": there, "__doc__": own.__doc__}
-    module = {"__module__": own.__module__}
-    placed = type(own.__name__, (own, _Placed), {**members, **module})
+    members = {
+        "device": there,
+        "_execution_device": there,
+        "_get_execution_device": lambda _: place,  # Cosmos3 asks its first model
+        **{name: getattr(own, name) for name in ("__doc__", "__module__")},
+    }
+    placed = type(own.__name__, (own, _Placed), members)
     placed.__qualname__ = own.__qualname__
     return placed

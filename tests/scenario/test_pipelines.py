@@ -211,6 +211,26 @@ def test_a_diffusers_pipeline_makes_the_same_image_in_one_line(sim, place):
     assert Shape.of(pipe.unet) == shape
 
 
+class Asking(diffusers.DDPMPipeline):
+    """Asks its model where it computes."""
+
+    def _get_execution_device(self):
+        return self.unet.up_blocks[0].resnets[0].conv1.weight.device
+
+    def __call__(self, **options):
+        assert self._get_execution_device() == self.device
+        return super().__call__(**options)
+
+
+def test_a_pipeline_that_asks_its_model_where_it_is_is_told_the_device(sim):
+    pipe = Asking(**diffusion_pipeline().components)
+    pipe.set_progress_bar_config(disable=True)
+    expected = make_image(deepcopy(pipe).to("hpu"))
+    with stagehand.pipeline(pipe, vram_budget="400KB", device="hpu"):
+        assert_bitwise_equal(make_image(pipe), expected, "image")
+        assert Asking._get_execution_device(pipe).type == "cpu"
+
+
 class Combined(diffusers.DiffusionPipeline):
     """Has a pipeline that it runs, as those have that take a prior along."""
 
