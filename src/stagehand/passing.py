@@ -20,7 +20,6 @@ from stagehand.weights.edges import PassListener
 
 if TYPE_CHECKING:
     import weakref
-    from collections.abc import Sequence
 
     from torch import nn
 
@@ -64,7 +63,7 @@ class Passing(PassListener):
     _files: FileSet | None
     _compact_files: CompactFiles
     _model_ref: weakref.ref[nn.Module]
-    _readers: Sequence[Reader]
+    _readers: list[Reader]
     _marked_bytes: int
     _manual: bool
     _closed: bool
