@@ -360,6 +360,21 @@ def test_parameters_of_more_than_a_mebibyte_do_not_stay_however_large_the_budget
     assert of_group(finding.rest) == ["0.weight"]
 
 
+@pytest.mark.parametrize("trained", [1, 2, 3])
+def test_adapters_stay_where_they_are_few_however_large_they_are(trained):
+    with torch.device("meta"):
+        layers = [linear(8192) for _ in range(4)]
+        adapters = [linear(2048) for _ in range(trained)]
+        model = nn.Sequential(*layers, *adapters).requires_grad_(False)
+    model[4:].requires_grad_(True)
+    finding = find_layers(model, budget_bytes=64 * MIB)  # a sixteenth are two
+    stay = [f"{4 + number}.weight" for number in range(trained)]
+    assert of_group(finding.rest) == (stay if trained <= 2 else [])
+    model[0].requires_grad_(True)  # more than an eighth of all
+    finding = find_layers(model, budget_bytes=640 * MIB)
+    assert of_group(finding.rest) == []
+
+
 def test_small_neighbours_are_joined_inside_one_repeated_part_only():
     layers = [nn.ModuleDict({name: linear() for name in "abc"}) for _ in range(2)]
     experts = nn.ModuleList([linear(), linear()])

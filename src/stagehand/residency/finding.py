@@ -22,8 +22,8 @@ __all__ = ["Finding", "Group", "find_blocks", "find_layers"]
 
 _COPY_EFFICIENT_BYTES = 32 * MIB  # a larger copy is no faster on any link we know
 _SMALL_BYTES = MIB  # smaller ones stay on the device as long as they are few
-_ADAPTER_SHARE = 8  # adapters are at most this part of the block that they adapt
-_SHARE = 16  # small parameters and one coalesced block get 1/16 of the budget each
+_ADAPTER_SHARE = 8  # adapters are at most this part of what they adapt
+_SHARE = 16  # of the budget for small parameters, adapters and one coalesced block
 
 
 @dataclass(slots=True)
@@ -197,10 +197,10 @@ def find_layers(
 
     Modules that share memory become one block. Small parameters stay on the device as
     long as they are together at most 1/16 of the budget; other small neighbours are
-    coalesced. If the weights exceed the budget, large embedding tables stay on the
-    host. Where the budget is too small for such comforts the division is the finest
-    that there is, so the smallest budget that can work does not depend on the one that
-    was asked for.
+    coalesced. Adapters stay up to that limit, too, all or none. If the weights exceed
+    the budget, large embedding tables stay on the host. Where the budget is too small
+    for such comforts the division is the finest that there is, so the smallest budget
+    that can work does not depend on the one that was asked for.
 
     Args:
         model: Any module.
@@ -232,6 +232,7 @@ def _divide(
     if total > budget_bytes:
         _take_tables(cells, finding, budget_bytes)
     stay = _small(cells, budget_bytes // _SHARE) | _enclosing(cells)
+    stay |= _adapters(cells, min(total // _ADAPTER_SHARE, budget_bytes // _SHARE))
     away = [cell for i, cell in enumerate(cells) if i not in stay and cell.tensors]
     target = min(_COPY_EFFICIENT_BYTES, budget_bytes // _SHARE)
     finding.streamed = list(_coalesce(away, target))
@@ -378,6 +379,19 @@ def _small(cells: list[Group], limit: int) -> set[int]:
             break
         chosen.add(i)
     return chosen
+
+
+def _adapters(cells: list[Group], limit: int) -> set[int]:
+    """The few cells that train in a frozen model, unless they exceed a limit.
+
+    What is added to a model that streams stays, too, however large its tensors are.
+    """
+    trained = {
+        i
+        for i, cell in enumerate(cells)
+        if all(tensor.requires_grad for tensor in cell.tensors.values())
+    }
+    return trained if sum(cells[i].nbytes for i in trained) <= limit else set()
 
 
 def _enclosing(cells: list[Group]) -> set[int]:
