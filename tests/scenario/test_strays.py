@@ -572,6 +572,31 @@ def test_weights_of_one_block_that_a_module_reads_stream_for_it(
     assert not any(is_hooked(module) for module in model.modules())
 
 
+class Around(nn.Module):
+    """Calls the reader of a layer's weight, or what that would call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = Transposed()
+        self.directly = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.part.forward(x) if self.directly else self.part(x)
+
+
+def test_weights_that_a_part_has_read_may_be_read_by_its_method_later(
+    sim: ModuleType,
+) -> None:
+    """As adapters do where the rows of a batch have adapters of their own."""
+    model, x = make(Around)
+    expected = model.to("hpu")(x.to("hpu"))
+    stagehand.layer(model.to("cpu"), vram_budget=2 * LAYER_BYTES)
+    for directly in (False, True, False):
+        model.middle.directly = directly
+        assert_bitwise_equal(model(x), expected, f"directly: {directly}")
+    model._stagehand_layer_runtime.shutdown()
+
+
 class Times(torch.autograd.Function):
     """Keeps the weight itself for backward."""
 

@@ -176,19 +176,21 @@ class Strays:
         return reader is not None
 
     def _site_for(self, weight: torch.Tensor, block: Block) -> nn.Module | None:
-        """Return who has a weight that is read now, if it can be a site of its block.
+        """Return who reads a weight now, if it can be a site of its block.
 
-        Not who has the weight from there, as a part that computes with it does.
+        Not a part that is given the weight, but the outermost module that has it and
+        nothing of others: it may call methods of its parts.
         """
         if block.hosted or is_dynamo_compiling():
             return None
+        found = None
         for module in running_modules():
             held = {id(parameter): parameter for parameter in module.parameters()}
-            if id(weight) in held:
-                blocks = {self._owners.get(key) for key in held}
-                alone = blocks <= {None, block} and not isinstance(module, ScriptModule)
-                return module if alone else None
-        return None
+            if not {self._owners.get(key) for key in held} <= {None, block}:
+                return found
+            if id(weight) in held and not isinstance(module, ScriptModule):
+                found = module
+        return None  # all of the model has nothing of others
 
     def _look_for_function(self, block: Block, weight: torch.Tensor) -> None:
         """Warn of a gradient that autograd expects on the host.
