@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     import weakref
 
     from torch import nn
+    from torch.autograd.graph import Node
 
     from stagehand.additions import Additions
     from stagehand.assembly import Parts, Settings
@@ -304,6 +305,11 @@ class Passing(PassListener):
             self._casts.end(block, reader, output, last=last)
         if reader.since is not None and self._gradients is not None:
             self._gradients.end_use(reader, output)
+
+    def _follow(self, table: torch.Tensor, node: Node) -> None:
+        """See `Gradients.follow`. What is recomputed adds to a graph of its own."""
+        if self._gradients is not None and self._saved.backward is None:
+            self._gradients.follow(table, node)
 
     def _takes_gradients(self) -> bool:
         return torch.is_grad_enabled() and not self._settings.inference_mode

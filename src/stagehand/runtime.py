@@ -144,7 +144,7 @@ class Runtime(Passing, Sharing, Storing, Conduct):
         )
         if not self._device.is_host:  # there it is read where it is
             parts.scheduler.tell_of_leave(_weakly(self._add_edges))
-        self._readers = readers_of(sites)
+        self._readers = readers_of(sites, [table for table, _ in finding.gathered])
         self._rows = RowGather(
             settings.device.torch_device,
             self._counters,
@@ -152,6 +152,7 @@ class Runtime(Passing, Sharing, Storing, Conduct):
             join=parts.scheduler.join,
             bring=parts.scheduler.before,
             leave=parts.scheduler.after,
+            follow=self._follow,
         )
         self._strays = Strays(
             model,

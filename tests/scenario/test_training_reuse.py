@@ -28,6 +28,7 @@ from training import (
     over,
     sgd,
     start,
+    step,
 )
 
 SETTINGS = [
@@ -346,6 +347,47 @@ def test_another_graph_within_backward_is_given_none_of_its_gradients(sim, setti
 
     build = built(lambda: Reusing(Tied, [0, 1, 0]))
     assert_trains_equally(build, script, setting)
+
+
+class Language(nn.Module):
+    """Looks rows up in the weight of its head, and once more behind the head."""
+
+    def __init__(self, once_more):
+        super().__init__()
+        self.once_more = once_more
+        self.table = nn.Embedding(40, WIDTH)
+        self.blocks = nn.ModuleList(Residual() for _ in range(3))
+        self.head = nn.Linear(WIDTH, 40, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, tokens):
+        x = self.table(tokens)
+        for block in self.blocks:
+            x = block(x)
+        if self.once_more:
+            scores = self.head(x)
+            x = self.blocks[0](self.table(scores.argmax(-1)) * scores.mean())
+        return self.head(x)
+
+
+@pytest.mark.parametrize("once_more", [False, True])
+@pytest.mark.parametrize("forwards", [1, 2])
+@over([*SETTINGS, Setting("hpu", "layers", "all")])
+def test_table_that_is_the_heads_weight_is_summed_as_the_resident_one_is(
+    sim, setting, forwards, once_more
+):
+    """Heads and lookups that find the table in one place make terms of one sum."""
+
+    def script(run):
+        optimizer = sgd(run, 0.01)
+        for number in range(3):
+            generator = torch.Generator().manual_seed(number)
+            rows = torch.randint(40, (forwards, 3, 7), generator=generator)
+            losses = [run.model(row).square().mean() for row in rows.to(run.place)]
+            run.backward(sum(losses))
+            step(optimizer)
+
+    assert_trains_equally(built(lambda: Language(once_more)), script, setting)
 
 
 @over(FEW)

@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
     from torch import nn
+    from torch.autograd.graph import Node
 
     from stagehand.core.arena import Arena, Lease
     from stagehand.core.device import Device, Stream
@@ -284,6 +285,13 @@ class Gradients:
             if home is not None and (reader.again or len(makers) > 1):
                 for maker, number in makers:
                     maker.register_hook(self._feeding(home, number))
+
+    def follow(self, weight: torch.Tensor, node: Node) -> None:
+        """A node makes a term, its only gradient, of a weight that others read before
+        it where it lies now."""
+        home = self._homes.get(id(weight))
+        if home is not None:
+            node.register_hook(self._feeding(home, 0))
 
     def _feeding(self, home: Home, number: int) -> Callable[..., Any]:
         """Return a hook of a node whose `number`th gradient is a term of a home's."""

@@ -390,10 +390,18 @@ class Reader:
         self.since = sequence_number()
 
 
-def readers_of(sites: Sequence[tuple[nn.Module, Block]]) -> list[Reader]:
-    """Return one for each site."""
+def readers_of(
+    sites: Sequence[tuple[nn.Module, Block]], tables: Iterable[nn.Module] = ()
+) -> list[Reader]:
+    """Return one for each site.
+
+    Args:
+        sites: With their blocks.
+        tables: Modules that look rows up in weights, some of which sites read as well.
+    """
     read = [{id(t): t for t in site.parameters()} for site, _ in sites]
     count = Counter(key for own in read for key in own)
+    count.update(id(weight) for table in tables for weight in table.parameters())
     return [Reader(own, tied=any(count[key] > 1 for key in own)) for own in read]
 
 

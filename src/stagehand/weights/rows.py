@@ -13,6 +13,8 @@ from stagehand.torch_private import skipped
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from torch.autograd.graph import Node
+
     from stagehand.core.telemetry import Counters
     from stagehand.residency.blocks import Block
 
@@ -32,6 +34,8 @@ class RowGather(TorchFunctionMode):
         join: Called with the block before a lookup in a table that is on the device.
         bring: Called with the block before a lookup that needs the table there.
         leave: Called with the block after either.
+        follow: Called with a table and the node that goes back through a lookup, where
+            others may have read the table before it in the same place.
     """
 
     def __init__(
@@ -43,6 +47,7 @@ class RowGather(TorchFunctionMode):
         join: Callable[[Block], None],
         bring: Callable[[Block], None],
         leave: Callable[[Block], None],
+        follow: Callable[[torch.Tensor, Node], None],
     ) -> None:
         super().__init__()
         self.busy = False
@@ -53,6 +58,7 @@ class RowGather(TorchFunctionMode):
         self._join = join
         self._bring = bring
         self._leave = leave
+        self._follow = follow
 
     @skipped
     def __torch_function__(
@@ -81,9 +87,13 @@ class RowGather(TorchFunctionMode):
     ) -> torch.Tensor:
         block = self._tables.get(id(weight))
         if block is not None and (block.bound or _is_tied_and_trains(block, weight)):
-            (self._join if block.bound else self._bring)(block)
+            joins = block.bound
+            (self._join if joins else self._bring)(block)
             try:
-                return nn.functional.embedding(input, weight, *args, **kwargs)
+                rows = nn.functional.embedding(input, weight, *args, **kwargs)
+                if joins and rows.grad_fn is not None:
+                    self._follow(weight, rows.grad_fn)
+                return rows
             finally:
                 self._leave(block)
         if weight.device == input.device == self._device:
