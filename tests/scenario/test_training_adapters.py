@@ -399,12 +399,23 @@ def test_adapters_come_and_go_by_name(place):
 @pytest.mark.parametrize("task", [None, "CAUSAL_LM"])
 @pytest.mark.parametrize("prompt", ["hpu", "cpu"])
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_adapted_model_generates_in_passes_of_the_whole_model(sim, when, prompt, task):
-    """The wrapper calls `generate` of what it wraps, which calls itself."""
+@pytest.mark.parametrize("kind", ["lora", "adaption_prompt"])
+def test_adapted_model_generates_in_passes_of_the_whole_model(
+    sim, kind, when, prompt, task
+):
+    """The wrapper calls `generate` of what it wraps, which calls itself.
+
+    That of adaption prompts has its `forward` of its own, and not of its class.
+    """
+    if kind == "lora":
+        chosen = replace(KINDS[kind](), task_type=task, init_lora_weights=False)
+    else:
+        chosen = peft.AdaptionPromptConfig(
+            adapter_len=4, adapter_layers=2, task_type=task
+        )
 
     def wrapped(model):
         torch.manual_seed(1)
-        chosen = replace(KINDS["lora"](), task_type=task, init_lora_weights=False)
         return peft.get_peft_model(model, chosen).eval()
 
     def generate(model, place):

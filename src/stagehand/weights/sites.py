@@ -410,7 +410,8 @@ def _is_called(module: nn.Module) -> bool:
     """
     if isinstance(module, torch.jit.ScriptModule):
         return False
-    return type(module).forward is not nn.ModuleList.forward
+    own = "forward" in vars(module)  # so wrappers of models take theirs
+    return own or type(module).forward is not nn.ModuleList.forward
 
 
 def _wrapped(model: nn.Module) -> list[nn.Module]:
