@@ -20,6 +20,7 @@ from stagehand.weights.edges import PassListener
 
 if TYPE_CHECKING:
     import weakref
+    from collections.abc import Sequence
 
     from torch import nn
     from torch.autograd.graph import Node
@@ -64,7 +65,7 @@ class Passing(PassListener):
     _files: FileSet | None
     _compact_files: CompactFiles
     _model_ref: weakref.ref[nn.Module]
-    _readers: list[Reader]
+    _readers: Sequence[Reader]
     _marked_bytes: int
     _manual: bool
     _closed: bool

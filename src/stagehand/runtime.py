@@ -34,7 +34,7 @@ from stagehand.measure import Measure
 from stagehand.moves import Moves
 from stagehand.passing import Passing
 from stagehand.report import Report, advise
-from stagehand.residency.blocks import Block, Reader, readers_of, tensor_bytes
+from stagehand.residency.blocks import Block, readers_of, tensor_bytes
 from stagehand.sharing import HANDLE, Sharing
 from stagehand.storing import Storing
 from stagehand.tenancy import Tenancy
@@ -163,8 +163,6 @@ class Runtime(Passing, Sharing, Storing, Conduct):
             is_latest=parts.scheduler.is_latest,
             fill=self._casts.fill,
             let_go=parts.scheduler.after,
-            rise=self._saved.rise,
-            join=self._add_reader,
             keep=parts.steering.keep,
         )
         additions = Additions(model, parts, self._wires, self._home)
@@ -240,16 +238,6 @@ class Runtime(Passing, Sharing, Storing, Conduct):
             fetch=self._fetch,
             begin=parts.scheduler.begin_training,
         )
-
-    def _add_reader(self, module: nn.Module, block: Block) -> bool:
-        """Make a site of a module that reads its parts, unless it is one."""
-        if self._hooks.is_site(module):
-            return False
-        reader = Reader({id(t): t for t in block.tensors}, tied=True)
-        self._readers.append(reader)
-        self._hooks.add_site(module, block, reader)
-        block.unseen = block.unseen or _is_read_unseen(module)
-        return True
 
     def _add_edges(self) -> None:
         """What stays on the device is away: whichever module reads it begins a pass."""

@@ -7,11 +7,9 @@ from types import ModuleType
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import stagehand
 from architectures import assert_bitwise_equal
-from stagehand.weights.sites import is_hooked
 
 WIDTH = 64
 LAYER_BYTES = WIDTH * WIDTH * 4
@@ -485,115 +483,6 @@ def test_looking_for_such_weights_leaves_fused_attention_as_it_is(
         stagehand.layer(model, vram_budget=6 * LAYER_BYTES, device="cpu")
         model(x)
     assert len(counted) == 2
-    model._stagehand_layer_runtime.shutdown()
-
-
-class Product(nn.Module):
-    """Holds nothing, and is given the weight."""
-
-    def forward(self, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        return weight.T * scale
-
-
-class Adapted(nn.Module):
-    """Changes a layer's weight before it is used, as many adapters do.
-
-    By itself or in a part, and where a region is recomputed its own read comes first.
-    """
-
-    def __init__(self, within: bool, inner: nn.Linear) -> None:
-        super().__init__()
-        self.inner = inner
-        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, WIDTH))
-        self.product = Product()
-        self.within = within
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.within:
-            changed = self.product(self.inner.weight, self.scale)
-        else:
-            changed = self.inner.weight.T * self.scale
-        return (x @ changed + self.inner(x)).tanh()
-
-
-class Stack(nn.Module):
-    def __init__(self, within: bool, reentrant: bool | None) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Adapted(within, linear()) for _ in range(6))
-        self.reentrant = reentrant
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            if self.reentrant is None or not torch.is_grad_enabled():
-                x = layer(x)
-            else:
-                x = checkpoint(layer, x, use_reentrant=self.reentrant)
-        return x
-
-
-@pytest.mark.filterwarnings("error::stagehand.StagehandWarning")
-@pytest.mark.parametrize("device", ["hpu", "cpu"], ids=["simulated", "host"])
-@pytest.mark.parametrize("reentrant", [None, False, True])
-@pytest.mark.parametrize("within", [False, True])
-@pytest.mark.parametrize("trained", [False, True])
-def test_weights_of_one_block_that_a_module_reads_stream_for_it(
-    sim: ModuleType, trained: bool, within: bool, reentrant: bool | None, device: str
-) -> None:
-    """They had to stay on the device all together."""
-    model = Stack(within, reentrant)
-    for layer in model.layers:
-        layer.inner.requires_grad_(trained)
-    x = torch.randn(3, WIDTH, device=device, requires_grad=True)
-
-    def learn() -> list[torch.Tensor]:
-        model.zero_grad()
-        output = model(x)
-        output.square().mean().backward()
-        grads = [p.grad.cpu() for p in model.parameters() if p.grad is not None]
-        return [output.detach().cpu(), *grads]
-
-    model.to(device)
-    expected = learn()
-    with torch.no_grad():
-        looked = model(x).cpu()
-    model.zero_grad()
-    budget = 3 * LAYER_BYTES
-    stagehand.layer(model.to("cpu"), vram_budget=budget, device=device)
-    runtime = model._stagehand_layer_runtime
-    for number in range(4):
-        assert_bitwise_equal(learn(), expected, f"step {number}")
-    with torch.no_grad():
-        assert_bitwise_equal(model(x).cpu(), looked, "without gradients")
-    assert not any(block.read_elsewhere for block in runtime._parts.blocks)
-    report = runtime.report()
-    assert report.peak_device_bytes <= budget
-    assert report.abandoned_slots == 0
-    runtime.shutdown()
-    assert not any(is_hooked(module) for module in model.modules())
-
-
-class Around(nn.Module):
-    """Calls the reader of a layer's weight, or what that would call."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.part = Transposed()
-        self.directly = False
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.part.forward(x) if self.directly else self.part(x)
-
-
-def test_weights_that_a_part_has_read_may_be_read_by_its_method_later(
-    sim: ModuleType,
-) -> None:
-    """As adapters do where the rows of a batch have adapters of their own."""
-    model, x = make(Around)
-    expected = model.to("hpu")(x.to("hpu"))
-    stagehand.layer(model.to("cpu"), vram_budget=2 * LAYER_BYTES)
-    for directly in (False, True, False):
-        model.middle.directly = directly
-        assert_bitwise_equal(model(x), expected, f"directly: {directly}")
     model._stagehand_layer_runtime.shutdown()
 
 

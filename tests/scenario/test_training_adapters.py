@@ -128,41 +128,6 @@ def test_adapters_train_exactly_within_the_budget(place, kind, mode, when):
     assert {t.device.type for t in model.state_dict().values()} == {"cpu"}
 
 
-@pytest.mark.filterwarnings("error::stagehand.StagehandWarning")
-@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable`:FutureWarning")
-@pytest.mark.parametrize("reentrant", [None, False, True])
-def test_adapters_of_all_layers_that_read_their_weights_let_these_stream(
-    sim, reentrant
-):
-    """All of these weights had to fit the budget together, where regions are recomputed
-    as well."""
-
-    def wrapped(model):
-        torch.manual_seed(1)
-        chosen = peft.LoraConfig(r=2, target_modules="all-linear", use_dora=True)
-        model = peft.get_peft_model(model, chosen)
-        if reentrant is not None:
-            options = {"use_reentrant": reentrant}
-            model.gradient_checkpointing_enable(options)
-            model.enable_input_require_grads()
-        return model.train()
-
-    resident = wrapped(base()).to("hpu")
-    expected, _ = train(resident, "hpu")
-    adapters = sum(p.nbytes for p in resident.parameters() if p.requires_grad)
-    least = smallest_budget(LLAMA, "layers", "hpu")
-    model = base()
-    runtime = stream(model, LLAMA, "layers", "hpu", least)
-    model = wrapped(model)
-    runtime.set_budget(2 * least + 2 * adapters)  # each begins at an address of its own
-    assert train(model, "hpu")[0] == expected
-    assert_same(model, resident)
-    report = runtime.report()
-    assert report.peak_device_bytes <= report.budget_bytes < report.weight_bytes // 2
-    assert report.abandoned_slots == 0
-    runtime.shutdown()
-
-
 def test_frozen_base_crosses_to_the_device_only(sim):
     home = []
     model, runtime = streamed("hpu")

@@ -16,13 +16,11 @@ each edge notes its frame, and what a dead frame left open is closed at the next
 
 from __future__ import annotations
 
-import sys
 import weakref
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
 from stagehand.core.turn import HERE, Turn, runs_library
 from stagehand.torch_private import (
@@ -40,16 +38,9 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
     from types import FrameType
 
-__all__ = [
-    "Edges",
-    "PassListener",
-    "apart",
-    "module_frame",
-    "move_inputs",
-    "running_modules",
-]
+    from torch import nn
 
-_MODULE_FILE = nn.modules.module.__file__
+__all__ = ["Edges", "PassListener", "apart", "move_inputs"]
 
 
 class PassListener:
@@ -363,27 +354,6 @@ class Edges:
         if not self._stack:
             self.thread = None
             self._listener.end_pass()
-
-
-def module_frame() -> FrameType:
-    """The frame in which a module runs, together with the hooks that it calls."""
-    frame = sys._getframe(2)
-    while frame.f_code.co_filename != _MODULE_FILE and frame.f_back is not None:
-        frame = frame.f_back
-    return frame
-
-
-def running_modules() -> list[nn.Module]:
-    """Return the modules that run in this thread, innermost first."""
-    found: list[nn.Module] = []
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_filename == _MODULE_FILE:
-            module = frame.f_locals.get("self")
-            if isinstance(module, nn.Module) and module not in found[-1:]:
-                found.append(module)
-        frame = frame.f_back
-    return found
 
 
 def _is_running(frame: FrameType | None) -> bool:

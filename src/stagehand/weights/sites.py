@@ -10,6 +10,7 @@ such a module may be the first that is called, so each is an edge then.
 
 from __future__ import annotations
 
+import sys
 from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -27,10 +28,11 @@ from stagehand.torch_private import (
     remove_hooks,
     untraced,
 )
-from stagehand.weights.edges import apart, module_frame
+from stagehand.weights.edges import apart
 
 if TYPE_CHECKING:
     from collections.abc import Callable, MutableMapping, Sequence
+    from types import FrameType
 
     from torch.utils.hooks import RemovableHandle
 
@@ -49,6 +51,17 @@ def _nothing(*_: Any) -> None:
 def _call_untraced(hook: Callable[..., Any], *args: Any) -> Any:
     """Run a hook of a compiled module: it belongs to no graph."""
     return hook(*args)
+
+
+def _module_frame() -> FrameType:
+    """The frame in which a module runs, together with the hooks that it calls."""
+    frame = sys._getframe(2)
+    while frame.f_code.co_filename != _MODULE_FILE and frame.f_back is not None:
+        frame = frame.f_back
+    return frame
+
+
+_MODULE_FILE = nn.modules.module.__file__
 
 
 class _Hook:
@@ -167,7 +180,7 @@ class _EdgeBegin(_Hook):
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if is_dynamo_compiling():
             return _call_untraced(self, module, args, kwargs)
-        moved = self._edges.enter(module, args, kwargs, module_frame())
+        moved = self._edges.enter(module, args, kwargs, _module_frame())
         if in_backward():
             self._edges.recomputing += 1
         if torch.is_grad_enabled():
@@ -282,7 +295,7 @@ class _SiteBegin(_SiteHook):
         if edges is None:
             return None
         if edges.thread is not HERE.thread:
-            moved = edges.enter(module, args, kwargs, module_frame())
+            moved = edges.enter(module, args, kwargs, _module_frame())
         else:
             if edges.guests:
                 edges.lock.await_guests()
@@ -383,7 +396,8 @@ class _Walk:
         """Look at a module and its parts; return whether it reads between sites."""
         if module in self._reads:
             return self._reads[module]
-        kinds = _kinds_of_hooks(module, self._edges)
+        hooks = [getattr(h, "__self__", h) for h in module._forward_pre_hooks.values()]
+        kinds = {type(h) for h in hooks if getattr(h, "_edges", None) is self._edges}
         self._reads[module] = False  # where it is a part of itself, too
         if _SiteBegin in kinds:
             return False
@@ -395,12 +409,6 @@ class _Walk:
         if reads and not kinds and _is_called(module):
             self.found.append(module)
         return reads
-
-
-def _kinds_of_hooks(module: nn.Module, edges: Edges) -> set[type]:
-    """Return which hooks one runtime has on a module."""
-    hooks = [getattr(h, "__self__", h) for h in module._forward_pre_hooks.values()]
-    return {type(h) for h in hooks if getattr(h, "_edges", None) is edges}
 
 
 def _is_called(module: nn.Module) -> bool:
@@ -562,10 +570,6 @@ class SiteHooks:
         end = _SiteEnd(block, edges, reader, self._untrack).__call__
         add(module.register_forward_pre_hook, begin, prepend=True, with_kwargs=True)
         add(module.register_forward_hook, end, always_call=True)
-
-    def is_site(self, module: nn.Module) -> bool:
-        """Whether it is told when a module uses a block."""
-        return _SiteBegin in _kinds_of_hooks(module, self._edges)
 
     def add_look(self, module: nn.Module, look: Callable[[Any, Any], None]) -> None:
         """Show a module's inputs and every output to `look`."""

@@ -9,17 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from torch.compiler import is_dynamo_compiling
-from torch.jit import ScriptModule
 from torch.overrides import TorchFunctionMode
 
 from stagehand.errors import StagehandOOMError, StagehandWarning
-from stagehand.torch_private import (
-    in_function_of,
-    is_compiled_for,
-    pop_saved_hooks,
-    skipped,
-)
-from stagehand.weights.edges import running_modules
+from stagehand.torch_private import in_function_of, is_compiled_for, skipped
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -31,11 +24,7 @@ __all__ = ["StrayUses", "Strays"]
 
 
 class Strays:
-    """The weights of one model that others read.
-
-    Who reads one of its parts' becomes a site of that block, if it and its parts have
-    nothing of others, which would be in use meanwhile: so do adapters that change the
-    weight of a layer. Else the block stays on the device once that is found.
+    """The weights of one model that others read; they stay on the device once found.
 
     First passes through each edge are watched, in each mode of it: with gradients or
     without, in training or not. So is the next of its kind after a pass that fails.
@@ -51,8 +40,6 @@ class Strays:
         is_latest: As well.
         fill: Called with a block that was brought: its casts have memory from now on.
         let_go: As for `StrayUses`.
-        rise: As well.
-        join: Makes a module a site of a block from now on. Returns whether it was none.
         keep: Lets blocks stay from the next pass on. Raises `StagehandOOMError` if they
             do not fit the budget together.
     """
@@ -68,8 +55,6 @@ class Strays:
         is_latest: Callable[[Block], bool],
         fill: Callable[[Block], None],
         let_go: Callable[[Block], None],
-        rise: Callable[[], bool],
-        join: Callable[[nn.Module, Block], bool],
         keep: Callable[[Sequence[Block]], None],
     ) -> None:
         found = (m for m in model.modules() if isinstance(m, nn.MultiheadAttention))
@@ -81,14 +66,11 @@ class Strays:
         self._is_latest = is_latest
         self._fill = fill
         self._let_go = let_go
-        self._rise = rise
-        self._join = join
         self._keep = keep
         self._known: set[tuple[int, bool, bool]] = set()  # kinds that need no watching
         self._kind = (0, False, False)  # of this pass
         self._watches = False
-        self._found: dict[Block, set[nn.Module | None]] = {}
-        """Who reads each; None for one that can be no site of it."""
+        self._found: list[Block] = []
         self._roomless: set[Block] = set()  # found, and there is no room to keep them
         self._has_warned = False
         self._given: set[Block] = set()  # to functions: warned of
@@ -98,7 +80,7 @@ class Strays:
 
     def begin(self, edge: nn.Module) -> StrayUses | None:
         """A pass begins: return the mode that watches it, if it is to be watched."""
-        self._found = {}
+        self._found = []
         self._kind = kind = id(edge), torch.is_grad_enabled(), edge.training
         self._watches = kind not in self._known and not self._may_fuse()
         if not self._watches:
@@ -110,7 +92,6 @@ class Strays:
             bring=self._bring_stray,
             is_at_hand=self._is_at_hand,
             let_go=self._let_go,
-            rise=self._rise,
         )
 
     def end(self, *, failed: bool) -> None:
@@ -122,23 +103,14 @@ class Strays:
             failed: Whether something was raised in it, maybe by a weight that was read
                 elsewhere for the first time.
         """
-        found, self._found = self._found, {}
+        found, self._found = self._found, []
         watched, self._watches = self._watches, False
-        if stay := self._those_to_keep(found):
-            self._keep_found(stay)
+        if found:
+            self._keep_found(found)
         if failed or self._roomless:
             self._known.discard(self._kind)
         elif watched:
             self._known.add(self._kind)
-
-    def _those_to_keep(
-        self, found: Mapping[Block, set[nn.Module | None]]
-    ) -> list[Block]:
-        """Make sites of those who can be; return which blocks others read as well."""
-        for block, readers in found.items():
-            others = [r for r in readers if r is None or not self._join(r, block)]
-            block.read_elsewhere = bool(others)
-        return [block for block in found if block.read_elsewhere]
 
     def _keep_found(self, found: Sequence[Block]) -> None:
         try:
@@ -163,34 +135,14 @@ class Strays:
         with_gradients = self._kind[1]
         return not with_gradients and self._is_latest(block) and not block.casts
 
-    def _bring_stray(self, block: Block, weight: torch.Tensor) -> bool:
+    def _bring_stray(self, block: Block, weight: torch.Tensor) -> None:
         if self._kind[1] and not (torch.is_grad_enabled() or block.bound):
             self._look_for_function(block, weight)
         self._bring(block)
-        reader = self._site_for(weight, block)
-        if block not in self._found:
-            self._found[block] = {None} if block.read_elsewhere else set()
-        self._found[block].add(reader)
         block.read_elsewhere = True
         self._fill(block)
-        return reader is not None
-
-    def _site_for(self, weight: torch.Tensor, block: Block) -> nn.Module | None:
-        """Return who reads a weight now, if it can be a site of its block.
-
-        Not a part that is given the weight, but the outermost module that has it and
-        nothing of others: it may call methods of its parts.
-        """
-        if block.hosted or is_dynamo_compiling():
-            return None
-        found = None
-        for module in running_modules():
-            held = {id(parameter): parameter for parameter in module.parameters()}
-            if not {self._owners.get(key) for key in held} <= {None, block}:
-                return found
-            if id(weight) in held and not isinstance(module, ScriptModule):
-                found = module
-        return None  # all of the model has nothing of others
+        if block not in self._found:
+            self._found.append(block)
 
     def _look_for_function(self, block: Block, weight: torch.Tensor) -> None:
         """Warn of a gradient that autograd expects on the host.
@@ -250,12 +202,8 @@ class StrayUses(TorchFunctionMode):
         device: Where the model computes: compiled code is told of what it reads
             elsewhere, where all is that was not brought.
         bring: Called with a block that is not in use, and its tensor that a call reads.
-            Returns whether the module that reads it will be a site of it.
         is_at_hand: Whether one is there even so, in each pass alike.
         let_go: Called with the block after that call.
-        rise: Called with gradients before a call of such a module, as if it were a site
-            already: a region that is recomputed counts what is saved. Returns whether
-            it put hooks on top of those through which this thread saves tensors.
     """
 
     def __init__(
@@ -264,10 +212,9 @@ class StrayUses(TorchFunctionMode):
         rows: RowGather,
         *,
         device: torch.device,
-        bring: Callable[[Block, torch.Tensor], bool],
+        bring: Callable[[Block, torch.Tensor], None],
         is_at_hand: Callable[[Block], bool],
         let_go: Callable[[Block], None],
-        rise: Callable[[], bool],
     ) -> None:
         super().__init__()
         self._owners = owners
@@ -276,7 +223,6 @@ class StrayUses(TorchFunctionMode):
         self._bring = bring
         self._is_at_hand = is_at_hand
         self._let_go = let_go
-        self._rise = rise
 
     @skipped
     def __torch_function__(
@@ -290,21 +236,16 @@ class StrayUses(TorchFunctionMode):
         kwargs = kwargs or {}
         if self._rows.busy or _is_harmless(func):
             return func(*args, **kwargs)
-        brought: dict[Block, bool] = {}
-        risen = False
+        brought: list[Block] = []
         try:
             for value in (*args, *kwargs.values()):
                 self._look_at(value, brought)
-            if torch.is_grad_enabled() and any(brought.values()):
-                risen = self._rise()
             return func(*args, **kwargs)
         finally:
-            if risen:
-                pop_saved_hooks()
             for block in brought:
                 self._let_go(block)
 
-    def _look_at(self, value: Any, brought: dict[Block, bool]) -> None:
+    def _look_at(self, value: Any, brought: list[Block]) -> None:
         if isinstance(value, torch.Tensor):
             if is_dynamo_compiling():
                 # It would compile anew for each tensor that is looked up.
@@ -315,7 +256,8 @@ class StrayUses(TorchFunctionMode):
             block = self._owners.get(id(value))
             if block is None or block.uses or self._is_at_hand(block):
                 return
-            brought[block] = self._bring(block, value)
+            self._bring(block, value)
+            brought.append(block)
         elif isinstance(value, list | tuple):
             for item in value:
                 if isinstance(item, torch.Tensor):
