@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 from torch import nn
 
@@ -17,6 +18,7 @@ from stagehand.sharing import HANDLE
 
 if TYPE_CHECKING:
     import types
+    from collections.abc import Callable, Sequence
 
     import torch
     from typing_extensions import Self
@@ -38,7 +40,9 @@ class Pipeline:
         runtimes: The runtime of each model, by its name in the pipeline.
     """
 
-    def __init__(self, runtimes: Mapping[str, Runtime], undo: ExitStack) -> None:
+    def __init__(
+        self, runtimes: Mapping[str, Runtime], undo: Sequence[Callable[[], None]]
+    ) -> None:
         self.runtimes = dict(runtimes)
         self._undo = undo
 
@@ -70,7 +74,10 @@ class Pipeline:
 
     def shutdown(self) -> None:
         """Give back plain models, but for what streamed already. Idempotent."""
-        self._undo.close()  # all of it, whatever fails
+        with ExitStack() as rest:  # in reverse; all of it, whatever fails
+            for step in self._undo:
+                rest.callback(step)
+        self._undo = ()
 
 
 def pipeline(
@@ -104,9 +111,10 @@ def pipeline(
         gives back plain models; it can be used as a context, too.
 
     Raises:
-        ConfigError: If there is no model, or it is streamed already: the pipeline, a
-            model of a dict, or all for which there are options; or if `shared` or
-            `name` is among these.
+        ConfigError: If there is no model; if the pipeline, or a model of a dict, is
+            streamed already; if a model streams to another device; if all of them do
+            so and there is a budget or another option; or if `shared` or `name` is
+            among the options.
         StagehandOOMError: If the budget is too small for one of them. Nothing is
             changed then.
 
@@ -122,7 +130,7 @@ def pipeline(
             )
     place = find_device(device)
     models = _models(pipe_or_dict)
-    pipes = _pipes_in(pipe_or_dict)
+    pipes = _pipes_in(pipe_or_dict, models)
     runtimes = _streamed(models, place) if pipes else {}
     models = {name: m for name, m in models.items() if name not in runtimes}
     if not models and (vram_budget is not None or ram_budget is not None or options):
@@ -139,7 +147,8 @@ def pipeline(
         budget = min(budget, host_budget(ram_budget))
     elif ram_budget is not None:
         pinned = _parts_of(ram_budget, sizes)
-    with ExitStack() as undo:
+    undo: list[Callable[[], None]] = []
+    try:
         for name, model in models.items():
             layer(
                 model,
@@ -150,13 +159,13 @@ def pipeline(
                 **options,
             )
             runtimes[name] = getattr(model, HANDLE)
-            undo.callback(runtimes[name].shutdown)
+            undo.append(runtimes[name].shutdown)
         _keep_small(runtimes, sizes, budget)
-        for pipe in pipes:
-            own = type(pipe)
-            pipe.__class__ = _placed(own, place.torch_device)
-            undo.callback(setattr, pipe, "__class__", own)
-        return Pipeline(runtimes, undo.pop_all())
+        undo.extend(_place(pipe, place.torch_device) for pipe in pipes)
+    except BaseException:
+        Pipeline(runtimes, undo).shutdown()
+        raise
+    return Pipeline(runtimes, undo)
 
 
 def _models(pipe_or_dict: Any) -> dict[str, nn.Module]:
@@ -180,16 +189,28 @@ def _models(pipe_or_dict: Any) -> dict[str, nn.Module]:
     return dict(found.values())
 
 
-def _pipes_in(pipe: Any) -> list[Any]:
-    """Return a pipeline of diffusers, and those that it has: both make tensors."""
-    if isinstance(pipe, _Placed):
+def _pipes_in(pipe: Any, models: Mapping[str, nn.Module]) -> list[Any]:
+    """Return a pipeline of diffusers, and those that it has of the same models.
+
+    All of them make tensors where they are.
+    """
+    if not hasattr(type(pipe), "_execution_device"):
+        return []
+    if pipe in _PLACED:
         raise ConfigError(
             f"the {type(pipe).__name__} is streamed already; call shutdown() of what"
             " pipeline() has returned first"
         )
-    parts = (pipe, *getattr(pipe, "__dict__", {}).values())
-    pipes = [part for part in parts if hasattr(type(part), "_execution_device")]
-    return [each for each in pipes if not isinstance(each, _Placed)]
+    parts = getattr(pipe, "__dict__", {}).values()
+    inner = (part for part in parts if hasattr(type(part), "_execution_device"))
+    free = (part for part in inner if part not in _PLACED)
+    return [pipe, *(part for part in free if _is_made_of(part, models))]
+
+
+def _is_made_of(pipe: Any, models: Mapping[str, nn.Module]) -> bool:
+    own = {id(model) for model in models.values()}
+    parts = (part for part in pipe.components.values() if isinstance(part, nn.Module))
+    return own.issuperset(map(id, parts))
 
 
 def _streamed(models: Mapping[str, nn.Module], place: Device) -> dict[str, Runtime]:
@@ -239,10 +260,29 @@ def _keep_small(
         room -= sizes[name]
 
 
+_PLACED: WeakSet[Any] = WeakSet()
+"""Pipelines that say where they are."""
+
+
 class _Placed:
-    """Pipelines that say where they are."""
+    """Of their classes, and of those of their copies."""
 
     __slots__ = ()
+
+
+def _place(pipe: Any, place: torch.device) -> Callable[[], None]:
+    """Let a pipeline say that it is on a device; return what ends that."""
+    own = type(pipe)
+    if issubclass(own, _Placed):  # it is a copy of one that says so
+        own = own.__bases__[0]
+
+    def undo() -> None:
+        pipe.__class__ = own
+        _PLACED.discard(pipe)
+
+    pipe.__class__ = _placed(own, place)
+    _PLACED.add(pipe)
+    return undo
 
 
 def _placed(own: type, place: torch.device) -> type:

@@ -316,6 +316,37 @@ def test_what_streams_already_is_refused_where_that_would_change_it(sim):
         assert type(other) is diffusers.DDIMPipeline
 
 
+def test_a_pipeline_inside_with_models_of_its_own_is_left_alone(sim):
+    pipe, other = diffusion_pipeline(), diffusion_pipeline()
+    expected = make_image(other)
+    pipe.fallback = other
+    with stagehand.pipeline(pipe, vram_budget="400KB"):
+        assert other.device.type == "cpu"
+        assert_bitwise_equal(make_image(other), expected, "on the host")
+
+
+def test_a_copy_of_a_streamed_pipeline_is_one_like_others(sim):
+    pipe = diffusion_pipeline()
+    with stagehand.pipeline(pipe, vram_budget="400KB"):
+        expected, copy = make_image(pipe), deepcopy(pipe)
+    with stagehand.pipeline(copy, vram_budget="400KB"):
+        assert_bitwise_equal(make_image(copy), expected, "image")
+    assert type(copy) is type(pipe)
+    assert copy.device.type == "cpu"
+
+
+def test_a_shutdown_that_failed_can_be_repeated(sim):
+    models = {"a": stack(4), "b": stack(6)}
+    streamed = stagehand.pipeline(models, vram_budget=5 * LAYER_BYTES)
+    block = streamed.runtimes["b"].block_ids[0]
+    streamed.runtimes["b"].before_block(block)
+    with pytest.raises(stagehand.ConfigError, match="in use"):
+        streamed.shutdown()
+    streamed.runtimes["b"].after_block(block)
+    streamed.shutdown()
+    assert not any(hasattr(m, "_stagehand_layer_runtime") for m in models.values())
+
+
 def test_a_streamed_diffusers_pipeline_can_be_saved(sim, tmp_path):
     pipe = diffusion_pipeline()
     expected = make_image(pipe)
