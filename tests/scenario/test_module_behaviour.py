@@ -1044,3 +1044,38 @@ def test_a_model_inside_of_a_models_part_is_entered_by_itself(place):
     assert runtime.report().passes == 3
     assert hooks_of(encoder)["layers.1"] == (1, 1)
     runtime.shutdown()
+
+
+class Turning(nn.Module):
+    """Has no weights, and a part."""
+
+    def __init__(self):
+        super().__init__()
+        self.turn = nn.Tanh()
+
+    def forward(self, x):
+        return self.turn(x)
+
+
+class Turned(nn.Module):
+    """A model with a part that another one has, too."""
+
+    def __init__(self, turning):
+        super().__init__()
+        self.layers, self.turning = stack(), turning
+
+    def forward(self, x):
+        return self.turning(self.layers(x))
+
+
+def test_models_may_share_an_inner_part_without_weights(place):
+    turning = Turning()
+    models = [Headed(Turned(turning)), Headed(Turned(turning))]
+    expected = [run_resident(model, place, batch()) for model in models]
+    for model in models:
+        stagehand.layer(model, vram_budget=BUDGET, device=place)
+    for model, output in zip(models, expected, strict=True):
+        assert_passes_equal(model, output, batch())
+        assert turning(batch()).device.type == "cpu"
+    for model in models:
+        runtime_of(model).shutdown()

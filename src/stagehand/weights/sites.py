@@ -31,7 +31,7 @@ from stagehand.torch_private import (
 from stagehand.weights.edges import apart
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, MutableMapping, Sequence
+    from collections.abc import Callable, Container, MutableMapping, Sequence
     from types import FrameType
 
     from torch.utils.hooks import RemovableHandle
@@ -418,7 +418,7 @@ def _is_called(module: nn.Module) -> bool:
     """
     if isinstance(module, torch.jit.ScriptModule):
         return False
-    own = "forward" in vars(module)  # so wrappers of models take theirs
+    own = "forward" in vars(module)  # some wrappers have that of what they wrap
     return own or type(module).forward is not nn.ModuleList.forward
 
 
@@ -438,26 +438,33 @@ def _wrapped(model: nn.Module) -> list[nn.Module]:
         found += parts
 
 
-def _entrances(models: Sequence[nn.Module]) -> list[nn.Module]:
-    """Return what others may call: a model, its parts, and the parts of those.
+def _entrances(
+    models: Sequence[nn.Module], sites: Container[nn.Module]
+) -> list[nn.Module]:
+    """Return what others may call: a model, its parts, and inner parts with sites.
 
     Of a list or a sequence of parts none is called past it: to hook all of them would
-    cost time. Of inner parts, what has none itself is a site or reads what stays.
+    cost time. A site is entered by itself, and other parts are left alone.
 
     Args:
         models: The model in all of its wrappings, the outermost first.
+        sites: Modules that are told of, each in its own way.
     """
-    found = dict.fromkeys(models)
     model = models[-1]
-    around = [model]
+    found = dict.fromkeys((*models, *model.children()))
+    around = [*model.children()]
     for module in around:
-        for part in module.children():
-            is_entered = _is_called(part) and (module is model or bool(part._modules))
-            if is_entered and part not in found:
-                found[part] = None
-                if not isinstance(part, nn.Sequential):
+        if _is_called(module) and not isinstance(module, nn.Sequential):
+            for part in module.children():
+                if part not in found and _is_called(part) and _has_any(part, sites):
+                    found[part] = None
                     around.append(part)
-    return [part for part in found if _is_called(part)]
+    return [module for module in found if _is_called(module)]
+
+
+def _has_any(module: nn.Module, sites: Container[nn.Module]) -> bool:
+    """Whether a module is no site, and has some."""
+    return module not in sites and any(part in sites for part in module.modules())
 
 
 class SiteHooks:
@@ -502,14 +509,18 @@ class SiteHooks:
         """Edges while what stays is away."""
         self._models: WeakSet[nn.Module] = WeakSet()
 
-    def add_model(self, model: nn.Module) -> None:
+    def add_model(self, model: nn.Module, sites: Container[nn.Module]) -> None:
         """Make edges of the module that users call and of its parts.
 
         Where it wraps another one, whose methods may be called past it, of that one's.
+
+        Args:
+            model: As it was given.
+            sites: What becomes a site.
         """
         models = _wrapped(model)
         self._models.update(models)
-        for edge in _entrances(models):
+        for edge in _entrances(models, sites):
             begin = _EdgeBegin(self._edges, self._rise, self._settle)
             self._hook_edge(edge, begin, self._handles)
         loading = _StateLoading(model, self._await_reads)
