@@ -287,8 +287,12 @@ class Gradients:
                     maker.register_hook(self._feeding(home, number))
 
     def follow(self, weight: torch.Tensor, node: Node) -> None:
-        """A node makes a term, its only gradient, of a weight that others read before
-        it where it lies now."""
+        """A weight was looked up where others may have read it before.
+
+        Args:
+            weight: A parameter.
+            node: Of the lookup: its only gradient is a term of the weight's.
+        """
         home = self._homes.get(id(weight))
         if home is not None:
             node.register_hook(self._feeding(home, 0))

@@ -362,8 +362,8 @@ class Reader:
         binding: Of the block, when the site began last.
         since: The number of the graph's next node then, if a backward is to come.
         again: Whether what it reads may have been read before in the same binding.
-        once: How many nodes a use adds to the graph that reads each weight once; none
-            adds -1. Another use may do so more often: over more frames, or more steps.
+        once: How many nodes a use adds to the graph that reads each weight once; -1 if
+            none is known. Others may do so more often: over more frames, or more steps.
         cast: What of it autocast casts in a use; None if that is not known yet.
     """
 

@@ -23,7 +23,7 @@ __all__ = ["Finding", "Group", "find_blocks", "find_layers"]
 _COPY_EFFICIENT_BYTES = 32 * MIB  # a larger copy is no faster on any link we know
 _SMALL_BYTES = MIB  # smaller ones stay on the device as long as they are few
 _ADAPTER_SHARE = 8  # adapters are at most this part of what they adapt
-_SHARE = 16  # of the budget for small parameters, adapters and one coalesced block
+_SHARE = 16  # small parameters, adapters, one coalesced block: 1/16 of the budget each
 
 
 @dataclass(slots=True)
@@ -382,7 +382,7 @@ def _small(cells: list[Group], limit: int) -> set[int]:
 
 
 def _adapters(cells: list[Group], limit: int) -> set[int]:
-    """The few cells that train in a frozen model, unless they exceed a limit.
+    """The few cells that train in a frozen model: all, or none if they exceed a limit.
 
     What is added to a model that streams stays, too, however large its tensors are.
     """
