@@ -81,7 +81,7 @@ from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode
 from torch.utils.checkpoint import CheckpointPolicy
 from torch.utils.hooks import RemovableHandle
 
-from stagehand.errors import StagehandError
+from stagehand.errors import ConfigError, StagehandError
 from stagehand.frames import frames_of
 
 __all__ = [
@@ -160,10 +160,8 @@ graph_task: Callable[[], int] = _required("_current_graph_task_id")
 """The number of the backward pass in which this thread runs, or -1."""
 negated: Callable[[torch.Tensor], torch.Tensor] = _required("_neg_view", torch)
 """Return the negative of a tensor, over the same memory."""
-_swap_values: Callable[[torch.Tensor, torch.Tensor], None] = _required(
-    "_swap_tensor_impl"
-)
-
+_swap_values: Callable[..., None] = _required("_swap_tensor_impl")
+"""Exchange what two tensors are; whoever has one has the same object as before."""
 sequence_number: Callable[[], int] = _required("_get_sequence_nr", torch._C._autograd)
 """The number that this thread's next operator will have in the graph. Backward goes
 through the graph from the highest number down."""
@@ -211,7 +209,15 @@ def give_value(tensor: torch.Tensor, value: torch.Tensor) -> None:
     """Give a tensor another value, type and device.
 
     It stays the same object, with its attributes, and requires a gradient as before.
+
+    Raises:
+        ConfigError: If others hold what it is, beside what takes its gradient.
     """
+    if tensor_use_count(tensor) > 1 + tensor.requires_grad:
+        raise ConfigError(
+            f"a {tensor.dtype} tensor of shape {list(tensor.shape)} has views, or is in"
+            " a graph, which would not see the value that it is given: drop these first"
+        )
     _swap_values(tensor, value.detach().requires_grad_(tensor.requires_grad))
 
 

@@ -190,3 +190,16 @@ def test_inference_mode_outside_makes_ordinary_parameters():
         model = build(lambda: nn.Linear(2, 2)).model
     assert not model.weight.is_inference()
     assert model.weight.requires_grad
+
+
+@pytest.mark.parametrize("trains", [False, True])
+def test_a_tensor_that_has_views_keeps_its_value(trains):
+    tensor = torch.zeros(3, requires_grad=trains)
+    view = tensor[1:]
+    with pytest.raises(ConfigError, match="has views"):
+        empty_tensor(tensor, torch.float32)
+    assert {tensor.is_meta, view.is_meta} == {False}
+    del view
+    empty_tensor(tensor, torch.float32)
+    assert tensor.is_meta
+    assert tensor.requires_grad is trains
