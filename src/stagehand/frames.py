@@ -3,12 +3,21 @@
 import gc
 import sys
 import threading
+from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
 from types import FrameType
+from typing import Any
 
-__all__ = ["frames_of"]
+__all__ = ["awaits_thread", "frames_of"]
 
 # Reentrant: the garbage collector may run before it is switched off.
 _switch = threading.RLock()
+_WAITS = [
+    getattr(function, "__code__", None)  # other libraries may have put in their own
+    for function in (threading.main_thread().join, Future.result, Future.exception)
+]
+_DEPTH = 3  # of the call that waits: under a signal's handler it lies deeper
 
 
 def frames_of(thread: int) -> list[FrameType]:
@@ -16,25 +25,60 @@ def frames_of(thread: int) -> list[FrameType]:
 
     Not this function's own, which would hold all others in a cycle.
 
-    Python 3.11 may collect garbage within `frame.f_back`. If a finalizer then lets the
-    other thread go on, what is found is not a frame any more: the process crashes. So
-    no garbage is collected meanwhile.
-
     Args:
         thread: Its `ident`. One that has ended is in no calls.
     """
     found: list[FrameType] = []
+    with _uncollected():
+        frame = sys._current_frames().get(thread)
+        if frame is sys._getframe():
+            frame = frame.f_back
+        while frame is not None:
+            found.append(frame)
+            frame = frame.f_back
+    return found
+
+
+def awaits_thread(thread: Any, worker: Any) -> bool:
+    """Return whether a thread waits for another one to end, or for what it computes.
+
+    That is a `join()` or the result of a pool's future, without a time limit.
+    """
+    for frame in frames_of(thread.ident or 0)[:_DEPTH]:
+        if frame.f_code in _WAITS and _local(frame, "timeout") is None:
+            awaited = _local(frame, "self")
+            return awaited is worker or (
+                isinstance(awaited, Future) and _computes(worker, awaited)
+            )
+    return False
+
+
+def _computes(worker: Any, future: Future[Any]) -> bool:
+    """Whether one of the calls in which a thread is belongs to a future's work."""
+    return any(
+        getattr(_local(frame, "self"), "future", None) is future
+        for frame in frames_of(worker.ident or 0)
+        if frame.f_globals.get("__name__") == "concurrent.futures.thread"
+    )
+
+
+def _local(frame: FrameType, name: str) -> Any:
+    with _uncollected():
+        return frame.f_locals.get(name)
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Collect no garbage while another thread's frames are looked at.
+
+    Python 3.11 may do so within `frame.f_back`. If a finalizer then lets the other
+    thread go on, what is found is not a frame any more: the process crashes.
+    """
     with _switch:
         collects = gc.isenabled()
         try:
             gc.disable()
-            frame = sys._current_frames().get(thread)
-            if frame is sys._getframe():
-                frame = frame.f_back
-            while frame is not None:
-                found.append(frame)
-                frame = frame.f_back
+            yield
         finally:
             if collects:
                 gc.enable()
-    return found

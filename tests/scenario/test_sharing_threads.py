@@ -2,11 +2,12 @@
 
 import random
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from small import LAYER_BYTES, batch
-from test_sharing import crowd, in_threads
+from test_sharing import crowd, guarded, in_threads
 
 import stagehand
 from architectures.trees import assert_bitwise_equal
@@ -109,3 +110,46 @@ def test_threads_may_ask_for_anything_in_any_order(crowd, seed, budget):
         runtime.release_reservation()
     some.run(*range(len(DEPTHS)))
     assert {holding.why for holding in some.device.holdings()} == {"not held"}
+
+
+def by_join(call):
+    errors = []
+    thread = threading.Thread(target=guarded(call, errors), name="part")
+    thread.start()
+    thread.join()
+    if errors:
+        raise errors[0]
+
+
+def by_result(call):
+    with ThreadPoolExecutor(1, thread_name_prefix="part") as pool:
+        pool.submit(call).result()
+
+
+def by_exit(call):
+    with ThreadPoolExecutor(1, thread_name_prefix="part") as pool:
+        future = pool.submit(call)
+    future.result()
+
+
+@pytest.mark.parametrize("goes", ["forward", "backward"])
+@pytest.mark.parametrize("awaits", [by_join, by_result, by_exit])
+@pytest.mark.parametrize("place", ["cpu", "hpu"])
+def test_a_forward_that_waits_for_a_part_in_another_thread_is_told(
+    crowd, place, awaits, goes
+):
+    """That thread waits for the model, which the first one runs."""
+    some = crowd(place, [4, 5], 40 * LAYER_BYTES)
+    model, x = some.models[0], batch().to(place)
+    loss = model(x).sum()
+
+    def call(*_):
+        hook.remove()
+        awaits(loss.backward if goes == "backward" else lambda: model[2](x))
+
+    hook = model[1].register_forward_pre_hook(call)
+    with pytest.raises(DeadlockError, match="in the thread that runs it") as told:
+        model(x)
+    assert "waits for thread 'part" in str(told.value)
+    model.zero_grad()
+    some.run(0, 1)

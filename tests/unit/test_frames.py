@@ -1,13 +1,15 @@
 """What another thread may see of a thread's calls."""
 
 import gc
+import queue
 import sys
 import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from stagehand.frames import frames_of
+from stagehand.frames import awaits_thread, frames_of
 
 
 @pytest.fixture
@@ -34,6 +36,45 @@ def waiting():
 def test_a_threads_frames_are_found_innermost_first(waiting):
     names = [frame.f_code.co_name for frame in frames_of(waiting.ident)]
     assert names.index("inner") + 1 == names.index("outer") < names.index("run")
+
+
+def until_it_waits(thread, name):
+    """Wait until a function is the one that a thread has called last but one or two."""
+    for _ in range(10_000):
+        if name in [frame.f_code.co_name for frame in frames_of(thread.ident)[:3]]:
+            return
+        threading.Event().wait(0.001)
+    raise AssertionError(name)
+
+
+@pytest.mark.parametrize("limit", [None, 120])
+def test_who_waits_for_a_threads_end_is_known_unless_it_gives_up(waiting, limit):
+    waiter = threading.Thread(target=waiting.join, args=(limit,))
+    waiter.start()
+    until_it_waits(waiter, "join")
+    assert awaits_thread(waiter, waiting) is (limit is None)
+    assert not awaits_thread(waiting, waiter)
+    assert not awaits_thread(waiter, threading.current_thread())
+
+
+@pytest.mark.parametrize("limit", [None, 120])
+def test_who_waits_for_what_a_thread_computes_is_known_unless_it_gives_up(limit):
+    goes_on, computing = threading.Event(), queue.SimpleQueue()
+
+    def compute():
+        computing.put(threading.current_thread())
+        goes_on.wait(timeout=120)
+
+    with ThreadPoolExecutor(2) as pool:
+        pool.submit(compute)
+        other = computing.get(timeout=120)
+        waiter = threading.Thread(target=pool.submit(compute).result, args=(limit,))
+        waiter.start()
+        until_it_waits(waiter, "result")
+        assert awaits_thread(waiter, computing.get(timeout=120)) is (limit is None)
+        assert not awaits_thread(waiter, other)
+        goes_on.set()
+    waiter.join(timeout=120)
 
 
 def test_a_thread_that_looks_at_itself_keeps_nothing_alive():

@@ -6,7 +6,7 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 from stagehand.errors import DeadlockError
-from stagehand.frames import frames_of
+from stagehand.frames import awaits_thread, frames_of
 from stagehand.torch_private import is_autograds, waits_for_backward
 
 if TYPE_CHECKING:
@@ -167,8 +167,11 @@ class Turn:
             stuck, thread = _stuck_behind(me), self._holder()
             if thread not in stuck:
                 return
-            if in_backward and thread not in _waits:
-                return  # it has begun to wait for autograd, and so not for this turn
+            for_autograd = thread not in _waits and not awaits_thread(
+                thread, stuck[thread][1]
+            )
+            if in_backward and for_autograd:
+                return  # it has begun to wait for that, and so not for this turn
             del _waits[me]  # so that of all in the circle only this one fails
         steps = [f"which thread {thread.name!r} runs"]
         while thread is not me:
@@ -177,7 +180,7 @@ class Turn:
         raise DeadlockError(
             f"thread {me.name!r} would wait for {self.name} for ever,"
             f" {'; '.join(steps)}; run models inside of each other in the same order in"
-            " every thread"
+            " every thread, and parts of a model in the thread that runs it"
         )
 
     def try_acquire(self) -> bool:
@@ -252,14 +255,21 @@ def _stuck_behind(me: Any) -> dict[Any, tuple[str, Any]]:
             if holder in stuck and thread not in stuck:
                 why = f"thread {thread.name!r} waits for {turn.name}"
                 stuck[thread] = f"{why}, which thread {holder.name!r} runs", holder
-        for one in [t for t in stuck if is_autograds(t)]:
-            for thread in threading.enumerate():
-                here = thread in stuck or thread in _waits
-                if not here and awaits_autograd(thread):
-                    why = f"thread {thread.name!r} waits for autograd"
-                    stuck[thread] = f"{why}, whose thread is {one.name!r}", one
+        for thread in threading.enumerate():
+            if thread in stuck or thread in _waits:
+                continue
+            for one in [*stuck]:
+                if why := _why_waits(thread, one):
+                    stuck[thread] = f"thread {thread.name!r} waits for {why}", one
         if len(stuck) == known:
             return stuck
+
+
+def _why_waits(thread: Any, one: Any) -> str:
+    """Return what of another thread one waits for, in words, if it does."""
+    if is_autograds(one) and awaits_autograd(thread):
+        return f"autograd, whose thread is {one.name!r}"
+    return f"thread {one.name!r}" if awaits_thread(thread, one) else ""
 
 
 _LOOK_SECONDS = 0.05
