@@ -17,19 +17,33 @@ from benchmarks.results import Result, until_met
 from benchmarks.timing import Times, in_turns, take_turns
 from stagehand.runtime import Runtime
 
-__all__ = ["SHARES", "Pair", "alone", "by_parts", "growth", "over_bare"]
+__all__ = ["SHARES", "Cost", "Pair", "alone", "by_parts", "growth", "over_bare"]
 
 _SETTLING = 6  # steps until the order is learned, timed once and planned for good
 _REPLANNED = 2  # until what another budget keeps has moved
 _TURNS = 3  # of a shallow model in each round, after one that is not counted
 _ALONE = 8  # times as many turns of a model that is timed alone
 _TARGET_GROWTH = 1.2
+_NO_TIME = Times(0.0, 0.0)
 
 # Parts of all blocks' bytes; with none, only the ring of slots is left.
 SHARES = {"all": 2.0, "a third": 1 / 3, "none": 0.0}
 
 RowOf = Callable[[str, int, Times], Result]
 """Of the name of a share, a depth, and a block's cost."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What a block takes in a model of some depth."""
+
+    own: Times
+    """Over the bare model's."""
+    bare: Times
+
+
+Grown = Callable[[str, Mapping[int, Cost]], Iterable[Result]]
+"""Of the name of a share, and a block's cost at all depths."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,16 +81,16 @@ class Pair:
             f"streamed {self.depth}": _timed(self, self.model, part),
         }
 
-    def cost(self, times: Mapping[str, Times]) -> Times:
+    def cost(self, times: Mapping[str, Times]) -> Cost:
         """Return what a block costs, of times by name."""
         streamed, bare = times[f"streamed {self.depth}"], times[f"bare {self.depth}"]
-        return streamed.over(bare, self.depth)
+        return Cost(streamed.over(bare, self.depth), bare.over(_NO_TIME, self.depth))
 
 
 def over_bare(
     pairs: Sequence[Pair],
     row_of: RowOf,
-    grown: Callable[[str, Mapping[int, Times]], Iterable[Result]],
+    grown: Grown,
     *,
     part: int,
     rounds: int,
@@ -113,7 +127,7 @@ def over_bare(
                 if pair.depth == part:
                     yield _alone(pair, partial(row_of, share, part), rounds=rounds)
                 else:
-                    yield row_of(share, pair.depth, pair.cost(times))
+                    yield row_of(share, pair.depth, pair.cost(times).own)
             yield from growths(times)
     finally:
         for pair in pairs:
@@ -135,7 +149,7 @@ def alone(pair: Pair, row_of: RowOf, *, rounds: int) -> Iterator[Result]:
 
 def _alone(pair: Pair, row_of: Callable[[Times], Result], *, rounds: int) -> Result:
     def rows(times: Mapping[str, Times]) -> Iterator[Result]:
-        yield row_of(pair.cost(times))
+        yield row_of(pair.cost(times).own)
 
     (row,) = rows(
         take_turns(
@@ -150,9 +164,22 @@ def _alone(pair: Pair, row_of: Callable[[Times], Result], *, rounds: int) -> Res
     return row
 
 
-def growth(what: str, costs: Mapping[int, Times], few: int, many: int) -> Result:
-    """Return what a block of many costs over one of few."""
-    return Result.of(what, costs[many].part_of(costs[few]), "x", target=_TARGET_GROWTH)
+def growth(what: str, costs: Mapping[int, Cost], few: int, many: int) -> Result:
+    """Return what a block of many costs over one of few.
+
+    Where the modules alone grow more than what comes on top of them, it is for the
+    processor's caches: a few blocks fit one that many do not.
+    """
+    own = costs[many].own.part_of(costs[few].own)
+    bare = costs[many].bare.part_of(costs[few].bare).smallest
+    caches = f"bare blocks take {bare:.2f} times as long as few, which fit a cache"
+    return Result.of(
+        what,
+        own,
+        "x",
+        target=_TARGET_GROWTH,
+        why=caches if own.smallest <= bare else "",
+    )
 
 
 def _timed(pair: Pair, model: Stack, part: int) -> Callable[[], Sequence[float]]:

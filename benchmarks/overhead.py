@@ -5,7 +5,7 @@ from functools import partial
 
 import torch
 
-from benchmarks.depths import Pair, alone, growth, over_bare
+from benchmarks.depths import Cost, Pair, alone, growth, over_bare
 from benchmarks.models import Stack, make_runtime, make_stack
 from benchmarks.results import Result
 from benchmarks.timing import Times
@@ -37,7 +37,7 @@ def measure(
             target=_TARGET_US if (depth, kind) == (thousand, "blocks") else None,
         )
 
-    def grown(share: str, costs: Mapping[int, Times]) -> Iterator[Result]:
+    def grown(share: str, costs: Mapping[int, Cost]) -> Iterator[Result]:
         for fewer in (few, thousand):
             what = f"overhead at {many:,} over {fewer:,} blocks, {share} resident"
             yield growth(what, costs, fewer, many)

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.depths import Pair, growth, over_bare
+from benchmarks.depths import Cost, Pair, growth, over_bare
 from benchmarks.models import Stack, make_runtime, make_stack
 from benchmarks.results import Result
 from benchmarks.timing import Times
@@ -42,7 +42,7 @@ def measure(
             why=_WHY if kind == "trained" else "",
         )
 
-    def grown(kind: str, share: str, costs: Mapping[int, Times]) -> Iterator[Result]:
+    def grown(kind: str, share: str, costs: Mapping[int, Cost]) -> Iterator[Result]:
         for fewer in (few, thousand):
             what = f"{many:,} over {fewer:,} {kind} blocks, {share} resident"
             yield growth(f"training at {what}", costs, fewer, many)

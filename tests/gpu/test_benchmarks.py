@@ -182,6 +182,29 @@ def test_as_many_uses_of_blocks_are_timed_as_one_at_each_depth(
 
 
 @pytest.mark.parametrize(
+    ("bare", "own", "is_met", "is_explained"),
+    [(5.0, 5.0, True, True), (7.0, 6.5, False, True), (6.0, 6.5, False, False)],
+)
+def test_growth_of_what_is_on_top_is_explained_by_more_growth_of_bare_blocks(
+    bare, own, is_met, is_explained
+):
+    """Per block of a model of a hundred 5 bare and 5 on top, in one of a thousand."""
+    from benchmarks import depths
+    from benchmarks.timing import Times
+
+    costs = {}
+    for depth, alone, on_top in ((100, 5.0, 5.0), (1_000, bare, own)):
+        pair = depths.Pair(nn.Module(), nn.Module(), None, None)
+        pair.model.blocks = range(depth)
+        times = {"bare": alone * depth, "streamed": (alone + on_top) * depth}
+        times = {f"{k} {depth}": Times(t, t) for k, t in times.items()}
+        costs[depth] = pair.cost(times)
+    row = depths.growth("growth", costs, 100, 1_000)
+    assert row.value == pytest.approx(own / 5.0)
+    assert (row.ok, bool(row.why)) == (is_met, is_explained)
+
+
+@pytest.mark.parametrize(
     ("met_after", "rounds"), [(1, 4), (6, 6), (None, 12)], ids=["met", "late", "never"]
 )
 def test_what_misses_its_target_is_measured_for_longer_but_not_for_ever(
