@@ -653,6 +653,7 @@ def test_on_the_host_an_interrupted_wait_leaves_a_job_to_forget(host, monkeypatc
     block = host.blocks[1]
     block.store.gate.clear()
     host.start(block, AHEAD)
+    assert block.store.began.wait(PATIENCE)
 
     def interrupt(self, timeout=None):
         raise KeyboardInterrupt

@@ -7,7 +7,7 @@ import sys
 import textwrap
 import threading
 import weakref
-from concurrent.futures import CancelledError
+from concurrent.futures import CancelledError, Future
 
 import pytest
 
@@ -284,6 +284,33 @@ def test_what_a_failed_job_was_given_goes_with_the_job(group):
         assert future() is None
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("end", [str, fail])
+def test_what_a_job_was_given_has_gone_before_its_end_is_known(group, monkeypatch, end):
+    """Who waits for it may make other memory in the place of what has been filled."""
+
+    class Given:
+        pass
+
+    def use(what):
+        del what
+        end()
+
+    given = Given()
+    held = weakref.ref(given)
+    seen = []
+    for name in ("set_result", "set_exception"):
+
+        def tell(future, outcome, was=getattr(Future, name)):
+            seen.append(held())
+            was(future, outcome)
+
+        monkeypatch.setattr(Future, name, tell)
+    future = group.submit(use, given)
+    del given
+    failure_of(future)
+    assert seen == [None]
 
 
 def test_without_threads_jobs_run_where_they_are_given(group, monkeypatch):

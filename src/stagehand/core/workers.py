@@ -29,7 +29,7 @@ __all__ = ["WorkerGroup", "failure_of"]
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
-_Work = tuple["Future[Any]", Callable[[], Any]]
+_Work = tuple["Future[Any]", "_Doing"]
 
 
 class WorkerGroup:
@@ -93,7 +93,7 @@ class WorkerGroup:
         does not run.
         """
         future: Future[_R] = Future()
-        work = partial(job, *args, **kwargs)
+        doing = _Doing(future, partial(job, *args, **kwargs))
         with self._lock:
             if self._closed:
                 raise ClosedError(
@@ -104,14 +104,14 @@ class WorkerGroup:
             try:
                 note(future)
                 if not runs_here:
-                    self._queue.put((future, work))
+                    self._queue.put((future, doing))
             except BaseException:
                 future.cancel()
                 raise
             if self._closed:
                 future.cancel()
         if runs_here:
-            _run(future, work)
+            _run(future, doing)
             self._open.discard(future)
         return future
 
@@ -226,11 +226,10 @@ def _work(
     queue.put(None)  # for the next thread
 
 
-def _run(future: "Future[Any]", work: Callable[[], Any]) -> None:
+def _run(future: "Future[Any]", doing: "_Doing") -> None:
     if not future.set_running_or_notify_cancel():
         return
-    doing = _Doing(future, work)
-    del future, work  # a traceback would hold them by this frame
+    del future  # a failure's traceback would hold it by this frame
     with doing:
         doing.do()
 
@@ -238,7 +237,8 @@ def _run(future: "Future[Any]", work: Callable[[], Any]) -> None:
 class _Doing:
     """Does a job, and keeps what it raises in the job's future.
 
-    Afterwards it has neither, for a failure's traceback holds it.
+    Before anybody is told, it has neither: who waits for a job takes the memory that
+    the job was given for free, and a failure's traceback holds this.
     """
 
     def __init__(self, future: "Future[Any]", work: Callable[[], Any]) -> None:
@@ -254,12 +254,14 @@ class _Doing:
         """Nothing has been raised yet."""
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> bool:
-        parts, self._parts = self._parts, None
-        result, self._result = self._result, None
-        if parts is not None and error is None:
-            parts[0].set_result(result)
-        elif parts is not None:
-            parts[0].set_exception(error)
+        if self._parts is None:
+            return True
+        future, result = self._parts[0], self._result
+        self._parts = self._result = None
+        if error is None:
+            future.set_result(result)
+        else:
+            future.set_exception(error)
         return True
 
 
