@@ -2,6 +2,7 @@
 
 import threading
 import warnings
+import weakref
 from collections import Counter
 
 import pytest
@@ -12,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from stagehand.core import arena as arena_module
 from stagehand.core.arena import Arena, live_leases
-from stagehand.core.ledger import Account
+from stagehand.core.ledger import Account, Grant
 from stagehand.errors import (
     ClosedError,
     StagehandInternalError,
@@ -288,6 +289,62 @@ def test_closed_arena_leases_nothing_and_frees_what_comes_back():
     assert held.buffer.sum() == 0
     held.release()
     assert (arena.kept_bytes, arena.account.held_bytes) == (0, 0)
+
+
+def end_closed(arena, lease):
+    arena.close()
+    lease.release()
+
+
+def lower_the_limit(arena, lease):
+    arena.account.set_limit(50)
+    lease.release()
+
+
+def lower_the_limit_later(arena, lease):
+    lease.release()
+    arena.account.set_limit(50)
+    assert arena.acquire_nowait(60, "same size") is None
+
+
+def take_another_size(arena, lease):
+    lease.release()
+    arena.acquire_nowait(70, "other size").release()
+
+
+def trim(arena, lease):
+    lease.release()
+    arena.trim()
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        end_closed,
+        lower_the_limit,
+        lower_the_limit_later,
+        take_another_size,
+        trim,
+        lambda _, lease: lease.abandon(),
+        lambda arena, lease: (lease.release(), arena.close()),
+    ],
+)
+def test_memory_is_free_before_others_are_granted_its_bytes(monkeypatch, end):
+    """Whoever still has the ended lease, such as a job that was dropped, has none."""
+    arena, _ = new_arena()
+    lease = arena.acquire_nowait(60, "a")
+    memory, seen = weakref.ref(lease.buffer), []
+    give_back = Grant.release
+
+    def release(grant):
+        seen.append(memory())
+        give_back(grant)
+
+    monkeypatch.setattr(Grant, "release", release)
+    end(arena, lease)
+    assert seen == [None]
+    with pytest.raises(StagehandInternalError, match=r"released\) is over: it has no"):
+        _ = lease.buffer
 
 
 def test_repr_shows_live_counts():

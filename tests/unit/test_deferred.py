@@ -105,6 +105,11 @@ def test_value_without_a_definition_is_unknown_and_nothing_is_drawn(name):
         lambda: torch.full((2,), 3),
         lambda: torch.ones(2).int() * 0.5,
         lambda: in_parts(torch.empty(4, 4)),
+        lambda: torch.arange(4).float().to(torch.get_default_dtype()),
+        lambda: torch.ones(2, dtype=torch.int64).to(dtype=torch.get_default_dtype()),
+        lambda: torch.zeros(2, dtype=torch.get_default_dtype()),
+        lambda: torch.ones(2).to(torch.float32),
+        lambda: torch.ones(2, dtype=torch.get_default_dtype()).to(torch.float32),
     ],
 )
 def test_other_default_type_gives_what_torch_gives_under_it(make):
@@ -119,9 +124,26 @@ def test_other_default_type_gives_what_torch_gives_under_it(make):
     assert torch.equal(built.model.it, expected)
 
 
-def test_weights_have_the_type_that_is_asked_for():
-    model = build(lambda: nn.Linear(3, 4), torch.float16).model
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: nn.Linear(3, 4),
+        lambda: nn.ParameterList([torch.Tensor(3, 4).uniform_()]),
+        lambda: nn.ParameterList([torch.Tensor(3)]),
+    ],
+)
+def test_weights_have_the_type_that_is_asked_for(make):
+    model = build(make, torch.float16).model
     assert {(p.dtype, p.is_meta) for p in model.parameters()} == {(torch.float16, True)}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_weights_whose_type_the_constructor_names_keep_it(dtype):
+    def make():
+        return nn.ParameterList([torch.empty(3, dtype=dtype).uniform_().log()])
+
+    model = build(make, torch.float16).model
+    assert {(p.dtype, p.is_meta) for p in model.parameters()} == {(dtype, True)}
 
 
 def test_parameter_that_the_constructor_computes_has_its_value_on_request():

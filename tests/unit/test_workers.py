@@ -300,13 +300,16 @@ def test_what_a_job_was_given_has_gone_before_its_end_is_known(group, monkeypatc
     given = Given()
     held = weakref.ref(given)
     seen = []
-    for name in ("set_result", "set_exception"):
 
-        def tell(future, outcome, was=getattr(Future, name)):
+    def watched(tell):
+        def look_and_tell(future, outcome):
             seen.append(held())
-            was(future, outcome)
+            tell(future, outcome)
 
-        monkeypatch.setattr(Future, name, tell)
+        return look_and_tell
+
+    for name in ("set_result", "set_exception"):
+        monkeypatch.setattr(Future, name, watched(getattr(Future, name)))
     future = group.submit(use, given)
     del given
     failure_of(future)

@@ -58,7 +58,8 @@ class Lease:
     def buffer(self) -> torch.Tensor:
         """The memory, one-dimensional bytes."""
         if self._buffer is None:
-            raise StagehandInternalError(f"{self!r} is reserved, and not made yet")
+            state = "over" if self._grant is None else "reserved, and not made yet"
+            raise StagehandInternalError(f"{self!r} is {state}: it has no memory")
         return self._buffer
 
     @property
@@ -75,14 +76,16 @@ class Lease:
         if self._buffer is None:
             self._buffer = (by or self._arena._make)(self.nbytes)
 
-    def _end(self) -> Grant:
+    def _end(self) -> tuple[torch.Tensor | None, Grant]:
+        """Hold nothing any more: who is left with an ended lease keeps no memory."""
         grant, self._grant = self._grant, None
         if grant is None:
             raise StagehandInternalError(
                 f"a lease of {self.nbytes} bytes of {self._arena.name} was released"
                 " twice"
             )
-        return grant
+        buffer, self._buffer = self._buffer, None
+        return buffer, grant
 
     def release(self) -> None:
         """Give the buffer back for reuse.
@@ -93,11 +96,7 @@ class Lease:
         Raises:
             StagehandInternalError: At the second call.
         """
-        grant = self._end()
-        if self._buffer is None:
-            self._arena._forget(grant)
-        else:
-            self._arena._take_back(self._buffer, grant)
+        self._arena._take_back(self, keeps=True)
 
     def let_go(self, alone: int) -> None:
         """Release the buffer, or abandon it to whoever else refers to its storage.
@@ -112,7 +111,7 @@ class Lease:
 
     def abandon(self) -> None:
         """Leave the buffer to whoever else still holds it; it is not reused."""
-        self._arena._forget(self._end())
+        self._arena._take_back(self, keeps=False)
 
 
 class Arena:
@@ -288,41 +287,39 @@ class Arena:
     ) -> tuple[torch.Tensor | None, Grant | None]:
         best = -1
         smallest = nbytes * self._spare
-        for i, (_, grant) in enumerate(self._kept):
-            if nbytes <= grant.nbytes <= smallest and (
-                best < 0 or grant.nbytes < smallest
-            ):
-                best, smallest = i, grant.nbytes
+        for i, size in enumerate(grant.nbytes for _, grant in self._kept):
+            if nbytes <= size <= smallest and (best < 0 or size < smallest):
+                best, smallest = i, size
         if best < 0:
             return None, None
         buffer, grant = self._kept.pop(best)
         if self.account.overdraft_bytes:  # the limit was lowered
+            del buffer  # before others are granted its bytes
             grant.release()
             return None, None
         grant.holder = holder
         return buffer, grant
 
     def _free_one(self) -> None:
-        _, grant = self._kept.pop(0)
+        buffer, grant = self._kept.pop(0)
+        del buffer  # before others are granted its bytes
         grant.release()
 
-    def _take_back(self, buffer: torch.Tensor, grant: Grant) -> None:
+    def _take_back(self, lease: Lease, *, keeps: bool) -> None:
         with self._lock:
+            buffer, grant = lease._end()
             self._leased -= grant.nbytes
             self._out -= 1
-            if self._closed or self.account.overdraft_bytes:
-                grant.release()
-            else:
+            if keeps and buffer is not None and not self._is_to_shrink():
                 grant.holder = self._kept_holder
                 self._kept.append((buffer, grant))
+            else:
+                del buffer  # before others are granted its bytes
+                grant.release()
             self._changed.notify_all()
 
-    def _forget(self, grant: Grant) -> None:
-        with self._lock:
-            self._leased -= grant.nbytes
-            self._out -= 1
-            grant.release()
-            self._changed.notify_all()
+    def _is_to_shrink(self) -> bool:
+        return self._closed or self.account.overdraft_bytes > 0
 
     def trim(self) -> None:
         """Free all kept buffers."""
