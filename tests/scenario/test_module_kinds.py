@@ -641,6 +641,44 @@ def test_more_weights_read_by_other_modules_than_fit_stream_all_the_same(place):
     runtime_of(model).shutdown()
 
 
+class Pairs(nn.Module):
+    """Its layers are lists and dicts of modules, which are never called themselves."""
+
+    def __init__(self):
+        super().__init__()
+        self.lists = nn.ModuleList(nn.ModuleList([lin(), lin()]) for _ in range(4))
+        self.dicts = nn.ModuleList(
+            nn.ModuleDict({"norm": nn.LayerNorm(WIDTH), "up": lin(), "down": lin()})
+            for _ in range(4)
+        )
+
+    def forward(self, x):
+        for first, second in self.lists:
+            x = x + second(first(x).tanh())
+        for layer in self.dicts:
+            x = x + layer["down"](layer["up"](layer["norm"](x)).relu())
+        return x
+
+
+def test_blocks_that_are_lists_or_dicts_of_layers_stream_in_the_smallest_budget(place):
+    model = seeded(Pairs)
+    plain, pattern = deepcopy(model).to(place), r"s\.\d+$"
+    mib = _smallest_of_blocks(model, place, pattern) / 2**20
+    config = stagehand.StagehandConfig(
+        vram_high_watermark_mb=mib, vram_low_watermark_mb=mib / 2
+    )
+    runtime = stagehand.StagehandRuntime(model, config, pattern, device=place)
+    with torch.no_grad():
+        assert_bitwise_equal(model(batch()), plain(batch().to(place)), "inference")
+    for number in range(2):
+        model(batch()).square().sum().backward()
+        plain(batch().to(place)).square().sum().backward()
+        gradients = [[p.grad for p in m.parameters()] for m in (model, plain)]
+        assert_bitwise_equal(*gradients, f"gradients {number}")
+    assert runtime.report().peak_device_bytes <= runtime.report().budget_bytes
+    runtime.shutdown()
+
+
 def test_an_opaque_module_that_reads_its_childrens_weights_streams(place):
     model = seeded(repeated(Reading, 6))
     expected = run_resident(model, place, batch())

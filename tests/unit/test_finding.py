@@ -200,6 +200,27 @@ def test_buffers_and_what_is_not_plain_memory_stay():
     ]
 
 
+def test_the_parts_of_a_block_that_is_never_called_are_its_sites():
+    """Lists and dicts of layers have no forward: a hook on them would not be called."""
+    shared = linear()
+    blocks = [
+        nn.ModuleList(
+            [nn.ModuleDict({"a": Scaled(), "b": linear()}), nn.ReLU(), shared]
+        )
+        for _ in range(2)
+    ]
+    finding = find_blocks(nn.ModuleList(blocks), r"^\d$")
+    assert names(finding) == ["0", "1"]
+    assert [g.sites for g in finding.streamed] == [[b[0].a, b[0].b] for b in blocks]
+    assert of_group(finding.rest) == ["0.2.weight"]
+
+
+def test_block_of_bare_parameters_is_its_own_site():
+    blocks = [nn.ParameterList([torch.ones(4)]) for _ in range(2)]
+    finding = find_blocks(nn.ModuleList(blocks), r"^\d$")
+    assert [g.sites for g in finding.streamed] == [[block] for block in blocks]
+
+
 def test_match_without_parameters_is_no_block():
     model = nn.Sequential(linear(), nn.ReLU(), linear())
     assert names(find_blocks(model, r"^\d$")) == ["0", "2"]

@@ -18,7 +18,7 @@ from stagehand.units import MIB
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-__all__ = ["Finding", "Group", "find_blocks", "find_layers"]
+__all__ = ["Finding", "Group", "find_blocks", "find_layers", "is_called"]
 
 _COPY_EFFICIENT_BYTES = 32 * MIB  # a larger copy is no faster on any link we know
 _SMALL_BYTES = MIB  # smaller ones stay on the device as long as they are few
@@ -61,9 +61,10 @@ def find_blocks(
 ) -> Finding:
     """Divide a model for block mode: one block for each module that matches.
 
-    Of nested matches the outermost counts. A parameter that belongs to several blocks,
-    or to a block and the rest, stays on the device, and so do the trained parameters of
-    a block that is frozen but for these few.
+    Of nested matches the outermost counts. A block that is a container, such as a list
+    or a dict of layers, is in use while its parts are. A parameter that belongs to
+    several blocks, or to a block and the rest, stays on the device, and so do the
+    trained parameters of a block that is frozen but for these few.
 
     Args:
         model: Any module.
@@ -80,18 +81,40 @@ def find_blocks(
     owners = _owners(model, matched)
     finding = Finding([], Group("rest"), [])
     for name, module in matched.items():
-        group = Group(name, sites=[module])
+        group = Group(name)
         for key, tensor in module.named_parameters():
             if len(owners[_memory_key(tensor)]) == 1 and can_stream(tensor):
                 group.tensors[key] = tensor
         _spare_adapters(group)
         if group.tensors:
-            _refuse_scripted(name, module)
+            group.sites = _sites_of(module, group) or [module]
+            for site in group.sites:
+                _refuse_scripted(name, site)
             finding.streamed.append(group)
     _collect_rest(model, finding)
     if on_host:
         _keep_overlapping(model, finding)
     return finding
+
+
+def is_called(module: nn.Module) -> bool:
+    """Whether a module has a forward: containers have none."""
+    if isinstance(module, ScriptModule):
+        return True
+    own = "forward" in vars(module)  # some wrappers have that of what they wrap
+    return own or type(module).forward is not nn.ModuleList.forward
+
+
+def _sites_of(module: nn.Module, group: Group) -> list[nn.Module]:
+    """The module, or of a container the outermost parts that are called.
+
+    Only those with tensors of the group: a part may be in several containers.
+    """
+    if not is_called(module):
+        return [s for part in module.children() for s in _sites_of(part, group)]
+    tensors = {id(tensor) for tensor in group.tensors.values()}
+    has_any = any(id(tensor) in tensors for tensor in module.parameters())
+    return [module] if has_any else []
 
 
 def _spare_adapters(group: Group) -> None:

@@ -20,6 +20,7 @@ from torch import nn
 from torch.compiler import is_dynamo_compiling
 
 from stagehand.core.turn import HERE
+from stagehand.residency.finding import is_called
 from stagehand.torch_private import (
     add_hook,
     dispatch_modes,
@@ -406,20 +407,14 @@ class _Walk:
         for child in module.children():
             reads = self(child) or reads
         self._reads[module] = reads
-        if reads and not kinds and _is_called(module):
+        if reads and not kinds and _takes_hooks(module):
             self.found.append(module)
         return reads
 
 
-def _is_called(module: nn.Module) -> bool:
-    """Whether it has a forward that takes hooks: containers have none.
-
-    That of scripted modules takes none.
-    """
-    if isinstance(module, torch.jit.ScriptModule):
-        return False
-    own = "forward" in vars(module)  # some wrappers have that of what they wrap
-    return own or type(module).forward is not nn.ModuleList.forward
+def _takes_hooks(module: nn.Module) -> bool:
+    """Whether it has a forward that takes hooks: those of scripted modules do not."""
+    return is_called(module) and not isinstance(module, torch.jit.ScriptModule)
 
 
 def _wrapped(model: nn.Module) -> list[nn.Module]:
@@ -431,7 +426,7 @@ def _wrapped(model: nn.Module) -> list[nn.Module]:
     found = [model]
     while True:
         parts = [*found[-1].children()]
-        if len(parts) != 1 or parts[0] in found or not _is_called(parts[0]):
+        if len(parts) != 1 or parts[0] in found or not _takes_hooks(parts[0]):
             return found
         if isinstance(parts[0], nn.Sequential):
             return found
@@ -454,12 +449,12 @@ def _entrances(
     found = dict.fromkeys((*models, *model.children()))
     around = [*model.children()]
     for module in around:
-        if _is_called(module) and not isinstance(module, nn.Sequential):
+        if _takes_hooks(module) and not isinstance(module, nn.Sequential):
             for part in module.children():
-                if part not in found and _is_called(part) and _has_any(part, sites):
+                if part not in found and _takes_hooks(part) and _has_any(part, sites):
                     found[part] = None
                     around.append(part)
-    return [module for module in found if _is_called(module)]
+    return [module for module in found if _takes_hooks(module)]
 
 
 def _has_any(module: nn.Module, sites: Container[nn.Module]) -> bool:
