@@ -1,5 +1,7 @@
 """Finding: how a model is divided into blocks, and what stays."""
 
+from collections import OrderedDict
+
 import pytest
 import torch
 from torch import nn
@@ -123,6 +125,15 @@ def test_without_a_match_the_error_lists_patterns_that_would_match(pattern, star
     assert candidates == [repr(r"^layers\.\d+$"), repr(r"^a_b\.\d+$")]
     for candidate in candidates:
         assert len(find_blocks(model, eval(candidate)).streamed) == 2
+
+
+def test_without_a_match_patterns_fit_the_names_of_a_sequences_parts():
+    named = OrderedDict(first=linear(), layer_2=linear())
+    model = nn.ModuleDict({"layers": nn.Sequential(named)})
+    with pytest.raises(ConfigError) as caught:
+        find_blocks(model, "decoder")
+    candidate = eval(str(caught.value).partition("block_pattern=")[2])
+    assert names(find_blocks(model, candidate)) == ["layers.first", "layers.layer_2"]
 
 
 def test_without_a_match_a_bare_list_is_a_candidate_too():

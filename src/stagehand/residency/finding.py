@@ -192,7 +192,7 @@ def _declared_classes(model: nn.Module) -> set[str]:
 
 def _no_match(model: nn.Module, pattern: str | None) -> str:
     lists = [
-        f"^{re.escape(name)}\\.\\d+$" if name else r"^\d+$"
+        f"^{re.escape(name + '.') if name else ''}{_numbers(module)}$"
         for name, module in model.named_modules()
         if isinstance(module, nn.ModuleList | nn.Sequential) and len(module) > 1
     ]
@@ -207,6 +207,12 @@ def _no_match(model: nn.Module, pattern: str | None) -> str:
         if hint
         else f"{what}; use stagehand.layer()"
     )
+
+
+def _numbers(module: nn.Module) -> str:
+    """What matches the names of a list's parts; those of a sequence may be words."""
+    names = [name for name, _ in module.named_children()]
+    return r"\d+" if all(map(str.isdigit, names)) else r"[^.]+"
 
 
 def find_layers(
