@@ -10,6 +10,7 @@ import threading
 import weakref
 from copy import deepcopy
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import safetensors.torch
@@ -181,6 +182,48 @@ def test_device_of_a_transformers_model_is_where_inputs_can_be_sent(place):
     runtime_of(model).shutdown()
     again = model.to(place).generate(ids.to(place), max_new_tokens=5, do_sample=False)
     assert_bitwise_equal(generated, again, "generated")
+
+
+# Inputs
+
+
+class Willing(dict):
+    """Has every attribute that it is asked for, as some classes of settings do."""
+
+    def __getattr__(self, name):
+        return self.get(name, "nothing")
+
+
+class Proxy:
+    """As well, and cannot be iterated."""
+
+    def __getattr__(self, name):
+        return self
+
+
+class Pair(NamedTuple):
+    x: torch.Tensor
+    y: torch.Tensor
+
+
+def test_inputs_are_moved_whatever_attributes_their_containers_have(place):
+    class Sum(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = stack()
+
+        def forward(self, named, proxy, pair):
+            assert type(named) is Willing
+            assert type(proxy) is Proxy
+            return self.layers(named.x + pair.x) * pair.y
+
+    model = Sum()
+    expected = run_resident(model.layers, place, batch() + batch()) * batch().to(place)
+    stagehand.layer(model, vram_budget=BUDGET, device=place)
+    with torch.no_grad():
+        found = model(Willing(x=batch()), Proxy(), Pair(batch(), batch()))
+    assert_bitwise_equal(found, expected, "output")
+    runtime_of(model).shutdown()
 
 
 # Copies and files

@@ -378,11 +378,12 @@ def move_inputs(tree: Any, device: torch.device) -> Any:
     """
     if isinstance(tree, torch.Tensor):
         return tree if tree.device == device else tree.to(device)
-    if type(tree) in (tuple, list) or hasattr(tree, "_fields"):
+    named = isinstance(tree, tuple) and hasattr(tree, "_fields")
+    if named or type(tree) in (tuple, list):
         items = [move_inputs(item, device) for item in tree]
         if all(new is old for new, old in zip(items, tree, strict=True)):
             return tree
-        return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
+        return type(tree)(*items) if named else type(tree)(items)
     if isinstance(tree, dict):
         moved = {key: move_inputs(value, device) for key, value in tree.items()}
         if all(moved[key] is value for key, value in tree.items()):
