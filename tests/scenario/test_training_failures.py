@@ -566,3 +566,52 @@ def test_a_forward_waits_for_a_backward_that_was_let_in(
     assert_same_notes(run, plain)
     run.model.at_the_end = None
     end(run)
+
+
+def _park(run):
+    run.runtime.park()
+
+
+def _forward(run):
+    run.loss()
+
+
+def _block(run):
+    run.model.blocks[1](run.batch())
+
+
+@pytest.mark.parametrize("call", [_park, _forward, _block])
+def test_a_backward_that_failed_is_over_before_its_thread_goes_on(call, sim):
+    # The thread that calls autograd has a gradient of the host, and so the pass; then
+    # that fails, while one of autograd's own is in the middle of a node.
+    run = start(net, FEW[0])
+    weight = run.model.head.weight
+    begun, goes_on = threading.Event(), threading.Event()
+
+    def linger(_):
+        begun.set()
+        goes_on.wait(10)
+
+    def fail(_):
+        begun.wait(10)
+        raise Stop
+
+    run.loss()
+    inputs = run.batch().requires_grad_()
+    run.handles.append(inputs.register_hook(linger))
+    run.handles.append(weight.register_post_accumulate_grad_hook(fail))
+    loss = inputs.square().sum() + weight.square().sum().to(run.place)
+    with pytest.raises(Stop):
+        loss.backward()
+    del loss
+    assert run.runtime._edges.is_busy
+    timer = threading.Timer(0.1, goes_on.set)
+    timer.start()
+    call(run)
+    assert goes_on.is_set()
+    timer.join()
+    for handle in run.handles:
+        handle.remove()
+    run.model.zero_grad()
+    run.handles.clear()
+    finish(run)

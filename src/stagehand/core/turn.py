@@ -12,7 +12,14 @@ from stagehand.torch_private import is_autograds, waits_for_backward
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["HERE", "Turn", "awaited_by", "awaits_autograd", "runs_library"]
+__all__ = [
+    "HERE",
+    "LOOK_SECONDS",
+    "Turn",
+    "awaited_by",
+    "awaits_autograd",
+    "runs_library",
+]
 
 
 class _Here(threading.local):
@@ -112,7 +119,7 @@ class Turn:
             if task is not None and self._lets_in(me, task):
                 return False
             self._note_wait(me, in_backward=task is not None)
-            if self._freed.acquire(timeout=_LOOK_SECONDS):
+            if self._freed.acquire(timeout=LOOK_SECONDS):
                 continue
             if self._take_over_if_forgotten(me):
                 return True
@@ -148,7 +155,7 @@ class Turn:
         _hosts.add(me)
         try:
             while self.guests:
-                self._dismissed.wait(timeout=_LOOK_SECONDS)
+                self._dismissed.wait(timeout=LOOK_SECONDS)
                 self._dismissed.clear()
         finally:
             _hosts.discard(me)
@@ -272,4 +279,4 @@ def _why_waits(thread: Any, one: Any) -> str:
     return f"thread {one.name!r}" if awaits_thread(thread, one) else ""
 
 
-_LOOK_SECONDS = 0.05
+LOOK_SECONDS = 0.05

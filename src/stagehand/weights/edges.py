@@ -16,13 +16,14 @@ each edge notes its frame, and what a dead frame left open is closed at the next
 
 from __future__ import annotations
 
+import threading
 import weakref
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from stagehand.core.turn import HERE, Turn, runs_library
+from stagehand.core.turn import HERE, LOOK_SECONDS, Turn, runs_library
 from stagehand.torch_private import (
     at_end_of_backward,
     calls_backward,
@@ -132,6 +133,7 @@ class Edges:
         """In which a pass is under way."""
         self._unclosed: dict[Any, list[AbstractContextManager[Any]]] = {}  # by thread
         self._backward: Callable[[], _Backward | None] | None = None
+        self._ended = threading.Event()  # a backward, perhaps
         self.guests = self.lock.guests
         """Autograd's calls that are part of a forward pass."""
         self.recomputing = 0
@@ -167,7 +169,8 @@ class Edges:
         self.lock.sorted()
 
     def running(self) -> bool:
-        """Like `inside`, but first close what an interrupt left open."""
+        """Like `inside`, but first close what an interrupt or a failure left open."""
+        self._await_failure()
         if self.inside():
             with self.lock:
                 self._close_dead()
@@ -188,6 +191,7 @@ class Edges:
         if in_backward():
             self.enter_backward(by_module=True)
             return self.moved_again(args, kwargs)
+        self._await_failure()
         if not self.inside():
             self._listener.check()
         entry = _Frame(module, frame)
@@ -214,6 +218,34 @@ class Edges:
                 apart(self._listener.abort_pass)
             self.leave(module)  # the module's own end hook finds nothing to end
             raise
+
+    def enter_again(
+        self, module: nn.Module, args: Any, kwargs: Any, frame: FrameType
+    ) -> tuple[Any, Any] | None:
+        """Do as `enter` for a site in the thread of a backward, which recomputes it.
+
+        Or has failed, and is not over yet.
+        """
+        if self._await_failure():
+            return self.enter(module, args, kwargs, frame)
+        return self.moved_again(args, kwargs)
+
+    def _await_failure(self) -> bool:
+        """Wait for the end of a backward of this thread, if that has raised.
+
+        Its end is the end of its last node, which may be in a thread of autograd's own.
+
+        Returns:
+            Whether there was one.
+        """
+        if self._backward is None or self.lock.owner is not HERE.thread:
+            return False
+        if in_backward() or calls_backward():
+            return False
+        while (backward := self._backward) is not None and backward() is not None:
+            self._ended.wait(timeout=LOOK_SECONDS)
+            self._ended.clear()
+        return True
 
     def moved_again(self, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         """Return the inputs of what is recomputed, moved as they were in forward."""
@@ -293,6 +325,7 @@ class Edges:
             backward.over = False  # from now on it gives the turn back
         except BaseException:
             self._forget_backward()
+            self._backward = None
             self.lock.release()
             raise
 
@@ -303,11 +336,13 @@ class Edges:
             self._forget_backward()
             self._listener.end_backward(failed=failed)
         finally:
+            self._backward = None  # no call: who waits for it waits no more
             self.lock.release()
+            self._ended.set()
 
     def _forget_backward(self) -> None:
         del self._stack[:], self.risen[:]  # autograd has taken their hooks off
-        self.thread = self._backward = None
+        self.thread = None
         self.recomputing = 0
 
     def _close_dead(self) -> None:

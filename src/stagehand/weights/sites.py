@@ -301,7 +301,7 @@ class _SiteBegin(_SiteHook):
             if edges.guests:
                 edges.lock.await_guests()
             if edges._backward is not None:
-                moved = edges.moved_again(args, kwargs)
+                moved = edges.enter_again(module, args, kwargs, _module_frame())
         if dispatch_modes():
             apart(self._before, self._block)
         else:
