@@ -29,7 +29,7 @@ from architectures import (
     to_device,
 )
 from architectures.language import GPT2, GROUPED, LLAMA, MIXTRAL
-from architectures.text import T5
+from architectures.text import M2M_100, T5
 from architectures.vision import TOWER, images
 from stagehand.errors import (
     CheckpointError,
@@ -370,6 +370,69 @@ def test_layers_that_a_class_keeps_in_float32_are_cast(sim, saved):
     expected = opened(T5, folder, torch.float16)
     assert torch.float32 in {p.dtype for p in expected.parameters()}
     assert_bitwise_equal(model.state_dict(), expected.state_dict(), "state_dict()")
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("saved_as", [torch.float32, torch.bfloat16])
+def test_weights_to_which_a_constructor_gives_a_type_keep_it(
+    sim, tmp_path, saved_as, dtype
+):
+    """The decay of a linear attention is in float32, whatever the files have."""
+    config = transformers.OlmoHybridConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        layer_types=["linear_attention", "full_attention"],
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        linear_num_key_heads=2,
+        linear_num_value_heads=2,
+        linear_key_head_dim=8,
+        linear_value_head_dim=8,
+        pad_token_id=0,
+    )
+    with torch.random.fork_rng(devices=[]):
+        model = transformers.OlmoHybridForCausalLM(config).to(saved_as)
+    model.save_pretrained(tmp_path)
+    kind = dtype or saved_as
+    expected = type(model).from_pretrained(tmp_path, dtype=kind)
+    decay = "model.layers.0.linear_attn.A_log"
+    assert expected.state_dict()[decay].dtype is torch.float32
+    assert expected.dtype is kind
+    streamed = stagehand.load(tmp_path, vram_budget="1MB", dtype=dtype)
+    runtime_of(streamed).shutdown()
+    assert_bitwise_equal(streamed.state_dict(), expected.state_dict(), "state_dict()")
+
+
+def test_module_of_the_users_making_keeps_the_types_of_the_files(sim, saved):
+    """Its constructor did not know them."""
+    folder = saved(T5, torch.bfloat16)
+    first = original(T5)
+    with torch.device("meta"):
+        model = type(first)(first.config)
+    assert model.dtype is torch.float32
+    stagehand.load(model, folder, vram_budget="1MB")
+    runtime_of(model).shutdown()
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("saved_as", [torch.float32, torch.bfloat16])
+def test_table_that_a_constructor_casts_to_torchs_default_type_has_the_weights(
+    sim, saved, saved_as
+):
+    """`from_pretrained` sets that for all threads; here it is as it was."""
+    folder = saved(M2M_100, saved_as)
+    model = stagehand.load(folder, vram_budget="1MB", dtype=torch.bfloat16)
+    expected = opened(M2M_100, folder, torch.bfloat16)
+    with torch.no_grad():
+        inputs = inputs_of(M2M_100, "hpu", torch.bfloat16)
+        wanted = flatten(M2M_100.call(expected.to("hpu"), inputs))
+        found = flatten(M2M_100.call(model, inputs))
+    assert_bitwise_equal(found, wanted, "output")
+    runtime_of(model).shutdown()
+    found, wanted = dict(model.named_buffers()), dict(expected.cpu().named_buffers())
+    assert wanted["model.encoder.embed_positions.weights"].dtype is torch.bfloat16
+    assert_bitwise_equal(found, wanted, "buffers")
 
 
 def test_scratch_is_deleted_with_a_model_that_is_dropped(sim, saved, tmp_path):

@@ -14,6 +14,7 @@ remembered as one without a value. No random number is drawn.
 from __future__ import annotations
 
 import re
+import sys
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -29,6 +30,7 @@ from stagehand.torch_private import DispatchMode, dispatching, give_value
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
+    from types import CodeType
 
 __all__ = ["Built", "build", "empty_tensor"]
 
@@ -64,7 +66,7 @@ def build(make: Callable[[], Any], dtype: torch.dtype | None = None) -> Built:
         stack.enter_context(dispatching(mode))
         stack.enter_context(_Assignments())
         if mode.dtype is not None:
-            stack.enter_context(_TypedNumbers(mode.dtype))
+            stack.enter_context(_DefaultType(mode.dtype))
         try:
             model = make()
         except (RuntimeError, TypeError) as error:
@@ -183,7 +185,7 @@ class _Unvalued(DispatchMode):  # type: ignore[no-untyped-call]
             self.dtype is not None
             and isinstance(result, torch.Tensor)
             and result.dtype is self._default
-            and call.given("dtype") is None
+            and not call.names_dtype
             and not any(t.is_floating_point() or t.is_complex() for t in call.read)
         )
 
@@ -286,12 +288,17 @@ class _Assignments(TorchFunctionMode):
 _ASSIGN = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
-class _TypedNumbers(TorchFunctionMode):
-    """Lets `torch.tensor` of Python numbers have another default type."""
+class _DefaultType(TorchFunctionMode):
+    """Stands for another default type of torch's, which all threads share.
+
+    `torch.tensor` of Python numbers has it, and what code asks for that has called
+    `torch.get_default_dtype`: tables of sinusoidal positions are cast to that.
+    """
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
         self._dtype = dtype
+        self._default = torch.get_default_dtype()
 
     def __torch_function__(
         self,
@@ -301,11 +308,22 @@ class _TypedNumbers(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+        if self._is_asked_for(sys._getframe(1).f_code):
+            args = tuple(self._dtype if a is self._default else a for a in args)
+            kwargs = {
+                name: self._dtype if value is self._default else value
+                for name, value in kwargs.items()
+            }
         result = func(*args, **kwargs)
         if func not in (torch.tensor, torch.as_tensor) or kwargs.get("dtype"):
             return result
         source = args[0] if args else kwargs.get("data")
         # An array has a type of its own.
-        if hasattr(source, "dtype") or result.dtype is not torch.get_default_dtype():
+        if hasattr(source, "dtype") or result.dtype is not self._default:
             return result
         return func(*args, **{**kwargs, "dtype": self._dtype})
+
+    def _is_asked_for(self, code: CodeType) -> bool:
+        """Whether code that names torch's default type means no type of that name."""
+        name = str(self._default).removeprefix("torch.")
+        return "get_default_dtype" in code.co_names and name not in code.co_names

@@ -59,6 +59,15 @@ class Call:
         return self.name in _OF_FORM and self.read[0].is_meta
 
     @property
+    def names_dtype(self) -> bool:
+        """Whether whoever called it named an element type.
+
+        `torch.Tensor(3)` has torch's default type named, and a layout besides.
+        """
+        is_old = self.name == "aten::empty" and "pin_memory" not in self._kwargs
+        return self.given("dtype") is not None and not is_old
+
+    @property
     def covers(self) -> bool:
         """Whether nothing is left of what was in the written tensor."""
         return self.name in _COVERING

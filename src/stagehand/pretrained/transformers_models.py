@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
@@ -209,8 +210,17 @@ def _converting(
 def _kept_dtypes(
     model: Any, state: Mapping[str, Any], dtype: torch.dtype | None
 ) -> dict[str, torch.dtype]:
-    """What the class keeps in another type than the rest, as `from_pretrained` does."""
+    """What the class keeps in another type than the rest, as `from_pretrained` does.
+
+    That is what its constructor gives a type of its own, and what it names.
+    """
     kept: dict[str, torch.dtype] = {}
+    if dtype is _usual_dtype(state):  # else it is of the user's making, in another type
+        kept.update(
+            (name, tensor.dtype)
+            for name, tensor in state.items()
+            if tensor.is_floating_point() and tensor.dtype is not dtype
+        )
     patterns: set[str] = set()
     if dtype is torch.float16:
         patterns.update(model._keep_in_fp32_modules or ())
@@ -220,3 +230,12 @@ def _kept_dtypes(
         expression = re.compile(pattern.replace("*", ".*"))
         kept.update((n, torch.float32) for n in state if expression.search(n))
     return kept
+
+
+def _usual_dtype(state: Mapping[str, torch.Tensor]) -> torch.dtype | None:
+    """Return the floating-point type of most of a model's elements."""
+    counts: Counter[torch.dtype] = Counter()
+    for tensor in state.values():
+        if tensor.is_floating_point():
+            counts[tensor.dtype] += tensor.numel()
+    return max(counts, key=counts.__getitem__, default=None)
