@@ -570,9 +570,8 @@ class Gradients:
         """
         self._late.clear()
         self._await_jobs()
-        for arrival in self._arrivals:
-            arrival.lease.release()
-        self._arrivals.clear()
+        while self._arrivals:
+            self._arrivals.pop().lease.release()
         self._arriving_bytes = 0
         for home in self._touched:
             self._lost += home.had

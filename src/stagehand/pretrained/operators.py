@@ -64,7 +64,7 @@ class Call:
 
         `torch.Tensor(3)` has torch's default type named, and a layout besides.
         """
-        is_old = self.name == "aten::empty" and "pin_memory" not in self._kwargs
+        is_old = self.name == "aten::empty" and self.given("layout") is not None
         return self.given("dtype") is not None and not is_old
 
     @property

@@ -318,9 +318,9 @@ class Edges:
         # Only autograd may hold it, not even the frame of a failure's traceback.
         backward = _Backward(self._leave_backward)
         try:
+            self._backward = weakref.ref(backward)
             self._stack.append(_Frame(None, None))
             self.thread = HERE.thread
-            self._backward = weakref.ref(backward)
             at_end_of_backward(backward)
             backward.over = False  # from now on it gives the turn back
         except BaseException:
@@ -330,26 +330,48 @@ class Edges:
             raise
 
     def _leave_backward(self, backward: _Backward, *, failed: bool) -> None:
-        """End autograd's pass, in any thread."""
-        backward.over = True
+        """End autograd's pass, in any thread.
+
+        After an interrupt it is still to be ended: by who is told next, or enters next.
+        """
         try:
             self._forget_backward()
             self._listener.end_backward(failed=failed)
-        finally:
-            self._backward = None  # no call: who waits for it waits no more
-            self.lock.release()
-            self._ended.set()
+        except Exception:
+            self._end_backward(backward)
+            raise
+        self._end_backward(backward)
+
+    def _end_backward(self, backward: _Backward) -> None:
+        backward.over = True
+        self._backward = None
+        self.lock.release()
+        self._ended.set()
 
     def _forget_backward(self) -> None:
         del self._stack[:], self.risen[:]  # autograd has taken their hooks off
         self.thread = None
         self.recomputing = 0
 
+    def _is_unheard(self) -> bool:
+        """Whether a backward is over, and an interrupt kept autograd's word of that."""
+        backward = self._backward
+        return backward is not None and backward() is None
+
+    def _end_unheard(self) -> None:
+        """Do what an interrupt kept from being done, or from being finished."""
+        self._forget_backward()
+        self._listener.end_backward(failed=True)
+        self._backward = None
+
     def _close_dead(self) -> None:
         """Close entries whose frame is gone: an interrupt skipped their hooks."""
         if self._unclosed:
             for context in self._unclosed.pop(HERE.thread, ()):
                 context.__exit__(None, None, None)
+        if self._is_unheard():
+            self._end_unheard()
+            self.lock.release()
         if not self._stack or _is_running(self._stack[-1].frame):
             return
         self._sink()
@@ -368,6 +390,8 @@ class Edges:
 
     def _is_left(self) -> bool:
         # In another thread than its owner's: the stack may change meanwhile.
+        if self._is_unheard():
+            return True
         for entry in self._stack[:1]:
             return not _is_running(entry.frame)
         # Between passes it is had for one call; an interrupt may have come to its end.
@@ -378,6 +402,9 @@ class Edges:
 
     def _bury(self) -> None:
         """Close what another thread left open; its contexts are its own to leave."""
+        if self._is_unheard():
+            self._end_unheard()
+            return
         contexts = [e.context for e in reversed(self._stack) if e.context is not None]
         if self.thread is not None and self.thread.is_alive():
             self._unclosed[self.thread] = contexts
