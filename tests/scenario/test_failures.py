@@ -441,7 +441,7 @@ def failing_at(step, modules):
             return
         if frame.f_code.co_flags & inspect.CO_GENERATOR:
             return  # Python itself may call it, to close
-        if frame.f_globals["__name__"] == "_weakrefset":
+        if frame.f_globals["__name__"] in ("_weakrefset", "weakref"):
             return  # the collector calls it: what it raises nobody hears
         left -= 1
         if not left:  # Python takes off who raises here

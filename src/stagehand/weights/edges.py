@@ -337,8 +337,9 @@ class Edges:
         try:
             self._forget_backward()
             self._listener.end_backward(failed=failed)
-        except Exception:
-            self._end_backward(backward)
+        except BaseException as error:
+            if isinstance(error, Exception):
+                self._end_backward(backward)
             raise
         self._end_backward(backward)
 
