@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
+from inspect import CO_OPTIMIZED
 from types import FrameType
 from typing import Any
 
@@ -17,7 +18,7 @@ _WAITS = [
     getattr(function, "__code__", None)  # other libraries may have put in their own
     for function in (threading.main_thread().join, Future.result, Future.exception)
 ]
-_DEPTH = 3  # of the call that waits: under a signal's handler it lies deeper
+_DEPTH = 3  # calls: further in than `join()` are only those that it makes itself
 
 
 def frames_of(thread: int) -> list[FrameType]:
@@ -63,8 +64,18 @@ def _computes(worker: Any, future: Future[Any]) -> bool:
 
 
 def _local(frame: FrameType, name: str) -> Any:
+    """Return a local variable of a function's call.
+
+    Before Python 3.13 the frame would keep what it has shown here, as long as it lives.
+    """
+    if not frame.f_code.co_flags & CO_OPTIMIZED:
+        return None  # a module that is being imported
     with _uncollected():
-        return frame.f_locals.get(name)
+        shown = frame.f_locals
+        value = shown.get(name)
+        if isinstance(shown, dict):
+            shown.clear()
+        return value
 
 
 @contextmanager

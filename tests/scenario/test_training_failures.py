@@ -4,6 +4,7 @@ import gc
 import pickle
 import sys
 import threading
+import time
 import weakref
 from contextlib import suppress
 
@@ -14,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from architectures.trees import assert_bitwise_equal
 from interrupts import interrupted_at
 from stagehand.core.arena import live_leases
-from stagehand.core.turn import Turn
+from stagehand.core.turn import Turn, _waits
 from stagehand.errors import ClosedError, StagehandWarning
 from stagehand.gradients.gradients import Gradients
 from stagehand.passing import Passing
@@ -658,3 +659,80 @@ def test_a_backward_that_failed_is_over_before_its_thread_goes_on(call, sim):
     run.model.zero_grad()
     run.handles.clear()
     finish(run)
+
+
+def test_who_waits_for_a_backward_that_fails_has_the_next_turn(sim):
+    """It held what tells of the end, and waited as long as the first thread lived."""
+    run = start(net, Setting("cpu", "layers", "smallest"))
+    losses = [run.loss(1), run.loss(2)]
+    begun, goes_on, over = (threading.Event() for _ in range(3))
+
+    def fail(_):
+        begun.set()
+        assert goes_on.wait(60)
+        raise Stop
+
+    def first():
+        raising_nothing(losses.pop(0).backward)
+        over.wait(60)
+
+    handle = run.model.blocks[2].up.weight.register_hook(fail)
+    failing = threading.Thread(target=first)
+    failing.start()
+    assert begun.wait(60)
+    waiting = threading.Thread(target=losses[-1].backward)
+    waiting.start()
+    while not any(turn is run.runtime._edges.lock for turn in _waits.values()):
+        time.sleep(0.01)
+    handle.remove()
+    goes_on.set()
+    waiting.join(60)
+    assert not waiting.is_alive()
+    over.set()
+    failing.join()
+    assert run.runtime._edges.lock.owner is None
+    finish(run)
+
+
+def test_a_caller_that_awaits_a_failed_backward_lets_its_nodes_in(sim):
+    """One of them runs another model, in whose forward the caller is."""
+    run, outer = start(net, FEW[0]), start(net, Setting("hpu", "layers", "all"))
+    weight, done = run.model.head.weight, []
+    begun, goes_on = threading.Event(), threading.Event()
+
+    def linger(_):
+        begun.set()
+        goes_on.wait(10)
+        with torch.no_grad():
+            done.append(outer.model(outer.batch()))
+
+    def fail(_):
+        begun.wait(10)
+        raise Stop
+
+    def go_back(module, args):
+        handle.remove()
+        with torch.enable_grad():
+            run.loss()
+            inputs = run.batch().requires_grad_()
+            inputs.register_hook(linger)
+            loss = inputs.square().sum() + weight.square().sum().to(run.place)
+            failing = weight.register_post_accumulate_grad_hook(fail)
+            with pytest.raises(Stop):
+                loss.backward()
+            del loss
+            failing.remove()
+        threading.Timer(0.1, goes_on.set).start()
+        with torch.no_grad():
+            done.append(run.model(run.batch()))
+
+    handle = outer.model.blocks[1].register_forward_pre_hook(go_back)
+    with torch.no_grad():
+        done.append(outer.model(outer.batch()))
+        expected = net().to("hpu")(outer.batch())
+    assert len(done) == 3
+    for number, output in enumerate(done):
+        assert_bitwise_equal(output, expected, f"output {number}")
+    for one in (run, outer):
+        one.model.zero_grad()
+        finish(one)

@@ -4,6 +4,7 @@ import gc
 import queue
 import sys
 import threading
+import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 
@@ -131,3 +132,36 @@ def test_no_garbage_is_collected_while_frames_are_looked_at(collects, monkeypatc
         gc.set_threshold(*thresholds)
     gc.collect()
     assert len(collected) == 100
+
+
+@pytest.mark.parametrize("waits", ["for it", "for another"])
+def test_what_a_looked_at_call_has_goes_with_it(waits):
+    """Its frame kept what it had shown: a pool's, as long as its thread lived."""
+
+    class Given:
+        pass
+
+    given, go_on = Given(), threading.Event()
+    held, threads = weakref.ref(given), queue.SimpleQueue()
+
+    def job(given=None):
+        threads.put(threading.current_thread())
+        assert go_on.wait(120)
+
+    with ThreadPoolExecutor(2) as pool:
+        future, other = pool.submit(job, given), pool.submit(job)
+        del given
+        workers = threads.get(timeout=120), threads.get(timeout=120)
+        awaited = future if waits == "for it" else other
+        waiter = threading.Thread(target=awaited.result)
+        waiter.start()
+        while not any(awaits_thread(waiter, worker) for worker in workers):
+            pass
+        go_on.set()
+        waiter.join()
+        future.result(timeout=120)
+        del future, other, awaited, waiter
+        until = time.monotonic() + 10  # the threads may have come to the end or not
+        while held() is not None and time.monotonic() < until:
+            time.sleep(0.01)
+        assert held() is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from stagehand.errors import DeadlockError
@@ -10,7 +11,7 @@ from stagehand.frames import awaits_thread, frames_of
 from stagehand.torch_private import is_autograds, waits_for_backward
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 __all__ = [
     "HERE",
@@ -18,6 +19,7 @@ __all__ = [
     "Turn",
     "awaited_by",
     "awaits_autograd",
+    "hosting",
     "runs_library",
 ]
 
@@ -147,18 +149,14 @@ class Turn:
 
         A thread of autograd's own waits for none: they may need it.
         """
-        me = HERE.thread
-        if is_autograds(me):
+        if is_autograds(HERE.thread):
             return
         with self._letting_in:  # whether this thread waits is being looked at
             pass
-        _hosts.add(me)
-        try:
+        with hosting():
             while self.guests:
                 self._dismissed.wait(timeout=LOOK_SECONDS)
                 self._dismissed.clear()
-        finally:
-            _hosts.discard(me)
 
     def _take_over_if_forgotten(self, me: Any) -> bool:
         with self._ownership:
@@ -238,6 +236,17 @@ class Turn:
 
     def __exit__(self, *_: object) -> None:
         self.release()
+
+
+@contextmanager
+def hosting() -> Iterator[None]:
+    """Be known to wait for autograd's threads: what they run may become guests."""
+    me = HERE.thread
+    _hosts.add(me)
+    try:
+        yield
+    finally:
+        _hosts.discard(me)
 
 
 def runs_library(thread: Any) -> bool:

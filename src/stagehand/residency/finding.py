@@ -87,9 +87,10 @@ def find_blocks(
                 group.tensors[key] = tensor
         _spare_adapters(group)
         if group.tensors:
-            group.sites = _sites_of(module, group) or [module]
-            for site in group.sites:
-                _refuse_scripted(name, site)
+            _refuse_scripted(name, module)
+            group.sites = _sites_of(module, group)
+            if not group.sites or any(isinstance(s, ScriptModule) for s in group.sites):
+                group.sites = [module]  # its parts take no hooks
             finding.streamed.append(group)
     _collect_rest(model, finding)
     if on_host:

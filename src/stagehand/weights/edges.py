@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from stagehand.core.turn import HERE, LOOK_SECONDS, Turn, runs_library
+from stagehand.core.turn import HERE, LOOK_SECONDS, Turn, hosting, runs_library
 from stagehand.torch_private import (
     at_end_of_backward,
     calls_backward,
@@ -242,9 +242,10 @@ class Edges:
             return False
         if in_backward() or calls_backward():
             return False
-        while (backward := self._backward) is not None and backward() is not None:
-            self._ended.wait(timeout=LOOK_SECONDS)
-            self._ended.clear()
+        with hosting():
+            while (backward := self._backward) is not None and backward() is not None:
+                self._ended.wait(timeout=LOOK_SECONDS)
+                self._ended.clear()
         return True
 
     def moved_again(self, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
@@ -283,6 +284,7 @@ class Edges:
         task = graph_task()
         if task in self.guests or (known is not None and known.task == task):
             return  # autograd uses a thread for each device
+        del known  # only autograd may hold it, or its end is never told
         if not self.lock.acquire(task=task):
             self._queue_inner_end(task)  # a forward waits for it, as a part of its pass
             return
