@@ -1,6 +1,7 @@
 """Models are built without their weights: what has a value, and what has none."""
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ KNOWN = {
     "array": lambda: torch.from_numpy(torch.arange(3).numpy()),
     "own generator": lambda: torch.randn(3, generator=torch.Generator().manual_seed(1)),
     "filled": lambda: torch.empty(3, 2).fill_(2.5),
+    "read twice": lambda: torch.cat([KNOWN["table"]()] * 2),
     "written in parts": lambda: in_parts(torch.empty(4, 4)),
     "copied": lambda: torch.empty(4).copy_(torch.arange(4)),
     "drawn, then zeroed": lambda: torch.rand(4).zero_(),
@@ -57,6 +59,16 @@ def in_parts(tensor: torch.Tensor) -> torch.Tensor:
     tensor[2:, 0::2] = torch.arange(2) / 2
     tensor[2:, 1::2] = tensor[:2, :2] * 2
     return tensor
+
+
+def under(dtype: torch.dtype, make):
+    """Make something as a library does that sets torch's default type for it."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        return make()
+    finally:
+        torch.set_default_dtype(before)
 
 
 def assigned(tensor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -110,16 +122,20 @@ def test_value_without_a_definition_is_unknown_and_nothing_is_drawn(name):
         lambda: torch.zeros(2, dtype=torch.get_default_dtype()),
         lambda: torch.ones(2).to(torch.float32),
         lambda: torch.ones(2, dtype=torch.get_default_dtype()).to(torch.float32),
+        lambda: torch.arange(4, dtype=[torch.float, torch.get_default_dtype()][0]),
+        lambda: torch.stack([torch.ones(2).to(torch.get_default_dtype())] * 2),
+        lambda: torch.full((2,), torch.finfo(torch.get_default_dtype()).min),
+        lambda: torch.where(torch.arange(3) > 1, 0.3, 0.25),
+        lambda: torch.zeros(3, dtype=torch.float32, layout=torch.strided),
+        lambda: torch.Tensor([0.3]),
+        lambda: torch.FloatTensor([0.3]),
+        lambda: torch.tensor([0.3], dtype=torch.float32),
+        lambda: under(torch.float64, lambda: torch.ones(2) / 3),
     ],
 )
 def test_other_default_type_gives_what_torch_gives_under_it(make):
     built = build(lambda: module_with(make), torch.bfloat16)
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        expected = make()
-    finally:
-        torch.set_default_dtype(before)
+    expected = under(torch.bfloat16, make)
     assert built.model.it.dtype is expected.dtype
     assert torch.equal(built.model.it, expected)
 
@@ -130,6 +146,10 @@ def test_other_default_type_gives_what_torch_gives_under_it(make):
         lambda: nn.Linear(3, 4),
         lambda: nn.ParameterList([torch.Tensor(3, 4).uniform_()]),
         lambda: nn.ParameterList([torch.Tensor(3)]),
+        lambda: nn.Linear(3, 4, dtype=torch.get_default_dtype()),
+        lambda: nn.ParameterList(
+            [torch.empty(2, dtype=torch.get_default_dtype()) for _ in range(2)]
+        ),
     ],
 )
 def test_weights_have_the_type_that_is_asked_for(make):
@@ -137,13 +157,38 @@ def test_weights_have_the_type_that_is_asked_for(make):
     assert {(p.dtype, p.is_meta) for p in model.parameters()} == {(torch.float16, True)}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_weights_whose_type_the_constructor_names_keep_it(dtype):
-    def make():
-        return nn.ParameterList([torch.empty(3, dtype=dtype).uniform_().log()])
-
-    model = build(make, torch.float16).model
+@pytest.mark.parametrize(
+    ("make", "dtype"),
+    [
+        (lambda: torch.empty(3, dtype=torch.float32).uniform_(), torch.float32),
+        (lambda: torch.empty(3, dtype=torch.float64).log(), torch.float64),
+        (
+            lambda: torch.empty(3, dtype=torch.float32, layout=torch.strided),
+            torch.float32,
+        ),
+        (lambda: torch.FloatTensor(3), torch.float32),
+    ],
+)
+def test_weights_whose_type_the_constructor_names_keep_it(make, dtype):
+    model = build(lambda: nn.ParameterList([make()]), torch.float16).model
     assert {(p.dtype, p.is_meta) for p in model.parameters()} == {(dtype, True)}
+
+
+def test_other_threads_have_torchs_default_type_and_it_is_as_it_was_afterwards():
+    """A part may be made by a library that sets it, and puts back what it was told."""
+    function, usual = torch.get_default_dtype, torch.get_default_dtype()
+    seen = []
+    with ThreadPoolExecutor(1) as pool:
+
+        def look():
+            seen.append(pool.submit(torch.get_default_dtype).result())
+            return nn.Linear(2, 2)
+
+        build(look, torch.float16)
+    assert seen == [usual]
+    build(lambda: (under(torch.bfloat16, nn.ReLU), nn.Linear(2, 2))[1], torch.float16)
+    assert torch.get_default_dtype is function
+    assert torch.get_default_dtype() is usual
 
 
 def test_parameter_that_the_constructor_computes_has_its_value_on_request():

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import re
 import sys
-from contextlib import ExitStack
+import threading
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -30,9 +31,10 @@ from stagehand.torch_private import DispatchMode, dispatching, give_value
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
-    from types import CodeType
 
 __all__ = ["Built", "build", "empty_tensor"]
+
+_LIFT = "aten::lift_fresh"  # Python numbers have become a tensor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,7 +68,8 @@ def build(make: Callable[[], Any], dtype: torch.dtype | None = None) -> Built:
         stack.enter_context(dispatching(mode))
         stack.enter_context(_Assignments())
         if mode.dtype is not None:
-            stack.enter_context(_DefaultType(mode.dtype))
+            stack.enter_context(_Numbers(mode, mode.dtype))
+            stack.enter_context(_default_type.of(mode.dtype))
         try:
             model = make()
         except (RuntimeError, TypeError) as error:
@@ -121,6 +124,9 @@ class _Unvalued(DispatchMode):  # type: ignore[no-untyped-call]
         self.dtype = None if dtype is default else dtype
         """For floating-point tensors of no given type, if not torch's default."""
         self._default = default
+        self.functions = 0
+        """Functions of torch's that are called, one inside of the other."""
+        self._is_named = False  # by a class of torch's, which is no function
         # By their storages, which are held so that no other one gets their number.
         self._unknown: dict[int, torch.UntypedStorage] = {}
         self._writes: dict[int, _Writes] = {}
@@ -147,13 +153,16 @@ class _Unvalued(DispatchMode):  # type: ignore[no-untyped-call]
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         call = Call(func, args, dict(kwargs or {}))
+        self._is_named = (
+            not self.functions and "FloatTensor" in sys._getframe(1).f_code.co_names
+        )
         if call.is_constant:
             return call.run_on_host()
-        if call.is_view and not call.written:
-            return call.run()  # has a value if what it views has one
+        if call.is_view and not call.written:  # has a value if what it views has one
+            return self._typed(call) if call.name == _LIFT else call.run()
         values = [(id(tensor), self.value_of(tensor)) for tensor in call.read]
         known = {number: value for number, value in values if value is not None}
-        is_known = not call.is_undefined() and len(known) == len(call.read)
+        is_known = not call.is_undefined() and len(known) == len(dict(values))
         if is_known:
             call = call.with_tensors(lambda t: known.get(id(t), t))
         if call.written:
@@ -181,13 +190,12 @@ class _Unvalued(DispatchMode):  # type: ignore[no-untyped-call]
 
     def _is_untyped(self, call: Call, result: Any) -> bool:
         """Whether a result has torch's default type because no other was given."""
-        return (
-            self.dtype is not None
-            and isinstance(result, torch.Tensor)
-            and result.dtype is self._default
-            and not call.names_dtype
-            and not any(t.is_floating_point() or t.is_complex() for t in call.read)
-        )
+        default = isinstance(result, torch.Tensor) and result.dtype is self._default
+        if self.dtype is None or not default or self._is_named or call.names_dtype:
+            return False
+        if call.name == _LIFT:
+            return not self.functions
+        return not any(t.is_floating_point() or t.is_complex() for t in call.read)
 
     def _typed(self, call: Call) -> Any:
         """Run an operator under another default type than torch's."""
@@ -288,15 +296,15 @@ class _Assignments(TorchFunctionMode):
 _ASSIGN = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
-class _DefaultType(TorchFunctionMode):
-    """Stands for another default type of torch's, which all threads share.
+class _Numbers(TorchFunctionMode):
+    """Lets `torch.tensor` of Python numbers have another default type.
 
-    `torch.tensor` of Python numbers has it, and what code asks for that has called
-    `torch.get_default_dtype`: tables of sinusoidal positions are cast to that.
+    And knows `torch.Tensor` of numbers, which is no function, from those that are.
     """
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    def __init__(self, mode: _Unvalued, dtype: torch.dtype) -> None:
         super().__init__()
+        self._mode = mode
         self._dtype = dtype
         self._default = torch.get_default_dtype()
 
@@ -308,13 +316,11 @@ class _DefaultType(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if self._is_asked_for(sys._getframe(1).f_code):
-            args = tuple(self._dtype if a is self._default else a for a in args)
-            kwargs = {
-                name: self._dtype if value is self._default else value
-                for name, value in kwargs.items()
-            }
-        result = func(*args, **kwargs)
+        self._mode.functions += 1
+        try:
+            result = func(*args, **kwargs)
+        finally:
+            self._mode.functions -= 1
         if func not in (torch.tensor, torch.as_tensor) or kwargs.get("dtype"):
             return result
         source = args[0] if args else kwargs.get("data")
@@ -323,7 +329,45 @@ class _DefaultType(TorchFunctionMode):
             return result
         return func(*args, **{**kwargs, "dtype": self._dtype})
 
-    def _is_asked_for(self, code: CodeType) -> bool:
-        """Whether code that names torch's default type means no type of that name."""
-        name = str(self._default).removeprefix("torch.")
-        return "get_default_dtype" in code.co_names and name not in code.co_names
+
+class _DefaultType:
+    """Stands for `torch.get_default_dtype` while models are built in another type.
+
+    It says that type in the threads that build them. Torch's own is one for all: if it
+    was set, what other threads compute would change.
+    """
+
+    def __init__(self) -> None:
+        self._real = torch.get_default_dtype
+        self._here = threading.local()
+        self._lock = threading.Lock()
+        self._count = 0
+
+    def __call__(self) -> torch.dtype:
+        real = self._real()
+        usual, instead = getattr(self._here, "types", (None, None))
+        # A constructor may have set it meanwhile, for a part.
+        return real if instead is None or real is not usual else instead
+
+    @contextmanager
+    def of(self, dtype: torch.dtype) -> Iterator[None]:
+        """Say a type in this thread."""
+        with self._lock:
+            if not self._count:
+                self._real, torch.get_default_dtype = torch.get_default_dtype, self
+            self._count += 1
+        usual = self._real()
+        self._here.types = usual, dtype
+        try:
+            yield
+        finally:
+            del self._here.types
+            with self._lock:
+                self._count -= 1
+                if not self._count:
+                    torch.get_default_dtype = self._real
+            if self._real() is dtype:  # set by who puts back what was said here
+                torch.set_default_dtype(usual)
+
+
+_default_type = _DefaultType()

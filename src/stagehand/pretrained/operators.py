@@ -62,10 +62,10 @@ class Call:
     def names_dtype(self) -> bool:
         """Whether whoever called it named an element type.
 
-        `torch.Tensor(3)` has torch's default type named, and a layout besides.
+        Where torch does by itself, as in `torch.Tensor(3)`, it names these three.
         """
-        is_old = self.name == "aten::empty" and self.given("layout") is not None
-        return self.given("dtype") is not None and not is_old
+        by_itself = self._kwargs.keys() == {"dtype", "layout", "device"}
+        return self.given("dtype") is not None and not by_itself
 
     @property
     def covers(self) -> bool:
