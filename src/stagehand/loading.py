@@ -12,7 +12,7 @@ from stagehand.compact import Compact, expand
 from stagehand.decoding import removal_of, scratch_folder
 from stagehand.files import check_key_map
 from stagehand.modes import check_dtype, check_model, layer
-from stagehand.pretrained.deferred import empty_tensor
+from stagehand.pretrained.deferred import Built, empty_tensor
 from stagehand.pretrained.matching import match, untie
 from stagehand.pretrained.naming import Naming
 from stagehand.pretrained.scratch import write
@@ -110,7 +110,7 @@ def load(
         main = dtype or main_dtype(checkpoint)
         built = source.build(main)
         check_model(built.model, None)
-        naming = _naming(built.model, checkpoint, main, key_map)
+        naming = _naming(built, checkpoint, main, key_map)
         untie(built.model, checkpoint, naming)
         matched = match(built, checkpoint, naming, dtype)
         if matched.made:
@@ -131,13 +131,14 @@ def load(
 
 
 def _naming(
-    model: nn.Module,
+    built: Built,
     checkpoint: Checkpoint,
     dtype: torch.dtype | None,
     key_map: KeyMap,
 ) -> Naming:
     if key_map is None:
-        return naming_of(model, checkpoint, dtype)
+        return naming_of(built, checkpoint, dtype)
+    model = built.model
     if isinstance(key_map, Mapping):
         check_key_map(model, key_map)
         return Naming(keys={name: key_of(name, key_map) for name in key_map})

@@ -404,6 +404,21 @@ def test_weights_to_which_a_constructor_gives_a_type_keep_it(
     assert_bitwise_equal(streamed.state_dict(), expected.state_dict(), "state_dict()")
 
 
+def test_most_weights_may_have_a_type_that_their_constructor_names(sim, tmp_path):
+    """XLNet's are `torch.FloatTensor`s, and float32 whatever is asked for."""
+    config = transformers.XLNetConfig(
+        vocab_size=8, d_model=16, n_layer=2, n_head=2, d_inner=8
+    )
+    with torch.random.fork_rng(devices=[]):
+        transformers.XLNetModel(config).save_pretrained(tmp_path)
+    expected = transformers.XLNetModel.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    found = {p.dtype for p in expected.parameters()}
+    assert found == {torch.bfloat16, torch.float32}
+    streamed = stagehand.load(tmp_path, vram_budget="1MB", dtype=torch.bfloat16)
+    runtime_of(streamed).shutdown()
+    assert_bitwise_equal(streamed.state_dict(), expected.state_dict(), "state_dict()")
+
+
 def test_module_of_the_users_making_keeps_the_types_of_the_files(sim, saved):
     """Its constructor did not know them."""
     folder = saved(T5, torch.bfloat16)

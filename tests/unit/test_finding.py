@@ -1,5 +1,6 @@
 """Finding: how a model is divided into blocks, and what stays."""
 
+import warnings
 from collections import OrderedDict
 
 import pytest
@@ -224,6 +225,15 @@ def test_the_parts_of_a_block_that_is_never_called_are_its_sites():
     assert names(finding) == ["0", "1"]
     assert [g.sites for g in finding.streamed] == [[b[0].a, b[0].b] for b in blocks]
     assert of_group(finding.rest) == ["0.2.weight"]
+
+
+def test_block_with_a_part_that_takes_no_hooks_is_its_own_site():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        part = torch.jit.script(linear())
+    block = nn.ModuleList([linear(), part])
+    [group] = find_blocks(nn.ModuleList([block]), r"^\d$").streamed
+    assert group.sites == [block]
 
 
 def test_block_of_bare_parameters_is_its_own_site():

@@ -47,6 +47,8 @@ class Built:
     """Buffers, and tensors that are plain attributes, that have no value."""
     value_of: Callable[[torch.Tensor], torch.Tensor | None]
     """Returns a tensor with the value that the constructor gives it, if it does."""
+    is_typed: bool = False
+    """Whether it was built in the type that it is loaded as: other types are meant."""
 
 
 def build(make: Callable[[], Any], dtype: torch.dtype | None = None) -> Built:
@@ -90,7 +92,12 @@ def build(make: Callable[[], Any], dtype: torch.dtype | None = None) -> Built:
             unknown.append(name)
         elif value is not tensor:
             give_value(tensor, value)
-    return Built(model=model, unknown=tuple(unknown), value_of=mode.value_of)
+    return Built(
+        model=model,
+        unknown=tuple(unknown),
+        value_of=mode.value_of,
+        is_typed=dtype is not None,
+    )
 
 
 def empty_tensor(tensor: torch.Tensor, dtype: torch.dtype) -> None:

@@ -183,12 +183,13 @@ def _as_built(model: nn.Module) -> Built:
     )
 
 
-def naming_of(
-    model: nn.Module, keys: Iterable[str], dtype: torch.dtype | None
-) -> Naming:
+def naming_of(built: Built, keys: Iterable[str], dtype: torch.dtype | None) -> Naming:
     """Return how a model's class finds its tensors among a checkpoint's."""
+    model = built.model
     if _is_from("transformers", "PreTrainedModel", model):
-        return transformers_models.name_tensors(model, keys, dtype)
+        return transformers_models.name_tensors(
+            model, keys, dtype, is_typed=built.is_typed
+        )
     if _is_from("diffusers", "ModelMixin", model):
         return diffusers_models.name_tensors(model, keys, dtype)
     return Naming()

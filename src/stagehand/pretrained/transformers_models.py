@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
@@ -121,13 +120,16 @@ def _read_generation_config(model: Any, directory: Path) -> None:
         )
 
 
-def name_tensors(model: Any, keys: Iterable[str], dtype: torch.dtype | None) -> Naming:
+def name_tensors(
+    model: Any, keys: Iterable[str], dtype: torch.dtype | None, *, is_typed: bool
+) -> Naming:
     """Return how a model's class reads a checkpoint: renamed, merged, split, cast.
 
     Args:
         model: On `meta` or not.
         keys: The checkpoint's names.
         dtype: The element type that it is loaded as.
+        is_typed: Whether it was built in that type.
 
     Raises:
         ConfigError: If the installed version cannot be asked.
@@ -165,7 +167,7 @@ def name_tensors(model: Any, keys: Iterable[str], dtype: torch.dtype | None) -> 
     return Naming(
         keys=found,
         made=made,
-        dtypes=_kept_dtypes(model, state, dtype),
+        dtypes=_kept_dtypes(model, state, dtype, is_typed=is_typed),
         optional=lambda name: any(p.search(name) for p in ignored),
         untie=lambda name: model.all_tied_weights_keys.pop(name, None),
     )
@@ -208,14 +210,18 @@ def _converting(
 
 
 def _kept_dtypes(
-    model: Any, state: Mapping[str, Any], dtype: torch.dtype | None
+    model: Any,
+    state: Mapping[str, Any],
+    dtype: torch.dtype | None,
+    *,
+    is_typed: bool,
 ) -> dict[str, torch.dtype]:
     """What the class keeps in another type than the rest, as `from_pretrained` does.
 
     That is what its constructor gives a type of its own, and what it names.
     """
     kept: dict[str, torch.dtype] = {}
-    if dtype is _usual_dtype(state):  # else it is of the user's making, in another type
+    if is_typed:
         kept.update(
             (name, tensor.dtype)
             for name, tensor in state.items()
@@ -230,12 +236,3 @@ def _kept_dtypes(
         expression = re.compile(pattern.replace("*", ".*"))
         kept.update((n, torch.float32) for n in state if expression.search(n))
     return kept
-
-
-def _usual_dtype(state: Mapping[str, torch.Tensor]) -> torch.dtype | None:
-    """Return the floating-point type of most of a model's elements."""
-    counts: Counter[torch.dtype] = Counter()
-    for tensor in state.values():
-        if tensor.is_floating_point():
-            counts[tensor.dtype] += tensor.numel()
-    return max(counts, key=counts.__getitem__, default=None)
