@@ -16,7 +16,7 @@ from architectures.trees import assert_bitwise_equal
 from interrupts import interrupted_at
 from stagehand.core.arena import live_leases
 from stagehand.core.turn import Turn, _waits
-from stagehand.errors import ClosedError, StagehandWarning
+from stagehand.errors import ClosedError, DeadlockError, StagehandWarning
 from stagehand.gradients.gradients import Gradients
 from stagehand.passing import Passing
 from stagehand.torch_private import waits_for_backward
@@ -736,3 +736,33 @@ def test_a_caller_that_awaits_a_failed_backward_lets_its_nodes_in(sim):
     for one in (run, outer):
         one.model.zero_grad()
         finish(one)
+
+
+@over(FEW)
+def test_a_backward_beside_another_threads_is_refused_on_an_accelerator(sim, setting):
+    """Autograd runs both in one thread: its gradients went to the other's pass."""
+    run = start(net, setting)
+    losses, told = [run.loss(1), run.loss(2)], []
+    begun = threading.Event()
+
+    def linger(_):
+        begun.set()
+        while not (told or waits_for_backward(other.ident)):
+            time.sleep(0.01)
+        time.sleep(0.1)  # its nodes come next
+
+    def second():
+        begun.wait(60)
+        with pytest.raises(DeadlockError, match="run them one after another"):
+            losses[1].backward()
+        told.append(True)
+
+    handle = run.model.head.weight.register_hook(linger)
+    other = threading.Thread(target=second)
+    other.start()
+    losses[0].backward()
+    other.join(60)
+    assert told
+    handle.remove()
+    losses.clear()
+    finish(run)

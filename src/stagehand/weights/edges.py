@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from stagehand.core.turn import HERE, LOOK_SECONDS, Turn, hosting, runs_library
+from stagehand.errors import DeadlockError
 from stagehand.torch_private import (
     at_end_of_backward,
     calls_backward,
@@ -134,6 +135,8 @@ class Edges:
         self._unclosed: dict[Any, list[AbstractContextManager[Any]]] = {}  # by thread
         self._backward: Callable[[], _Backward | None] | None = None
         self._ended = threading.Event()  # a backward, perhaps
+        self._nested: set[int] = set()
+        """Calls of autograd inside of the one that has the turn."""
         self.guests = self.lock.guests
         """Autograd's calls that are part of a forward pass."""
         self.recomputing = 0
@@ -278,9 +281,11 @@ class Edges:
         Args:
             by_module: See `PassListener.begin_backward`.
         """
-        if self.thread is HERE.thread:
-            return
         known = None if self._backward is None else self._backward()
+        if self.thread is HERE.thread:
+            if known is not None and known.task != graph_task():
+                self._check_nested(graph_task())
+            return
         task = graph_task()
         if task in self.guests or (known is not None and known.task == task):
             return  # autograd uses a thread for each device
@@ -291,6 +296,22 @@ class Edges:
         self._sort_out()
         self._queue_end()
         apart(partial(self._listener.begin_backward, by_module=by_module))
+
+    def _check_nested(self, task: int) -> None:
+        """Refuse a call of autograd's that is no part of the one that has the turn.
+
+        Autograd has one thread for all that runs on a device: there, one call would
+        wait for ever for the other. Its gradients would end up in the other's pass.
+        """
+        if task in self._nested:
+            return
+        if not calls_backward():
+            raise DeadlockError(
+                f"a backward through {self.lock.name} would wait for another thread's,"
+                " which autograd runs in the same thread; run them one after another,"
+                " under a lock of yours"
+            )
+        self._nested.add(task)
 
     def _queue_inner_end(self, task: int) -> None:
         try:
@@ -340,7 +361,7 @@ class Edges:
             self._forget_backward()
             self._listener.end_backward(failed=failed)
         except BaseException as error:
-            if isinstance(error, Exception):
+            if isinstance(error, Exception):  # an interrupt leaves it to be ended
                 self._end_backward(backward)
             raise
         self._end_backward(backward)
@@ -353,6 +374,7 @@ class Edges:
 
     def _forget_backward(self) -> None:
         del self._stack[:], self.risen[:]  # autograd has taken their hooks off
+        self._nested.clear()
         self.thread = None
         self.recomputing = 0
 
