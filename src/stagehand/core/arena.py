@@ -292,16 +292,15 @@ class Arena:
                 best, smallest = i, size
         if best < 0:
             return None, None
-        buffer, grant = self._kept.pop(best)
         if self.account.overdraft_bytes:  # the limit was lowered
-            del buffer  # before others are granted its bytes
-            grant.release()
+            self._free_one(best)
             return None, None
+        buffer, grant = self._kept.pop(best)
         grant.holder = holder
         return buffer, grant
 
-    def _free_one(self) -> None:
-        buffer, grant = self._kept.pop(0)
+    def _free_one(self, number: int = 0) -> None:
+        buffer, grant = self._kept.pop(number)
         del buffer  # before others are granted its bytes
         grant.release()
 
@@ -310,16 +309,14 @@ class Arena:
             buffer, grant = lease._end()
             self._leased -= grant.nbytes
             self._out -= 1
-            if keeps and buffer is not None and not self._is_to_shrink():
+            keeps = keeps and not (self._closed or self.account.overdraft_bytes)
+            if keeps and buffer is not None:
                 grant.holder = self._kept_holder
                 self._kept.append((buffer, grant))
             else:
                 del buffer  # before others are granted its bytes
                 grant.release()
             self._changed.notify_all()
-
-    def _is_to_shrink(self) -> bool:
-        return self._closed or self.account.overdraft_bytes > 0
 
     def trim(self) -> None:
         """Free all kept buffers."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from stagehand.errors import DeadlockError
@@ -11,15 +10,14 @@ from stagehand.frames import awaits_thread, frames_of
 from stagehand.torch_private import is_autograds, waits_for_backward
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
 __all__ = [
     "HERE",
-    "LOOK_SECONDS",
     "Turn",
     "awaited_by",
     "awaits_autograd",
-    "hosting",
+    "host_while",
     "runs_library",
 ]
 
@@ -121,7 +119,7 @@ class Turn:
             if task is not None and self._lets_in(me, task):
                 return False
             self._note_wait(me, in_backward=task is not None)
-            if self._freed.acquire(timeout=LOOK_SECONDS):
+            if self._freed.acquire(timeout=_LOOK_SECONDS):
                 continue
             if self._take_over_if_forgotten(me):
                 return True
@@ -153,10 +151,7 @@ class Turn:
             return
         with self._letting_in:  # whether this thread waits is being looked at
             pass
-        with hosting():
-            while self.guests:
-                self._dismissed.wait(timeout=LOOK_SECONDS)
-                self._dismissed.clear()
+        host_while(lambda: bool(self.guests), self._dismissed)
 
     def _take_over_if_forgotten(self, me: Any) -> bool:
         with self._ownership:
@@ -238,13 +233,19 @@ class Turn:
         self.release()
 
 
-@contextmanager
-def hosting() -> Iterator[None]:
-    """Be known to wait for autograd's threads: what they run may become guests."""
+def host_while(goes_on: Callable[[], bool], changed: threading.Event) -> None:
+    """Wait for autograd's threads, and be known to: what they run may become guests.
+
+    Args:
+        goes_on: Whether there is something to wait for.
+        changed: Set when that may have changed.
+    """
     me = HERE.thread
     _hosts.add(me)
     try:
-        yield
+        while goes_on():
+            changed.wait(timeout=_LOOK_SECONDS)
+            changed.clear()
     finally:
         _hosts.discard(me)
 
@@ -288,4 +289,4 @@ def _why_waits(thread: Any, one: Any) -> str:
     return f"thread {one.name!r}" if awaits_thread(thread, one) else ""
 
 
-LOOK_SECONDS = 0.05
+_LOOK_SECONDS = 0.05

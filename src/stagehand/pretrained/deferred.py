@@ -70,7 +70,7 @@ def build(make: Callable[[], Any], dtype: torch.dtype | None = None) -> Built:
         stack.enter_context(dispatching(mode))
         stack.enter_context(_Assignments())
         if mode.dtype is not None:
-            stack.enter_context(_Numbers(mode, mode.dtype))
+            stack.enter_context(_Numbers(mode))
             stack.enter_context(_default_type.of(mode.dtype))
         try:
             model = make()
@@ -127,10 +127,9 @@ class _Unvalued(DispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, dtype: torch.dtype | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        default = torch.get_default_dtype()
-        self.dtype = None if dtype is default else dtype
+        self.default = torch.get_default_dtype()
+        self.dtype = None if dtype is self.default else dtype
         """For floating-point tensors of no given type, if not torch's default."""
-        self._default = default
         self.functions = 0
         """Functions of torch's that are called, one inside of the other."""
         self._is_named = False  # by a class of torch's, which is no function
@@ -167,9 +166,9 @@ class _Unvalued(DispatchMode):  # type: ignore[no-untyped-call]
             return call.run_on_host()
         if call.is_view and not call.written:  # has a value if what it views has one
             return self._typed(call) if call.name == _LIFT else call.run()
-        values = [(id(tensor), self.value_of(tensor)) for tensor in call.read]
-        known = {number: value for number, value in values if value is not None}
-        is_known = not call.is_undefined() and len(known) == len(dict(values))
+        values = {id(tensor): self.value_of(tensor) for tensor in call.read}
+        known = {number: v for number, v in values.items() if v is not None}
+        is_known = not call.is_undefined() and len(known) == len(values)
         if is_known:
             call = call.with_tensors(lambda t: known.get(id(t), t))
         if call.written:
@@ -197,7 +196,7 @@ class _Unvalued(DispatchMode):  # type: ignore[no-untyped-call]
 
     def _is_untyped(self, call: Call, result: Any) -> bool:
         """Whether a result has torch's default type because no other was given."""
-        default = isinstance(result, torch.Tensor) and result.dtype is self._default
+        default = isinstance(result, torch.Tensor) and result.dtype is self.default
         if self.dtype is None or not default or self._is_named or call.names_dtype:
             return False
         if call.name == _LIFT:
@@ -309,11 +308,9 @@ class _Numbers(TorchFunctionMode):
     And knows `torch.Tensor` of numbers, which is no function, from those that are.
     """
 
-    def __init__(self, mode: _Unvalued, dtype: torch.dtype) -> None:
+    def __init__(self, mode: _Unvalued) -> None:
         super().__init__()
         self._mode = mode
-        self._dtype = dtype
-        self._default = torch.get_default_dtype()
 
     def __torch_function__(
         self,
@@ -332,9 +329,9 @@ class _Numbers(TorchFunctionMode):
             return result
         source = args[0] if args else kwargs.get("data")
         # An array has a type of its own.
-        if hasattr(source, "dtype") or result.dtype is not self._default:
+        if hasattr(source, "dtype") or result.dtype is not self._mode.default:
             return result
-        return func(*args, **{**kwargs, "dtype": self._dtype})
+        return func(*args, **{**kwargs, "dtype": self._mode.dtype})
 
 
 class _DefaultType:

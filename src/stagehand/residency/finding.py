@@ -88,7 +88,7 @@ def find_blocks(
         _spare_adapters(group)
         if group.tensors:
             _refuse_scripted(name, module)
-            group.sites = _sites_of(module, group)
+            group.sites = _sites_of(module, {id(t) for t in group.tensors.values()})
             if not group.sites or any(isinstance(s, ScriptModule) for s in group.sites):
                 group.sites = [module]  # its parts take no hooks
             finding.streamed.append(group)
@@ -106,14 +106,13 @@ def is_called(module: nn.Module) -> bool:
     return own or type(module).forward is not nn.ModuleList.forward
 
 
-def _sites_of(module: nn.Module, group: Group) -> list[nn.Module]:
+def _sites_of(module: nn.Module, tensors: set[int]) -> list[nn.Module]:
     """The module, or of a container the outermost parts that are called.
 
-    Only those with tensors of the group: a part may be in several containers.
+    Only those with tensors of the block: a part may be in several containers.
     """
     if not is_called(module):
-        return [s for part in module.children() for s in _sites_of(part, group)]
-    tensors = {id(tensor) for tensor in group.tensors.values()}
+        return [s for part in module.children() for s in _sites_of(part, tensors)]
     has_any = any(id(tensor) in tensors for tensor in module.parameters())
     return [module] if has_any else []
 

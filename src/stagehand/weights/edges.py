@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from stagehand.core.turn import HERE, LOOK_SECONDS, Turn, hosting, runs_library
+from stagehand.core.turn import HERE, Turn, host_while, runs_library
 from stagehand.errors import DeadlockError
 from stagehand.torch_private import (
     at_end_of_backward,
@@ -173,7 +173,7 @@ class Edges:
 
     def running(self) -> bool:
         """Like `inside`, but first close what an interrupt or a failure left open."""
-        self._await_failure()
+        self.await_failure()
         if self.inside():
             with self.lock:
                 self._close_dead()
@@ -194,7 +194,7 @@ class Edges:
         if in_backward():
             self.enter_backward(by_module=True)
             return self.moved_again(args, kwargs)
-        self._await_failure()
+        self.await_failure()
         if not self.inside():
             self._listener.check()
         entry = _Frame(module, frame)
@@ -222,18 +222,7 @@ class Edges:
             self.leave(module)  # the module's own end hook finds nothing to end
             raise
 
-    def enter_again(
-        self, module: nn.Module, args: Any, kwargs: Any, frame: FrameType
-    ) -> tuple[Any, Any] | None:
-        """Do as `enter` for a site in the thread of a backward, which recomputes it.
-
-        Or has failed, and is not over yet.
-        """
-        if self._await_failure():
-            return self.enter(module, args, kwargs, frame)
-        return self.moved_again(args, kwargs)
-
-    def _await_failure(self) -> bool:
+    def await_failure(self) -> bool:
         """Wait for the end of a backward of this thread, if that has raised.
 
         Its end is the end of its last node, which may be in a thread of autograd's own.
@@ -245,11 +234,16 @@ class Edges:
             return False
         if in_backward() or calls_backward():
             return False
-        with hosting():
-            while (backward := self._backward) is not None and backward() is not None:
-                self._ended.wait(timeout=LOOK_SECONDS)
-                self._ended.clear()
+        host_while(lambda: self._known_backward() is not None, self._ended)
         return True
+
+    def _known_backward(self) -> _Backward | None:
+        """Return what autograd has to tell of the end of the backward under way.
+
+        Only autograd may hold it for long, or it never does.
+        """
+        known = self._backward
+        return None if known is None else known()
 
     def moved_again(self, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         """Return the inputs of what is recomputed, moved as they were in forward."""
@@ -281,15 +275,16 @@ class Edges:
         Args:
             by_module: See `PassListener.begin_backward`.
         """
-        known = None if self._backward is None else self._backward()
+        task, known = graph_task(), self._known_backward()
+        is_known = known is not None and known.task == task
+        is_another = known is not None and not is_known
+        del known
         if self.thread is HERE.thread:
-            if known is not None and known.task != graph_task():
-                self._check_nested(graph_task())
+            if is_another:
+                self._check_nested(task)
             return
-        task = graph_task()
-        if task in self.guests or (known is not None and known.task == task):
+        if is_known or task in self.guests:
             return  # autograd uses a thread for each device
-        del known  # only autograd may hold it, or its end is never told
         if not self.lock.acquire(task=task):
             self._queue_inner_end(task)  # a forward waits for it, as a part of its pass
             return
@@ -348,8 +343,7 @@ class Edges:
             backward.over = False  # from now on it gives the turn back
         except BaseException:
             self._forget_backward()
-            self._backward = None
-            self.lock.release()
+            self._end_backward(backward)
             raise
 
     def _leave_backward(self, backward: _Backward, *, failed: bool) -> None:

@@ -301,7 +301,10 @@ class _SiteBegin(_SiteHook):
             if edges.guests:
                 edges.lock.await_guests()
             if edges._backward is not None:
-                moved = edges.enter_again(module, args, kwargs, _module_frame())
+                if edges.await_failure():
+                    moved = edges.enter(module, args, kwargs, _module_frame())
+                else:
+                    moved = edges.moved_again(args, kwargs)
         if dispatch_modes():
             apart(self._before, self._block)
         else:
