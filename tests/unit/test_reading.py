@@ -21,6 +21,7 @@ from stagehand.errors import (
 )
 from stagehand.stores import files as files_module
 from stagehand.stores import reading
+from stagehand.stores.base import Skew
 from stagehand.stores.files import FileSet
 from stagehand.stores.headers import FileStamp
 from stagehand.stores.reading import OpenFile, Part, Scratch, Sectors, cut
@@ -141,10 +142,58 @@ def test_large_tensor_in_line_with_its_sectors_is_read_in_place_but_for_its_ends
     part = Part(1000, 1000, MIB)
     head, body, tail = cut([part], 0, Sectors(512, 512))
     assert (head.in_place, body.in_place, tail.in_place) == (False, True, False)
-    assert body.start == 1024
+    assert body.start == 4096
     assert body.end == (MIB + 1000) // 512 * 512
     (whole,) = cut([part], 8, Sectors(512, 512))
     assert not whole.in_place
+
+
+@pytest.mark.parametrize(
+    ("address", "sectors", "starts"),
+    [
+        (0, Sectors(512, 512), [4096]),
+        (1536, Sectors(512, 512), [4096 - 1536]),
+        (3072, Sectors(512, 512), [4096 - 3072 + 4096]),
+        (4, Sectors(4, 512), [1024]),
+        (4096, Sectors(4096, 4096), [4096]),
+        (512, Sectors(4096, 4096), []),
+        (4, Sectors(512, 512), []),
+        (4, Sectors(1, 1), [1000]),
+    ],
+)
+def test_tensor_is_read_in_place_from_a_page_of_memory_on_if_its_sectors_allow(
+    address, sectors, starts
+):
+    """Elsewhere a disk may be a fifth slower."""
+    part = Part(1030, 1030, MIB) if address == 3072 else Part(1000, 1000, MIB)
+    chunks = cut([part], address, sectors)
+    assert [chunk.start for chunk in chunks if chunk.in_place] == starts
+
+
+@pytest.mark.parametrize(
+    ("sectors", "sizes", "expected"),
+    [
+        # Source less target: 1536, 512, 3584 and 4; bytes decide.
+        (Sectors(512, 512), (5, 6, 7, 9), Skew(3584, 4096)),
+        (Sectors(512, 512), (5, 6, 7, 90), Skew(4, 4096)),
+        (Sectors(4, 512), (5, 6, 7, 9), Skew(4, 4096)),
+        (Sectors(4096, 4096), (5, 6, 7, 9), Skew(4, 4096)),
+        (Sectors(1, 1), (5, 6, 7, 9), None),
+    ],
+)
+def test_image_begins_where_most_is_in_line_and_of_that_most_in_pages(
+    sectors, sizes, expected
+):
+    class Files(FileSet):
+        def sectors(self, path):
+            return sectors
+
+    shifts = (4096 + 1536, 2 * 4096 + 512, 3584, 3 * 4096 + 4)
+    parts = [
+        Part(i * MIB + shift, i * MIB, KIB * size)
+        for i, (shift, size) in enumerate(zip(shifts, sizes, strict=True))
+    ]
+    assert Files({}).skew({Path("w"): parts}, widest=2) == expected
 
 
 # Reading.

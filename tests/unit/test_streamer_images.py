@@ -119,8 +119,9 @@ def test_memory_in_which_tensors_are_used_begins_where_they_can_be(
 
     files = Files({})
     image = LayerImage("layers.0", {"w": extent}, wanted)
-    assert image.skew(files) == Skew(past, 512)
-    assert image.skew_in_use(files) == (Skew(past, 512) if in_place else None)
+    skew = Skew(1024 + past, 4096)
+    assert image.skew(files) == skew
+    assert image.skew_in_use(files) == (skew if in_place else None)
 
 
 def test_floats_are_cast_and_their_bytes_counted(opened):

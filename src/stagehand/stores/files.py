@@ -25,7 +25,15 @@ from stagehand.errors import (
 from stagehand.stores.base import Skew
 from stagehand.stores.checkpoint import Extent
 from stagehand.stores.headers import FileStamp
-from stagehand.stores.reading import Chunk, OpenFile, Part, Scratch, Sectors, cut
+from stagehand.stores.reading import (
+    PAGE_BYTES,
+    Chunk,
+    OpenFile,
+    Part,
+    Scratch,
+    Sectors,
+    cut,
+)
 
 __all__ = ["FileSet", "naming"]
 
@@ -194,6 +202,8 @@ class FileSet:
     def skew(self, parts: Mapping[Path, Sequence[Part]], widest: int) -> Skew | None:
         """Return where an image begins if the most bytes are to be read in place.
 
+        Of all such places it is the one where the most pages are the file's.
+
         Args:
             parts: All that is read into it.
             widest: Bytes of the widest element that lies there.
@@ -201,14 +211,19 @@ class FileSet:
         Raises:
             CheckpointError: If a file changed or cannot be opened.
         """
-        votes: Counter[Skew] = Counter()
+        in_line: Counter[Skew] = Counter()
+        in_pages: Counter[tuple[Skew, Skew]] = Counter()
         for path, wanted in parts.items():
-            of = self.sectors(path).memory
+            line = self.sectors(path).memory
+            page = max(line, PAGE_BYTES) if line > 1 else 1
             for part in wanted:
-                votes[Skew((part.source - part.target) % of, of)] += part.nbytes
-        if not votes:
+                shift = part.source - part.target
+                skew = Skew(shift % line, line)
+                in_line[skew] += part.nbytes
+                in_pages[skew, Skew(shift % page, page)] += part.nbytes
+        if not in_pages:
             return None
-        ((skew, _),) = votes.most_common(1)
+        _, skew = max(in_pages, key=lambda both: (in_line[both[0]], in_pages[both]))
         return None if skew.past % widest or skew.of % widest else skew
 
     def map_tensor(self, extent: Extent) -> torch.Tensor:
