@@ -129,15 +129,14 @@ class Handle:
         Raises:
             RuntimeError: As autograd itself raises; hooks switch its own check off.
         """
-        found = self.version_now
-        if found != self.version:
-            raise modified(str(self), found, self.version)
-
-    @property
-    def version_now(self) -> int:
-        """The version that the tensor has now, as far as anybody could change it."""
         alias = self.ghost if self.alias is None else self.alias
-        return self.version if alias is None else alias._version
+        if alias is not None and alias._version != self.version:
+            raise modified(str(self), alias._version, self.version)
+
+    def has_changed(self) -> bool:
+        """Whether the tensor was changed since, as far as anybody could change it."""
+        alias = self.ghost if self.alias is None else self.alias
+        return alias is not None and alias._version != self.version
 
     def let_go(self, *, shared: bool = False) -> None:
         """Keep the tensor's form, not its memory.
@@ -267,13 +266,9 @@ class Piece(Handle):
 
         This is asked of what is to leave, not of all that is saved: it takes time.
         """
-        for handle in self.handles():
-            alias = handle.alias
-            if alias is None or alias.layout is not torch.strided:
-                return False
-            if alias.is_nested or alias.is_quantized:
-                return False
-        return True
+        if not self.extras:  # mostly
+            return _is_plain(self.alias)
+        return all(_is_plain(handle.alias) for handle in self.handles())
 
     def can_go(self, *, others: int = 0) -> bool:
         """Whether letting the aliases go would free the storage, unchanged.
@@ -289,8 +284,8 @@ class Piece(Handle):
     def is_changed(self) -> bool:
         """Whether the storage was changed since its tensors were saved."""
         if not self.extras:  # mostly
-            return self.version_now != self.version
-        return any(handle.version_now != handle.version for handle in self.handles())
+            return self.has_changed()
+        return any(handle.has_changed() for handle in self.handles())
 
     def free(self, *, shared: bool) -> None:
         """Let the storage go; if others keep it, look at what they do with it."""
@@ -328,6 +323,14 @@ class Piece(Handle):
     def is_away(self) -> bool:
         """Whether its bytes are on the host only."""
         return self.alias is None and self.kept_elsewhere() is None
+
+
+def _is_plain(tensor: torch.Tensor | None) -> bool:
+    return (
+        tensor is not None
+        and tensor.layout is torch.strided
+        and not (tensor.is_nested or tensor.is_quantized)
+    )
 
 
 class Extra(Handle):
@@ -445,9 +448,8 @@ class Bundle:
     def need(self) -> tuple[int, int]:
         """Which of two is needed first: the larger."""
         need = -1, 0
-        for ref in self.members:
-            piece = ref()
-            for handle in () if piece is None else piece.handles():
+        for piece in self.living():
+            for handle in piece.handles():
                 need = max(need, (handle.sequence, -handle.number))
         return need
 
@@ -503,12 +505,12 @@ class Scope:
         self.coming: list[weakref.ref[Bundle]] = []
 
     def turn(self, task: int) -> None:
-        """Prepare to bring what is away, in the order in which backward needs it.
+        """Prepare to bring what was sent, in the order in which backward needs it.
 
         Autograd runs operators in descending order of their creation, so what was saved
         last is needed first.
         """
         self.task = task
-        away = [b for ref in self.bundles if (b := ref()) is not None and b.is_away]
-        away.sort(key=lambda bundle: bundle.need)
-        self.coming = [weakref.ref(bundle) for bundle in away]
+        sent = [bundle for ref in self.bundles if (bundle := ref()) is not None]
+        sent.sort(key=lambda bundle: bundle.need)
+        self.coming = [weakref.ref(bundle) for bundle in sent]

@@ -145,7 +145,7 @@ class _Region:
 def _is_changed(packed: Any) -> bool:
     if type(packed) is Kept:
         return packed.tensor._version != packed.version
-    return isinstance(packed, Piece | Extra) and packed.version_now != packed.version
+    return isinstance(packed, Piece | Extra) and packed.has_changed()
 
 
 def _is_random(function: Any, args: Any) -> bool:

@@ -38,9 +38,9 @@ class Returning(Books):
 
     def _may_fetch(self) -> bool:
         limits = self.bounds.current
-        if limits.suppress_speculative or not self._carrier.may_fetch:
-            return False
         most = smaller(self._inflight_h2d, limits.inflight_h2d)
+        if most == 0 or limits.suppress_speculative or not self._carrier.may_fetch:
+            return False
         return most is None or sum(1 for _ in self._coming()) < most
 
     def _coming(self) -> Iterator[Bundle]:

@@ -96,8 +96,16 @@ class Room(Returning):
         if bundle is None:
             return
         self._open.remove(scope)
-        self._waiting.append((scope, bundle))
-        self._send_waiting()
+        self._send_in_turn(bundle, scope)
+
+    def _send_in_turn(self, bundle: Bundle, scope: Scope) -> None:
+        """Send a bundle behind those that wait, or let it wait with them."""
+        if self._waiting:
+            self._send_waiting()
+        if self._waiting or not self._may_send():
+            self._waiting.append((scope, bundle))
+        else:
+            self._send(bundle, scope)
 
     def _send_waiting(self, *, at_once: bool = False) -> None:
         """Send what waits, as far as so many copies may be under way."""

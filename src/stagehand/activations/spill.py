@@ -225,8 +225,7 @@ class Spill(Room):
         if is_large:
             bundle = Bundle(self._carrier.gone)
             bundle.add(piece)
-            self._waiting.append((scope, bundle))
-            self._send_waiting()
+            self._send_in_turn(bundle, scope)
             return
         if scope.open is None:
             scope.open = Bundle(self._carrier.gone)
