@@ -41,6 +41,7 @@ from stagehand.errors import ConfigError
 from stagehand.residency.slots import SlotMemory
 from stagehand.torch_private import DispatchMode
 from streamed import Shape
+from threadless import without_threads
 
 BUDGET = 4 * LAYER_BYTES
 
@@ -866,19 +867,13 @@ def in_threads(count, work):
     return errors
 
 
-def test_without_another_thread_passes_are_exact_and_warn_once(place, monkeypatch):
+def test_without_another_thread_passes_are_exact_and_warn_once(place):
     """A container may let a process have no more threads, for a time."""
     model = streamed_stack(place, **always_read(place))
     expected = run_resident(stack(), place, batch())
-
-    def refuse(*_):
-        raise RuntimeError("can't start new thread")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(threading, "_start_new_thread", refuse)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            assert_passes_equal(model, expected, batch())
+    with without_threads(), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert_passes_equal(model, expected, batch())
     told = [str(each.message) for each in caught if "no thread" in str(each.message)]
     assert len(told) == len(set(told)) > 0
     assert_whole(model, place)

@@ -14,6 +14,7 @@ import pytest
 from interrupts import interrupted_at
 from stagehand.core.workers import WorkerGroup, failure_of
 from stagehand.errors import ClosedError, ReadError, StagehandWarning
+from threadless import without_threads
 
 PATIENCE = 120  # seconds until a test gives up
 
@@ -316,16 +317,11 @@ def test_what_a_job_was_given_has_gone_before_its_end_is_known(group, monkeypatc
     assert seen == [None]
 
 
-def test_without_threads_jobs_run_where_they_are_given(group, monkeypatch):
+def test_without_threads_jobs_run_where_they_are_given(group):
     """A container may let a process have no more of them. Nothing stays queued, to run
     behind the back of who gave it.
     """
-
-    def refuse(*_):
-        raise RuntimeError("can't start new thread")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(threading, "_start_new_thread", refuse)
+    with without_threads():
         noted = []
         with pytest.warns(StagehandWarning, match="'reader' .can't start new thread"):
             future = group.hand(noted.append, threading.current_thread)
