@@ -6,7 +6,7 @@ import sys
 import threading
 import time
 import weakref
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 
 import pytest
 import torch
@@ -765,4 +765,48 @@ def test_a_backward_beside_another_threads_is_refused_on_an_accelerator(sim, set
     assert told
     handle.remove()
     losses.clear()
+    finish(run)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_backward_that_ends_in_another_thread_keeps_its_turn_till_then(
+    sim, fails, monkeypatch
+):
+    """Who waited for the model took it over while gradients were on their way home."""
+    run = start(net, FEW[0])
+    x = run.batch(1).cpu().requires_grad_()  # the last node is the caller's
+    loss, outputs, looks = run.model(x.to("hpu")).square().mean(), [], []
+    looked = threading.Event()
+    is_left, end_gradients = Edges._is_left, Passing._end_gradients
+
+    def look(edges):
+        looks.append(is_left(edges))
+        looked.set()
+        return looks[-1]
+
+    def come_home(runtime, *, failed):
+        monkeypatch.setattr(runtime._edges.lock, "_left", lambda: look(runtime._edges))
+        other.start()
+        assert looked.wait(60)
+        end_gradients(runtime, failed=failed)
+
+    def predict():
+        with torch.no_grad():
+            outputs.append(run.model(run.batch(2)))
+
+    def fail(_):
+        raise Stop
+
+    monkeypatch.setattr(Passing, "_end_gradients", come_home)
+    other = threading.Thread(target=predict)
+    if fails:
+        x.register_hook(fail)
+    with pytest.raises(Stop) if fails else nullcontext():
+        loss.backward()
+    del loss
+    other.join(60)
+    assert looks
+    assert not any(looks)
+    monkeypatch.undo()
+    assert_bitwise_equal(outputs[0], net().to("hpu")(run.batch(2)), "output")
     finish(run)

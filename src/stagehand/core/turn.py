@@ -67,7 +67,8 @@ class Turn:
         self._left = left
         self._take_over = take_over
         # Reentrant: the garbage collector may end a pass in the middle of a look.
-        self._ownership = threading.RLock()
+        self.ownership = threading.RLock()
+        """Had while it changes whose turn it is, and while it is looked at."""
         self._freed = threading.Lock()  # held but for a moment after the turn was free
         self._freed.acquire()
         self._owner: Any = None  # a thread
@@ -104,7 +105,7 @@ class Turn:
         Who has it is what `_owner` says: a lock could be had by nobody, for an
         interrupt may come between the call that takes it and the next line.
         """
-        with self._ownership:
+        with self.ownership:
             if self._owner is None:
                 self._owner, self._count = me, 1
             elif self._owner is me:
@@ -154,7 +155,7 @@ class Turn:
         host_while(lambda: bool(self.guests), self._dismissed)
 
     def _take_over_if_forgotten(self, me: Any) -> bool:
-        with self._ownership:
+        with self.ownership:
             if not self._is_forgotten():
                 return False
             self._owner, self._count, self._sorting = me, 1, False
@@ -218,7 +219,7 @@ class Turn:
 
     def release(self) -> None:
         """End what the latest `acquire` began."""
-        with self._ownership:
+        with self.ownership:
             self._sorting = False
             self._count -= 1
             if not self._count:

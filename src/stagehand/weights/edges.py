@@ -362,8 +362,9 @@ class Edges:
 
     def _end_backward(self, backward: _Backward) -> None:
         backward.over = True
-        self._backward = None
-        self.lock.release()
+        with self.lock.ownership:  # nobody takes it for one that was left
+            self._backward = None
+            self.lock.release()
         self._ended.set()
 
     def _forget_backward(self) -> None:
@@ -409,8 +410,8 @@ class Edges:
 
     def _is_left(self) -> bool:
         # In another thread than its owner's: the stack may change meanwhile.
-        if self._is_unheard():
-            return True
+        if self._backward is not None:  # which may end in any thread
+            return self._is_unheard()
         for entry in self._stack[:1]:
             return not _is_running(entry.frame)
         # Between passes it is had for one call; an interrupt may have come to its end.
