@@ -624,11 +624,14 @@ def _block(run):
     run.model.blocks[1](run.batch())
 
 
-@pytest.mark.parametrize("call", [_park, _forward, _block])
-def test_a_backward_that_failed_is_over_before_its_thread_goes_on(call, sim):
-    # The thread that calls autograd has a gradient of the host, and so the pass; then
-    # that fails, while one of autograd's own is in the middle of a node.
-    run = start(net, FEW[0])
+def fail_with_a_node_left(run):
+    """Let a backward fail in this thread while autograd's own is in one of its nodes.
+
+    This thread has a gradient of the host, and so the pass.
+
+    Returns:
+        An event that ends the node.
+    """
     weight = run.model.head.weight
     begun, goes_on = threading.Event(), threading.Event()
 
@@ -643,12 +646,19 @@ def test_a_backward_that_failed_is_over_before_its_thread_goes_on(call, sim):
     run.loss()
     inputs = run.batch().requires_grad_()
     run.handles.append(inputs.register_hook(linger))
-    run.handles.append(weight.register_post_accumulate_grad_hook(fail))
+    handle = weight.register_post_accumulate_grad_hook(fail)
     loss = inputs.square().sum() + weight.square().sum().to(run.place)
     with pytest.raises(Stop):
         loss.backward()
-    del loss
+    handle.remove()
     assert run.runtime._edges.is_busy
+    return goes_on
+
+
+@pytest.mark.parametrize("call", [_park, _forward, _block])
+def test_a_backward_that_failed_is_over_before_its_thread_goes_on(call, sim):
+    run = start(net, FEW[0])
+    goes_on = fail_with_a_node_left(run)
     timer = threading.Timer(0.1, goes_on.set)
     timer.start()
     call(run)
@@ -657,6 +667,61 @@ def test_a_backward_that_failed_is_over_before_its_thread_goes_on(call, sim):
     for handle in run.handles:
         handle.remove()
     run.model.zero_grad()
+    run.handles.clear()
+    finish(run)
+
+
+def _inside_of_another(call):
+    other = torch.ones((), requires_grad=True)
+    other.register_hook(lambda _: call())
+    (2 * other).backward()
+
+
+@pytest.mark.parametrize("nests", [False, True])
+def test_a_backward_that_failed_is_over_before_the_next_one_of_its_thread(sim, nests):
+    """Its gradients were taken for the failed one's, and dropped with them."""
+    run = start(net, FEW[0])
+    weight = run.model.head.weight
+    run.loss()
+    loss = 3 * weight.sum()
+    goes_on = fail_with_a_node_left(run)
+    run.model.zero_grad()
+    timer = threading.Timer(0.1, goes_on.set)
+    timer.start()
+    _inside_of_another(loss.backward) if nests else loss.backward()
+    assert goes_on.is_set()
+    assert_bitwise_equal(weight.grad, torch.full_like(weight, 3), "gradient")
+    timer.join()
+    for handle in run.handles:
+        handle.remove()
+    run.handles.clear()
+    finish(run)
+
+
+def test_a_backward_in_a_node_of_one_that_fails_does_not_wait_for_it(sim):
+    """That node is the last: it would wait for itself."""
+    run = start(net, FEW[0])
+    weight, bias = run.model.head.weight, run.model.head.bias
+    run.loss()
+    failed, nested = threading.Event(), 2 * bias.sum()
+
+    def fail(_):
+        failed.set()
+        raise Stop
+
+    def go_back(_):
+        assert failed.wait(60)
+        nested.backward()
+
+    inputs = run.batch().requires_grad_()
+    run.handles.append(inputs.register_hook(fail))
+    handle = weight.register_hook(go_back)
+    loss = inputs.square().sum() + weight.square().sum().to(run.place)
+    with pytest.raises(Stop):
+        loss.backward()
+    del loss
+    for each in (handle, *run.handles):
+        each.remove()
     run.handles.clear()
     finish(run)
 
