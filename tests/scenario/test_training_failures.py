@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 
 import pytest
@@ -17,6 +18,7 @@ from interrupts import interrupted_at
 from stagehand.core.arena import live_leases
 from stagehand.core.turn import Turn, _waits
 from stagehand.errors import ClosedError, DeadlockError, StagehandWarning
+from stagehand.frames import awaits_thread
 from stagehand.gradients.gradients import Gradients
 from stagehand.passing import Passing
 from stagehand.torch_private import waits_for_backward
@@ -667,6 +669,33 @@ def test_a_backward_that_failed_is_over_before_its_thread_goes_on(call, sim):
     for handle in run.handles:
         handle.remove()
     run.model.zero_grad()
+    run.handles.clear()
+    finish(run)
+
+
+def test_who_waits_for_a_backward_that_failed_is_told_of_no_deadlock(sim, monkeypatch):
+    """The thread that has the turn waits for it; but autograd's own ends it."""
+    run = start(net, FEW[0])
+    goes_on = fail_with_a_node_left(run)
+    owner, note_wait = run.runtime._edges.lock.owner, Turn._note_wait
+
+    def look(turn, me, *, in_backward):
+        is_waited_for = awaits_thread(owner, me)
+        note_wait(turn, me, in_backward=in_backward)
+        if is_waited_for:
+            goes_on.set()
+
+    def predict():
+        with torch.no_grad():
+            return run.model(run.batch())
+
+    monkeypatch.setattr(Turn, "_note_wait", look)
+    with ThreadPoolExecutor(1) as pool:
+        output = pool.submit(predict).result()
+    assert goes_on.is_set()
+    assert_bitwise_equal(output, net().to("hpu")(run.batch()), "output")
+    for handle in run.handles:
+        handle.remove()
     run.handles.clear()
     finish(run)
 

@@ -58,14 +58,20 @@ class Turn:
         name: What it is the turn to run, for errors.
         left: Whether what the owner entered is no longer running.
         take_over: Called by the new owner, before anything else.
+        ends_alone: Whether what the owner entered ends, whatever the owner waits for.
     """
 
     def __init__(
-        self, name: str, left: Callable[[], bool], take_over: Callable[[], None]
+        self,
+        name: str,
+        left: Callable[[], bool],
+        take_over: Callable[[], None],
+        ends_alone: Callable[[], bool],
     ) -> None:
         self.name = name
         self._left = left
         self._take_over = take_over
+        self._ends_alone = ends_alone
         # Reentrant: the garbage collector may end a pass in the middle of a look.
         self.ownership = threading.RLock()
         """Had while it changes whose turn it is, and while it is looked at."""
@@ -195,8 +201,10 @@ class Turn:
         return self._owner
 
     def _holder(self) -> Any:
-        """The owner, unless its turn may be taken over."""
-        return None if self._is_forgotten() else self._owner
+        """The owner, unless its turn may be taken over, or ends without it."""
+        if self._is_forgotten() or self._ends_alone():
+            return None
+        return self._owner
 
     def _is_waited_for(self, me: Any) -> bool:
         """Whether the owner waits for autograd, and this is a thread of its own."""

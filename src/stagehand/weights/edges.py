@@ -124,7 +124,7 @@ class Edges:
     """
 
     def __init__(self, listener: PassListener, device: torch.device, name: str) -> None:
-        self.lock = Turn(name, self._is_left, self._bury)
+        self.lock = Turn(name, self._is_left, self._bury, self._has_raised)
         self._listener = listener
         self._device = device
         self.kind = device.type
@@ -392,6 +392,11 @@ class Edges:
         """Whether a backward is over, and an interrupt kept autograd's word of that."""
         backward = self._backward
         return backward is not None and backward() is None
+
+    def _has_raised(self) -> bool:
+        """Whether a backward has raised in its thread, and goes on in autograd's."""
+        call = self._call
+        return call is not None and not _is_running(call)
 
     def _end_unheard(self) -> None:
         """Do what an interrupt kept from being done, or from being finished."""
