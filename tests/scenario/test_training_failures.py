@@ -21,6 +21,7 @@ from stagehand.errors import ClosedError, DeadlockError, StagehandWarning
 from stagehand.frames import awaits_thread
 from stagehand.gradients.gradients import Gradients
 from stagehand.passing import Passing
+from stagehand.residency.shared import SharedDevice
 from stagehand.torch_private import waits_for_backward
 from stagehand.weights.edges import Edges, _Backward
 from training import (
@@ -698,6 +699,35 @@ def test_who_waits_for_a_backward_that_failed_is_told_of_no_deadlock(sim, monkey
         handle.remove()
     run.handles.clear()
     finish(run)
+
+
+def test_who_waits_for_room_until_a_failed_backward_is_over_gets_it(sim, monkeypatch):
+    """The thread that began that waits for it; but autograd's own ends it."""
+    run, other = start(net, FEW[0]), start(net, FEW[0])
+    goes_on = fail_with_a_node_left(run)
+    owner, are_stuck = run.runtime._edges.lock.owner, SharedDevice._are_stuck
+
+    def look(device, threads):
+        is_waited_for = awaits_thread(owner, threading.current_thread())
+        stuck = are_stuck(device, threads)
+        if is_waited_for:
+            goes_on.set()
+        return stuck
+
+    def predict():
+        with torch.no_grad():
+            return other.model(other.batch())
+
+    monkeypatch.setattr(SharedDevice, "_are_stuck", look)
+    with ThreadPoolExecutor(1) as pool:
+        output = pool.submit(predict).result()
+    assert goes_on.is_set()
+    assert_bitwise_equal(output, net().to("hpu")(run.batch()), "output")
+    for handle in run.handles:
+        handle.remove()
+    run.handles.clear()
+    finish(run)
+    end(other)
 
 
 def _inside_of_another(call):
