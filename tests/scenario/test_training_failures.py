@@ -8,6 +8,7 @@ import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
+from functools import partial
 
 import pytest
 import torch
@@ -271,13 +272,47 @@ def test_an_interrupt_where_a_failed_backward_ends_stops_nobody(
     finish(run)
 
 
-_BACKWARD = [
-    part
-    for kind in (Edges, _Backward)
-    for name, part in vars(kind).items()
-    if name in ("__del__", "_leave_backward", "_end_backward", "_forget_backward")
+def test_an_interrupt_where_a_failed_inner_backward_ends_stops_nobody(sim, monkeypatch):
+    """Python drops it there: the forward waited for that backward for ever."""
+    run, dropped = start(net, FEW[0]), []
+    monkeypatch.setattr(sys, "unraisablehook", lambda it: dropped.append(it.exc_type))
+    losses = []
+
+    def go_back(number, *_):
+        if losses:
+            kinds = Stop, KeyboardInterrupt
+            with pytest.raises(kinds), interrupted_at(number, *_ENDING_INSIDE):
+                losses.pop().backward()
+
+    for number in range(1, 13):
+        x = run.batch(1).cpu().requires_grad_()
+        x.register_hook(once(Stop))  # in the caller's thread
+        losses.append(run.model(x.to("hpu")).square().mean())
+        inside = run.model.blocks[2]
+        handle = inside.register_forward_pre_hook(partial(go_back, number))
+        with torch.no_grad():
+            run.model(run.batch())
+        handle.remove()
+        assert not run.runtime._edges._inner
+    assert set(dropped) <= {KeyboardInterrupt}
+    run.model.zero_grad()
+    finish(run)
+
+
+def _parts(*names):
+    return [
+        part
+        for kind in (Edges, _Backward)
+        for name, part in vars(kind).items()
+        if name in names
+    ]
+
+
+_ENDING = [
+    *_parts("__del__", "_leave_backward", "_end_backward", "_forget_backward"),
+    *(Passing.end_backward, Passing._end_backward, Gradients.give_up),
 ]
-_ENDING = [*_BACKWARD, Passing.end_backward, Passing._end_backward, Gradients.give_up]
+_ENDING_INSIDE = [*_parts("__del__", "_leave_inner", "_end_inner"), Turn.dismiss]
 
 
 # Calls in between

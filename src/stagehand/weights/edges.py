@@ -141,6 +141,8 @@ class Edges:
         """Calls of autograd inside of the one that has the turn."""
         self.guests = self.lock.guests
         """Autograd's calls that are part of a forward pass."""
+        self._inner: dict[int, Any] = {}
+        """What sees that one of them is over, if an interrupt keeps it from telling."""
         self.recomputing = 0
         """Edges that are recomputed now, one inside of the other."""
         self.risen: list[tuple[nn.Module | type, bool]] = []
@@ -329,6 +331,9 @@ class Edges:
                 self.lock.dismiss(task)
                 return
             inner = _Backward(self._leave_inner)
+            self._inner[task] = weakref.ref(
+                inner, lambda _: self._end_inner(task, failed=True)
+            )
             at_end_of_backward(inner)
             inner.over = False
         except BaseException:
@@ -336,16 +341,20 @@ class Edges:
             raise
 
     def _leave_inner(self, inner: _Backward, *, failed: bool) -> None:
+        inner.over = True
+        self._end_inner(inner.task, failed=failed)
+
+    def _end_inner(self, task: int, *, failed: bool) -> None:
         """Take in what a guest has brought, or drop it if it has failed.
 
         What it brought may be mixed with that of others who go on: then it comes along.
         """
-        inner.over = True
         try:
-            if not failed or self.guests == {inner.task}:
+            if not failed or self.guests == {task}:
                 self._listener.end_inner_backward(failed=failed)
         finally:
-            self.lock.dismiss(inner.task)
+            self.lock.dismiss(task)
+            self._inner.pop(task, None)
 
     def _queue_end(self) -> None:
         # Only autograd may hold it, not even the frame of a failure's traceback.
