@@ -963,8 +963,9 @@ def test_a_backward_that_ends_in_another_thread_keeps_its_turn_till_then(
     with pytest.raises(Stop) if fails else nullcontext():
         loss.backward()
     del loss
+    assert looked.wait(60)  # autograd's own thread may be the last to hold what tells
     other.join(60)
-    assert looks
+    assert not other.is_alive()
     assert not any(looks)
     monkeypatch.undo()
     assert_bitwise_equal(outputs[0], net().to("hpu")(run.batch(2)), "output")
