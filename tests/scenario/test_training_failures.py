@@ -299,20 +299,6 @@ def test_an_interrupt_where_a_failed_inner_backward_ends_stops_nobody(sim, monke
     finish(run)
 
 
-@over(FEW)
-def test_a_backward_after_an_interrupt_that_left_the_turn_is_a_pass(sim, setting):
-    """It was a part of a forward that was over, and whose turn nobody ended."""
-    run = start(net, setting)
-    turn = run.runtime._edges.lock
-    with pytest.raises(KeyboardInterrupt), interrupted_at(1, Turn.release):
-        run.loss()
-    assert turn.owner is not None
-    run.loss().backward()
-    assert turn.owner is None
-    run.model.zero_grad()
-    finish(run)
-
-
 def _parts(*names):
     return [
         part

@@ -202,14 +202,9 @@ class Turn:
         return self._owner
 
     def _is_waited_for(self, me: Any) -> bool:
-        """Whether the owner waits for autograd, and this is a thread of its own.
-
-        Not where the turn was forgotten: then nobody would see to what a guest brings.
-        """
+        """Whether the owner waits for autograd, and this is a thread of its own."""
         owner = self._owner
-        if owner is None or not is_autograds(me) or not _awaits_autograd(owner):
-            return False
-        return not self._is_forgotten()
+        return owner is not None and is_autograds(me) and _awaits_autograd(owner)
 
     def _is_forgotten(self) -> bool:
         owner = self._owner  # which may end its turn meanwhile
