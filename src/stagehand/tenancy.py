@@ -187,6 +187,11 @@ class Tenancy:
         edges = self._edges()
         return None if edges is None else edges.lock.owner
 
+    def ends_alone(self) -> bool:
+        """See `Tenant.ends_alone`."""
+        edges = self._edges()
+        return edges is not None and edges.lock.ends_alone()
+
     # What the scheduler asks
 
     def make_room(self, nbytes: int) -> bool:

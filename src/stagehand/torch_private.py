@@ -91,7 +91,7 @@ __all__ = [
     "allocated_on",
     "around_compiling",
     "at_end_of_backward",
-    "calls_backward",
+    "backward_call",
     "dispatch_modes",
     "dispatching",
     "func_transform",
@@ -377,21 +377,22 @@ def waits_for_backward(thread: int) -> bool:
 
     Not where that runs a function of Python in this thread: it waits for no other then.
     """
-    return _has_backward(frames_of(thread)[:1])
+    return _backward_among(frames_of(thread)[:1]) is not None
 
 
-def calls_backward() -> bool:
-    """Return whether what this thread runs in Python has called autograd.
+def backward_call() -> FrameType | None:
+    """Return the frame of the latest call of autograd that this thread is in, if any.
 
-    In a thread of autograd's own: whether it does so within another call of it.
+    A thread of autograd's own is in none, but for one within another.
     """
-    return _has_backward(frames_of(threading.get_ident()))
+    return _backward_among(frames_of(threading.get_ident()))
 
 
-def _has_backward(frames: list[FrameType]) -> bool:
+def _backward_among(frames: list[FrameType]) -> FrameType | None:
     if _run_backward is None:
-        return False
-    return any(frame.f_code is _run_backward.__code__ for frame in frames)
+        return None
+    code = _run_backward.__code__
+    return next((frame for frame in frames if frame.f_code is code), None)
 
 
 def in_function_of(tensor: torch.Tensor) -> bool:

@@ -153,3 +153,38 @@ def test_a_forward_that_waits_for_a_part_in_another_thread_is_told(
     assert "waits for thread 'part" in str(told.value)
     model.zero_grad()
     some.run(0, 1)
+
+
+@pytest.mark.parametrize("awaits", [by_join, by_result, by_exit])
+@pytest.mark.parametrize("place", ["cpu", "hpu"])
+def test_a_forward_that_waits_for_a_model_that_has_no_room_beside_it_is_told(
+    crowd, place, awaits
+):
+    """It has promised itself what the other one, in another thread, waits for."""
+    some = crowd(place, [4, 5], 2 * LAYER_BYTES)
+
+    def call(*_):
+        hook.remove()
+        awaits(lambda: some.run(1))
+
+    hook = some.models[0][1].register_forward_pre_hook(call)
+    with pytest.raises(stagehand.StagehandOOMError) as told:
+        some.run(0)
+    first, second = (runtime._tenancy.name for runtime in some.runtimes)
+    assert str(told.value).startswith(f"{second} needs ")
+    assert f": {first} holds " in str(told.value)
+    assert "gives up more only in the thread that runs it" in str(told.value)
+    some.run(0, 1)
+
+
+def test_who_waits_for_room_behind_a_chain_of_threads_is_told(crowd):
+    some = crowd("hpu", [4, 5], 2 * LAYER_BYTES)
+
+    def call(*_):
+        hook.remove()
+        by_join(lambda: by_result(lambda: by_join(lambda: some.run(1))))
+
+    hook = some.models[0][1].register_forward_pre_hook(call)
+    with pytest.raises(stagehand.StagehandOOMError, match="needs"):
+        some.run(0)
+    some.run(0, 1)

@@ -6,7 +6,9 @@ import sys
 import threading
 import time
 import weakref
-from contextlib import suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext, suppress
+from functools import partial
 
 import pytest
 import torch
@@ -17,8 +19,10 @@ from interrupts import interrupted_at
 from stagehand.core.arena import live_leases
 from stagehand.core.turn import Turn, _waits
 from stagehand.errors import ClosedError, DeadlockError, StagehandWarning
+from stagehand.frames import awaits_thread
 from stagehand.gradients.gradients import Gradients
 from stagehand.passing import Passing
+from stagehand.residency.shared import SharedDevice
 from stagehand.torch_private import waits_for_backward
 from stagehand.weights.edges import Edges, _Backward
 from training import (
@@ -268,13 +272,47 @@ def test_an_interrupt_where_a_failed_backward_ends_stops_nobody(
     finish(run)
 
 
-_BACKWARD = [
-    part
-    for kind in (Edges, _Backward)
-    for name, part in vars(kind).items()
-    if name in ("__del__", "_leave_backward", "_end_backward", "_forget_backward")
+def test_an_interrupt_where_a_failed_inner_backward_ends_stops_nobody(sim, monkeypatch):
+    """Python drops it there: the forward waited for that backward for ever."""
+    run, dropped = start(net, FEW[0]), []
+    monkeypatch.setattr(sys, "unraisablehook", lambda it: dropped.append(it.exc_type))
+    losses = []
+
+    def go_back(number, *_):
+        if losses:
+            kinds = Stop, KeyboardInterrupt
+            with pytest.raises(kinds), interrupted_at(number, *_ENDING_INSIDE):
+                losses.pop().backward()
+
+    for number in range(1, 13):
+        x = run.batch(1).cpu().requires_grad_()
+        x.register_hook(once(Stop))  # in the caller's thread
+        losses.append(run.model(x.to("hpu")).square().mean())
+        inside = run.model.blocks[2]
+        handle = inside.register_forward_pre_hook(partial(go_back, number))
+        with torch.no_grad():
+            run.model(run.batch())
+        handle.remove()
+        assert not run.runtime._edges._inner
+    assert set(dropped) <= {KeyboardInterrupt}
+    run.model.zero_grad()
+    finish(run)
+
+
+def _parts(*names):
+    return [
+        part
+        for kind in (Edges, _Backward)
+        for name, part in vars(kind).items()
+        if name in names
+    ]
+
+
+_ENDING = [
+    *_parts("__del__", "_leave_backward", "_end_backward", "_forget_backward"),
+    *(Passing.end_backward, Passing._end_backward, Gradients.give_up),
 ]
-_ENDING = [*_BACKWARD, Passing.end_backward, Passing._end_backward, Gradients.give_up]
+_ENDING_INSIDE = [*_parts("__del__", "_leave_inner", "_end_inner"), Turn.dismiss]
 
 
 # Calls in between
@@ -624,11 +662,14 @@ def _block(run):
     run.model.blocks[1](run.batch())
 
 
-@pytest.mark.parametrize("call", [_park, _forward, _block])
-def test_a_backward_that_failed_is_over_before_its_thread_goes_on(call, sim):
-    # The thread that calls autograd has a gradient of the host, and so the pass; then
-    # that fails, while one of autograd's own is in the middle of a node.
-    run = start(net, FEW[0])
+def fail_with_a_node_left(run):
+    """Let a backward fail in this thread while autograd's own is in one of its nodes.
+
+    This thread has a gradient of the host, and so the pass.
+
+    Returns:
+        An event that ends the node.
+    """
     weight = run.model.head.weight
     begun, goes_on = threading.Event(), threading.Event()
 
@@ -643,12 +684,19 @@ def test_a_backward_that_failed_is_over_before_its_thread_goes_on(call, sim):
     run.loss()
     inputs = run.batch().requires_grad_()
     run.handles.append(inputs.register_hook(linger))
-    run.handles.append(weight.register_post_accumulate_grad_hook(fail))
+    handle = weight.register_post_accumulate_grad_hook(fail)
     loss = inputs.square().sum() + weight.square().sum().to(run.place)
     with pytest.raises(Stop):
         loss.backward()
-    del loss
+    handle.remove()
     assert run.runtime._edges.is_busy
+    return goes_on
+
+
+@pytest.mark.parametrize("call", [_park, _forward, _block])
+def test_a_backward_that_failed_is_over_before_its_thread_goes_on(call, sim):
+    run = start(net, FEW[0])
+    goes_on = fail_with_a_node_left(run)
     timer = threading.Timer(0.1, goes_on.set)
     timer.start()
     call(run)
@@ -657,6 +705,117 @@ def test_a_backward_that_failed_is_over_before_its_thread_goes_on(call, sim):
     for handle in run.handles:
         handle.remove()
     run.model.zero_grad()
+    run.handles.clear()
+    finish(run)
+
+
+def test_who_waits_for_a_backward_that_failed_is_told_of_no_deadlock(sim, monkeypatch):
+    """The thread that has the turn waits for it; but autograd's own ends it."""
+    run = start(net, FEW[0])
+    goes_on = fail_with_a_node_left(run)
+    owner, note_wait = run.runtime._edges.lock.owner, Turn._note_wait
+
+    def look(turn, me, *, in_backward):
+        is_waited_for = awaits_thread(owner, me)
+        note_wait(turn, me, in_backward=in_backward)
+        if is_waited_for:
+            goes_on.set()
+
+    def predict():
+        with torch.no_grad():
+            return run.model(run.batch())
+
+    monkeypatch.setattr(Turn, "_note_wait", look)
+    with ThreadPoolExecutor(1) as pool:
+        output = pool.submit(predict).result()
+    assert goes_on.is_set()
+    assert_bitwise_equal(output, net().to("hpu")(run.batch()), "output")
+    for handle in run.handles:
+        handle.remove()
+    run.handles.clear()
+    finish(run)
+
+
+def test_who_waits_for_room_until_a_failed_backward_is_over_gets_it(sim, monkeypatch):
+    """The thread that began that waits for it; but autograd's own ends it."""
+    run, other = start(net, FEW[0]), start(net, FEW[0])
+    goes_on = fail_with_a_node_left(run)
+    owner, are_stuck = run.runtime._edges.lock.owner, SharedDevice._are_stuck
+
+    def look(device, threads):
+        is_waited_for = awaits_thread(owner, threading.current_thread())
+        stuck = are_stuck(device, threads)
+        if is_waited_for:
+            goes_on.set()
+        return stuck
+
+    def predict():
+        with torch.no_grad():
+            return other.model(other.batch())
+
+    monkeypatch.setattr(SharedDevice, "_are_stuck", look)
+    with ThreadPoolExecutor(1) as pool:
+        output = pool.submit(predict).result()
+    assert goes_on.is_set()
+    assert_bitwise_equal(output, net().to("hpu")(run.batch()), "output")
+    for handle in run.handles:
+        handle.remove()
+    run.handles.clear()
+    finish(run)
+    end(other)
+
+
+def _inside_of_another(call):
+    other = torch.ones((), requires_grad=True)
+    other.register_hook(lambda _: call())
+    (2 * other).backward()
+
+
+@pytest.mark.parametrize("nests", [False, True])
+def test_a_backward_that_failed_is_over_before_the_next_one_of_its_thread(sim, nests):
+    """Its gradients were taken for the failed one's, and dropped with them."""
+    run = start(net, FEW[0])
+    weight = run.model.head.weight
+    run.loss()
+    loss = 3 * weight.sum()
+    goes_on = fail_with_a_node_left(run)
+    run.model.zero_grad()
+    timer = threading.Timer(0.1, goes_on.set)
+    timer.start()
+    _inside_of_another(loss.backward) if nests else loss.backward()
+    assert goes_on.is_set()
+    assert_bitwise_equal(weight.grad, torch.full_like(weight, 3), "gradient")
+    timer.join()
+    for handle in run.handles:
+        handle.remove()
+    run.handles.clear()
+    finish(run)
+
+
+def test_a_backward_in_a_node_of_one_that_fails_does_not_wait_for_it(sim):
+    """That node is the last: it would wait for itself."""
+    run = start(net, FEW[0])
+    weight, bias = run.model.head.weight, run.model.head.bias
+    run.loss()
+    failed, nested = threading.Event(), 2 * bias.sum()
+
+    def fail(_):
+        failed.set()
+        raise Stop
+
+    def go_back(_):
+        assert failed.wait(60)
+        nested.backward()
+
+    inputs = run.batch().requires_grad_()
+    run.handles.append(inputs.register_hook(fail))
+    handle = weight.register_hook(go_back)
+    loss = inputs.square().sum() + weight.square().sum().to(run.place)
+    with pytest.raises(Stop):
+        loss.backward()
+    del loss
+    for each in (handle, *run.handles):
+        each.remove()
     run.handles.clear()
     finish(run)
 
@@ -765,4 +924,49 @@ def test_a_backward_beside_another_threads_is_refused_on_an_accelerator(sim, set
     assert told
     handle.remove()
     losses.clear()
+    finish(run)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_backward_that_ends_in_another_thread_keeps_its_turn_till_then(
+    sim, fails, monkeypatch
+):
+    """Who waited for the model took it over while gradients were on their way home."""
+    run = start(net, FEW[0])
+    x = run.batch(1).cpu().requires_grad_()  # the last node is the caller's
+    loss, outputs, looks = run.model(x.to("hpu")).square().mean(), [], []
+    looked = threading.Event()
+    is_left, end_gradients = Edges._is_left, Passing._end_gradients
+
+    def look(edges):
+        looks.append(is_left(edges))
+        looked.set()
+        return looks[-1]
+
+    def come_home(runtime, *, failed):
+        monkeypatch.setattr(runtime._edges.lock, "_left", lambda: look(runtime._edges))
+        other.start()
+        assert looked.wait(60)
+        end_gradients(runtime, failed=failed)
+
+    def predict():
+        with torch.no_grad():
+            outputs.append(run.model(run.batch(2)))
+
+    def fail(_):
+        raise Stop
+
+    monkeypatch.setattr(Passing, "_end_gradients", come_home)
+    other = threading.Thread(target=predict)
+    if fails:
+        x.register_hook(fail)
+    with pytest.raises(Stop) if fails else nullcontext():
+        loss.backward()
+    del loss
+    assert looked.wait(60)  # autograd's own thread may be the last to hold what tells
+    other.join(60)
+    assert not other.is_alive()
+    assert not any(looks)
+    monkeypatch.undo()
+    assert_bitwise_equal(outputs[0], net().to("hpu")(run.batch(2)), "output")
     finish(run)

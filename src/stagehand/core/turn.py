@@ -16,9 +16,9 @@ __all__ = [
     "HERE",
     "Turn",
     "awaited_by",
-    "awaits_autograd",
     "host_while",
     "runs_library",
+    "why_waits",
 ]
 
 
@@ -37,11 +37,6 @@ _waits_lock = threading.RLock()
 _hosts: set[Any] = set()  # threads that wait for guests of theirs
 
 
-def awaits_autograd(thread: Any) -> bool:
-    """Return whether a thread waits for a call of autograd, its own or another's."""
-    return thread in _hosts or waits_for_backward(thread.ident or 0)
-
-
 def awaited_by(thread: Any) -> Turn | None:
     """Return whose turn a thread waits for, if it waits for one."""
     return _waits.get(thread)
@@ -58,16 +53,23 @@ class Turn:
         name: What it is the turn to run, for errors.
         left: Whether what the owner entered is no longer running.
         take_over: Called by the new owner, before anything else.
+        ends_alone: Whether what the owner entered ends, whatever the owner waits for.
     """
 
     def __init__(
-        self, name: str, left: Callable[[], bool], take_over: Callable[[], None]
+        self,
+        name: str,
+        left: Callable[[], bool],
+        take_over: Callable[[], None],
+        ends_alone: Callable[[], bool],
     ) -> None:
         self.name = name
         self._left = left
         self._take_over = take_over
+        self.ends_alone = ends_alone
         # Reentrant: the garbage collector may end a pass in the middle of a look.
-        self._ownership = threading.RLock()
+        self.ownership = threading.RLock()
+        """Had while it changes whose turn it is, and while it is looked at."""
         self._freed = threading.Lock()  # held but for a moment after the turn was free
         self._freed.acquire()
         self._owner: Any = None  # a thread
@@ -104,7 +106,7 @@ class Turn:
         Who has it is what `_owner` says: a lock could be had by nobody, for an
         interrupt may come between the call that takes it and the next line.
         """
-        with self._ownership:
+        with self.ownership:
             if self._owner is None:
                 self._owner, self._count = me, 1
             elif self._owner is me:
@@ -154,7 +156,7 @@ class Turn:
         host_while(lambda: bool(self.guests), self._dismissed)
 
     def _take_over_if_forgotten(self, me: Any) -> bool:
-        with self._ownership:
+        with self.ownership:
             if not self._is_forgotten():
                 return False
             self._owner, self._count, self._sorting = me, 1, False
@@ -164,7 +166,7 @@ class Turn:
     def _note_wait(self, me: Any, *, in_backward: bool) -> None:
         with _waits_lock:
             _waits[me] = self
-            stuck, thread = _stuck_behind(me), self._holder()
+            stuck, thread = _stuck_behind(me), self.holder()
             if thread not in stuck:
                 return
             for_autograd = thread not in _waits and not awaits_thread(
@@ -193,14 +195,16 @@ class Turn:
         """The thread whose turn it is, or None."""
         return self._owner
 
-    def _holder(self) -> Any:
-        """The owner, unless its turn may be taken over."""
-        return None if self._is_forgotten() else self._owner
+    def holder(self) -> Any:
+        """Return the owner, unless its turn may be taken over, or ends without it."""
+        if self._is_forgotten() or self.ends_alone():
+            return None
+        return self._owner
 
     def _is_waited_for(self, me: Any) -> bool:
         """Whether the owner waits for autograd, and this is a thread of its own."""
         owner = self._owner
-        return owner is not None and is_autograds(me) and awaits_autograd(owner)
+        return owner is not None and is_autograds(me) and _awaits_autograd(owner)
 
     def _is_forgotten(self) -> bool:
         owner = self._owner  # which may end its turn meanwhile
@@ -218,7 +222,7 @@ class Turn:
 
     def release(self) -> None:
         """End what the latest `acquire` began."""
-        with self._ownership:
+        with self.ownership:
             self._sorting = False
             self._count -= 1
             if not self._count:
@@ -268,7 +272,7 @@ def _stuck_behind(me: Any) -> dict[Any, tuple[str, Any]]:
     while True:
         known = len(stuck)
         for thread, turn in _waits.copy().items():
-            holder = turn._holder()
+            holder = turn.holder()
             if holder in stuck and thread not in stuck:
                 why = f"thread {thread.name!r} waits for {turn.name}"
                 stuck[thread] = f"{why}, which thread {holder.name!r} runs", holder
@@ -276,17 +280,25 @@ def _stuck_behind(me: Any) -> dict[Any, tuple[str, Any]]:
             if thread in stuck or thread in _waits:
                 continue
             for one in [*stuck]:
-                if why := _why_waits(thread, one):
+                if why := why_waits(thread, one):
                     stuck[thread] = f"thread {thread.name!r} waits for {why}", one
         if len(stuck) == known:
             return stuck
 
 
-def _why_waits(thread: Any, one: Any) -> str:
-    """Return what of another thread one waits for, in words, if it does."""
-    if is_autograds(one) and awaits_autograd(thread):
+def why_waits(thread: Any, one: Any) -> str:
+    """Return what of another thread one waits for, in words, if it does.
+
+    Not where that is its turn, or room.
+    """
+    if is_autograds(one) and _awaits_autograd(thread):
         return f"autograd, whose thread is {one.name!r}"
     return f"thread {one.name!r}" if awaits_thread(thread, one) else ""
+
+
+def _awaits_autograd(thread: Any) -> bool:
+    """Whether a thread waits for a call of autograd, its own or another's."""
+    return thread in _hosts or waits_for_backward(thread.ident or 0)
 
 
 _LOOK_SECONDS = 0.05

@@ -27,6 +27,8 @@ __all__ = ["AnyThread", "Holding", "Seat", "Seats", "Tenant"]
 
 AnyThread = Any  # the house lets only the worker group name its type
 
+_GIVES_MORE = ", and gives up more only in the thread that runs it"
+
 
 class Tenant(Protocol):
     """What the device needs of a runtime."""
@@ -53,6 +55,9 @@ class Tenant(Protocol):
 
     def owner(self) -> AnyThread | None:
         """Return the thread that has its lock, if one has."""
+
+    def ends_alone(self) -> bool:
+        """Return whether its pass ends, whatever that thread waits for."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -442,7 +447,7 @@ class Seats:
                 hard[other.number] = max(other.held, hard.get(other.number, 0))
         missing = seat.claim.floor + sum(hard.values()) - self.account.limit_bytes
         text = "; ".join(
-            str(self.holding(other))
+            f"{self.holding(other)}{_GIVES_MORE if other.runs_elsewhere() else ''}"
             for other in self.others(seat)
             if other.number in hard or other.running or other.taken_by()
         )

@@ -24,10 +24,9 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from stagehand.core.ledger import NO_LIMIT, Ledger
-from stagehand.core.turn import HERE, awaited_by, awaits_autograd
+from stagehand.core.turn import HERE, awaited_by, why_waits
 from stagehand.errors import StagehandOOMError
 from stagehand.residency.seats import Seats
-from stagehand.torch_private import is_autograds
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -360,27 +359,28 @@ class SharedDevice:
         """Whether a thread waits for one of those that are stuck, if they are."""
         if thread in stuck:
             return True
-        if is_autograds(HERE.thread) and awaits_autograd(thread):
-            return True  # for this one
+        stuck, seats = stuck | {thread}, self._seats.all()
         turn = awaited_by(thread)
         if turn is not None:
-            owner = turn.owner
+            owner = turn.holder()
             waits = owner not in (None, thread)  # else it has it, or is about to
-            return waits and self._is_stuck(owner, stuck | {thread})
+            return waits and self._is_stuck(owner, stuck)
         if thread in self._awaited:
             awaited = self._awaited[thread]
             threads = self._threads_in(awaited, but=thread)
             return len(threads) == len(awaited) and all(
-                self._is_stuck(t, stuck | {thread}) for t in threads
+                self._is_stuck(t, stuck) for t in threads
             )
-        seats = self._seats.all()
         if any(seat.waits and seat.thread is thread for seat in seats):
             others = self._threads_in(seats, but=thread)
-            return all(self._is_stuck(t, stuck | {thread}) for t in others)
-        if not awaits_autograd(thread):
+            return all(self._is_stuck(t, stuck) for t in others)
+        if any(seat.tenant.ends_alone() for seat in seats if seat.thread is thread):
             return False
-        autograds = [t for t in threading.enumerate() if is_autograds(t)]
-        return any(self._is_stuck(t, stuck | {thread}) for t in autograds)
+        return any(
+            self._is_stuck(t, stuck)
+            for t in threading.enumerate()
+            if t is not thread and why_waits(thread, t)
+        )
 
     def _threads_in(self, seats: Iterable[Seat], *, but: AnyThread) -> list[AnyThread]:
         """Return the threads that are in some tenants, except one."""

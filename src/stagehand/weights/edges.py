@@ -27,7 +27,7 @@ from stagehand.core.turn import HERE, Turn, host_while, runs_library
 from stagehand.errors import DeadlockError
 from stagehand.torch_private import (
     at_end_of_backward,
-    calls_backward,
+    backward_call,
     dispatch_modes,
     graph_task,
     in_backward,
@@ -124,7 +124,7 @@ class Edges:
     """
 
     def __init__(self, listener: PassListener, device: torch.device, name: str) -> None:
-        self.lock = Turn(name, self._is_left, self._bury)
+        self.lock = Turn(name, self._is_left, self._bury, self._has_raised)
         self._listener = listener
         self._device = device
         self.kind = device.type
@@ -134,11 +134,15 @@ class Edges:
         """In which a pass is under way."""
         self._unclosed: dict[Any, list[AbstractContextManager[Any]]] = {}  # by thread
         self._backward: Callable[[], _Backward | None] | None = None
+        self._call: FrameType | None = None
+        """Of the thread in which it began, if that has called autograd."""
         self._ended = threading.Event()  # a backward, perhaps
         self._nested: set[int] = set()
         """Calls of autograd inside of the one that has the turn."""
         self.guests = self.lock.guests
         """Autograd's calls that are part of a forward pass."""
+        self._inner: dict[int, Any] = {}
+        """What sees that one of them is over, if an interrupt keeps it from telling."""
         self.recomputing = 0
         """Edges that are recomputed now, one inside of the other."""
         self.risen: list[tuple[nn.Module | type, bool]] = []
@@ -232,10 +236,19 @@ class Edges:
         """
         if self._backward is None or self.lock.owner is not HERE.thread:
             return False
-        if in_backward() or calls_backward():
+        if self._is_called():
             return False
         host_while(lambda: self._known_backward() is not None, self._ended)
         return True
+
+    def _is_called(self) -> bool:
+        """Whether this thread, which has the turn, is in the backward under way."""
+        known = self._known_backward()
+        if known is None:
+            return False  # it is over, and nobody heard of it
+        if known.task == graph_task():
+            return True
+        return in_backward() if self._call is None else _is_running(self._call)
 
     def _known_backward(self) -> _Backward | None:
         """Return what autograd has to tell of the end of the backward under way.
@@ -272,16 +285,16 @@ class Edges:
     def enter_backward(self, *, by_module: bool = False) -> None:
         """Begin autograd's pass, unless it or another pass of this thread goes on.
 
+        If a failed one does, this waits for its end.
+
         Args:
             by_module: See `PassListener.begin_backward`.
         """
         task, known = graph_task(), self._known_backward()
         is_known = known is not None and known.task == task
-        is_another = known is not None and not is_known
+        is_another = self._backward is not None and not is_known
         del known
-        if self.thread is HERE.thread:
-            if is_another:
-                self._check_nested(task)
+        if self.thread is HERE.thread and not (is_another and self._comes_after(task)):
             return
         if is_known or task in self.guests:
             return  # autograd uses a thread for each device
@@ -292,28 +305,35 @@ class Edges:
         self._queue_end()
         apart(partial(self._listener.begin_backward, by_module=by_module))
 
-    def _check_nested(self, task: int) -> None:
-        """Refuse a call of autograd's that is no part of the one that has the turn.
+    def _comes_after(self, task: int) -> bool:
+        """Return whether a call of autograd's comes after the one that has the turn.
 
+        If that has failed, this waits for its end; else one is a part of the other.
         Autograd has one thread for all that runs on a device: there, one call would
         wait for ever for the other. Its gradients would end up in the other's pass.
         """
         if task in self._nested:
-            return
-        if not calls_backward():
+            return False
+        if self.await_failure():
+            return True
+        if backward_call() is None:
             raise DeadlockError(
                 f"a backward through {self.lock.name} would wait for another thread's,"
                 " which autograd runs in the same thread; run them one after another,"
                 " under a lock of yours"
             )
         self._nested.add(task)
+        return False
 
     def _queue_inner_end(self, task: int) -> None:
         try:
-            if calls_backward():  # a part of another guest
+            if backward_call() is not None:  # a part of another guest
                 self.lock.dismiss(task)
                 return
             inner = _Backward(self._leave_inner)
+            self._inner[task] = weakref.ref(
+                inner, lambda _: self._end_inner(task, failed=True)
+            )
             at_end_of_backward(inner)
             inner.over = False
         except BaseException:
@@ -321,22 +341,26 @@ class Edges:
             raise
 
     def _leave_inner(self, inner: _Backward, *, failed: bool) -> None:
+        inner.over = True
+        self._end_inner(inner.task, failed=failed)
+
+    def _end_inner(self, task: int, *, failed: bool) -> None:
         """Take in what a guest has brought, or drop it if it has failed.
 
         What it brought may be mixed with that of others who go on: then it comes along.
         """
-        inner.over = True
         try:
-            if not failed or self.guests == {inner.task}:
+            if not failed or self.guests == {task}:
                 self._listener.end_inner_backward(failed=failed)
         finally:
-            self.lock.dismiss(inner.task)
+            self.lock.dismiss(task)
+            self._inner.pop(task, None)
 
     def _queue_end(self) -> None:
         # Only autograd may hold it, not even the frame of a failure's traceback.
         backward = _Backward(self._leave_backward)
         try:
-            self._backward = weakref.ref(backward)
+            self._backward, self._call = weakref.ref(backward), backward_call()
             self._stack.append(_Frame(None, None))
             self.thread = HERE.thread
             at_end_of_backward(backward)
@@ -362,8 +386,9 @@ class Edges:
 
     def _end_backward(self, backward: _Backward) -> None:
         backward.over = True
-        self._backward = None
-        self.lock.release()
+        with self.lock.ownership:  # nobody takes it for one that was left
+            self._backward = self._call = None
+            self.lock.release()
         self._ended.set()
 
     def _forget_backward(self) -> None:
@@ -377,11 +402,16 @@ class Edges:
         backward = self._backward
         return backward is not None and backward() is None
 
+    def _has_raised(self) -> bool:
+        """Whether a backward has raised in its thread, and goes on in autograd's."""
+        call = self._call
+        return call is not None and not _is_running(call)
+
     def _end_unheard(self) -> None:
         """Do what an interrupt kept from being done, or from being finished."""
         self._forget_backward()
         self._listener.end_backward(failed=True)
-        self._backward = None
+        self._backward = self._call = None
 
     def _close_dead(self) -> None:
         """Close entries whose frame is gone: an interrupt skipped their hooks."""
@@ -409,8 +439,8 @@ class Edges:
 
     def _is_left(self) -> bool:
         # In another thread than its owner's: the stack may change meanwhile.
-        if self._is_unheard():
-            return True
+        if self._backward is not None:  # which may end in any thread
+            return self._is_unheard()
         for entry in self._stack[:1]:
             return not _is_running(entry.frame)
         # Between passes it is had for one call; an interrupt may have come to its end.
