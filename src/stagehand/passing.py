@@ -216,11 +216,11 @@ class Passing(PassListener):
         if self._gradients is not None:
             self._gradients.watch(self._parts.streamed)
 
-    def _lend(self, block: Block) -> None:
-        """Bring a block to who reads it and is no site of it."""
-        if block.hosted and self._took_gradients and self._gradients is not None:
-            self._gradients.watch([block])
-        self._parts.scheduler.before(block)
+    def _lend(self, blocks: Sequence[Block]) -> None:
+        """Bring blocks to who reads them at once and is no site of them."""
+        if self._took_gradients and self._gradients is not None:
+            self._gradients.watch([block for block in blocks if block.hosted])
+        self._parts.scheduler.before_all(blocks)
 
     def end_backward(self, *, failed: bool) -> None:
         """See `PassListener.end_backward`."""

@@ -167,6 +167,85 @@ def test_refused_first_pass_names_a_budget_with_which_the_next_one_works(
     runtime.shutdown()
 
 
+class Pool(nn.Module):
+    """Hands the weights of four layers to one call, as attention pools do.
+
+    Args:
+        wide: Has another layer, as large as the four together.
+    """
+
+    def __init__(self, wide: bool) -> None:
+        super().__init__()
+        self.query, self.key, self.value, self.out = (linear() for _ in range(4))
+        self.wide = nn.Linear(WIDTH, 4 * WIDTH, bias=False) if wide else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.wide is not None:
+            x = self.wide(x)[..., :WIDTH]
+        x = x.unsqueeze(1)
+        pooled, _ = nn.functional.multi_head_attention_forward(
+            *(x, x, x, WIDTH, 4, None, None, None, None, False, 0.0),
+            *(self.out.weight, None),
+            training=self.training,
+            need_weights=False,
+            use_separate_proj_weight=True,
+            q_proj_weight=self.query.weight,
+            k_proj_weight=self.key.weight,
+            v_proj_weight=self.value.weight,
+        )
+        return pooled.squeeze(1)
+
+
+@pytest.mark.parametrize("wide", [True, False])
+@pytest.mark.parametrize("grad", [True, False])
+def test_a_call_that_reads_many_weights_needs_room_for_these_and_says_so_once(
+    sim: ModuleType, wide: bool, grad: bool
+) -> None:
+    """It was refused with one more weight's bytes at a time.
+
+    Also where one slot of the plan had room for all of them; and again for what stayed
+    since, that the refused pass had found.
+    """
+    model, x = make(lambda: nn.Sequential(Transposed(), Pool(wide), Pool(wide)))
+    model.requires_grad_(grad)
+    with torch.set_grad_enabled(grad):
+        expected = model.to("hpu")(x.to("hpu")).detach()
+    stagehand.layer(model.to("cpu"), vram_budget=LAYER_BYTES * (4 if wide else 2))
+    runtime, refused = model._stagehand_layer_runtime, []
+    for number in range(4):
+        with torch.set_grad_enabled(grad):
+            try:
+                output = model(x)
+            except stagehand.StagehandOOMError as error:
+                refused.append(error.needed_bytes)
+                runtime.set_budget(error.needed_bytes)
+                output = model(x)
+        assert_bitwise_equal(output.detach(), expected, f"pass {number}")
+        assert sim.races() == []
+    assert refused == ([] if wide else [4 * LAYER_BYTES])
+    assert runtime.report().peak_device_bytes <= 4 * LAYER_BYTES
+    runtime.shutdown()
+
+
+class Again(Fused):
+    """Reads the weight of the layer that it has just called, and another one's."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(self.query(x))
+
+
+def test_a_weight_that_is_still_there_stays_while_another_comes_for_the_same_call(
+    sim: ModuleType,
+) -> None:
+    model, x = make(Again)
+    with torch.no_grad():
+        expected = model.to("hpu")(x.to("hpu"))
+        stagehand.layer(model.to("cpu"), vram_budget=2 * LAYER_BYTES)
+        for number in range(3):
+            assert_bitwise_equal(model(x), expected, f"pass {number}")
+    model._stagehand_layer_runtime.shutdown()
+
+
 class Failing(Transposed):
     """Fails before it reads the weight, as long as it has something to raise."""
 

@@ -125,6 +125,37 @@ class Scheduler:
         if expected or not self.order.lost:
             self._ahead.run(stream)
 
+    def before_all(self, blocks: Sequence[Block]) -> None:
+        """Use several blocks that are not in use at once, or none of them.
+
+        Where the plan's slots leave no room for all, they get slots of their own sizes.
+
+        Raises:
+            StagehandOOMError: If the budget has no room; it names one that has.
+            CheckpointError: If a file cannot be read.
+        """
+        try:
+            self._use_all(blocks)
+        except StagehandOOMError:
+            if len(blocks) == 1:
+                raise
+            self._free_idle()
+            self._use_all(blocks)
+
+    def _use_all(self, blocks: Sequence[Block]) -> None:
+        begun: list[Block] = []
+        try:
+            for block in blocks:
+                self.before(block)
+                begun.append(block)
+        except BaseException as error:
+            for block in begun:
+                self.after(block)
+            if isinstance(error, StagehandOOMError) and len(blocks) > 1:
+                more = blocks[len(begun) + 1 :]
+                raise self._memory.refuse(blocks, error, more) from None
+            raise
+
     def after(self, block: Block) -> None:
         """End a use that `before` began."""
         block.uses -= 1  # that the slot was read is marked when it is given up
@@ -202,9 +233,13 @@ class Scheduler:
 
     def _clear_slot(self, block: Block) -> Slot:
         """Return an empty slot for a block that is needed now."""
-        slot = block.home
-        if slot is None or (slot.occupant is not None and slot.occupant.uses):
-            slot = self._memory.for_now(block)
+        slot, exact = block.home, self._ahead.stopped
+        if (
+            slot is None
+            or (slot.occupant is not None and slot.occupant.uses)
+            or (exact and slot.lease is None and slot.nbytes > block.slot_nbytes)
+        ):
+            slot = self._memory.for_now(block, exact=exact)
         if slot.occupant is not None:
             self._evict(slot.occupant)
         return slot

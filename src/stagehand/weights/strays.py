@@ -36,8 +36,8 @@ class Strays:
         owners: As for `StrayUses`.
         rows: As well.
         device: As well.
-        bring: As well.
-        is_latest: As well.
+        bring: Called with blocks that are not in use, and that a call reads.
+        is_latest: Whether a block lies where the latest use has left it.
         fill: Called with a block that was brought: its casts have memory from now on.
         let_go: As for `StrayUses`.
         keep: Lets blocks stay from the next pass on. Raises `StagehandOOMError` if they
@@ -51,7 +51,7 @@ class Strays:
         rows: RowGather,
         *,
         device: torch.device,
-        bring: Callable[[Block], None],
+        bring: Callable[[Sequence[Block]], None],
         is_latest: Callable[[Block], bool],
         fill: Callable[[Block], None],
         let_go: Callable[[Block], None],
@@ -89,7 +89,7 @@ class Strays:
             self._owners,
             self._rows,
             device=self._device,
-            bring=self._bring_stray,
+            bring=self._bring_strays,
             is_at_hand=self._is_at_hand,
             let_go=self._let_go,
         )
@@ -97,7 +97,8 @@ class Strays:
     def end(self, *, failed: bool) -> None:
         """It ends. Without room for what it has found, the next ones look out again.
 
-        Idempotent.
+        What one that failed has found is a part, which the next one finds again: if it
+        stayed, a budget that an error names might not be enough. Idempotent.
 
         Args:
             failed: Whether something was raised in it, maybe by a weight that was read
@@ -105,7 +106,7 @@ class Strays:
         """
         found, self._found = self._found, []
         watched, self._watches = self._watches, False
-        if found:
+        if found and not failed:
             self._keep_found(found)
         if failed or self._roomless:
             self._known.discard(self._kind)
@@ -135,14 +136,16 @@ class Strays:
         with_gradients = self._kind[1]
         return not with_gradients and self._is_latest(block) and not block.casts
 
-    def _bring_stray(self, block: Block, weight: torch.Tensor) -> None:
-        if self._kind[1] and not (torch.is_grad_enabled() or block.bound):
-            self._look_for_function(block, weight)
-        self._bring(block)
-        block.read_elsewhere = True
-        self._fill(block)
-        if block not in self._found:
-            self._found.append(block)
+    def _bring_strays(self, read: Mapping[Block, torch.Tensor]) -> None:
+        for block, weight in read.items():
+            if self._kind[1] and not (torch.is_grad_enabled() or block.bound):
+                self._look_for_function(block, weight)
+        self._bring([*read])
+        for block in read:
+            block.read_elsewhere = True
+            self._fill(block)
+            if block not in self._found:
+                self._found.append(block)
 
     def _look_for_function(self, block: Block, weight: torch.Tensor) -> None:
         """Warn of a gradient that autograd expects on the host.
@@ -201,9 +204,10 @@ class StrayUses(TorchFunctionMode):
         rows: Reads of tables where it looks rows up are no strays.
         device: Where the model computes: compiled code is told of what it reads
             elsewhere, where all is that was not brought.
-        bring: Called with a block that is not in use, and its tensor that a call reads.
+        bring: Called with the blocks that a call reads and that are not in use, and the
+            tensor that it reads.
         is_at_hand: Whether one is there even so, in each pass alike.
-        let_go: Called with the block after that call.
+        let_go: Called with each of the blocks after that call.
     """
 
     def __init__(
@@ -212,7 +216,7 @@ class StrayUses(TorchFunctionMode):
         rows: RowGather,
         *,
         device: torch.device,
-        bring: Callable[[Block, torch.Tensor], None],
+        bring: Callable[[Mapping[Block, torch.Tensor]], None],
         is_at_hand: Callable[[Block], bool],
         let_go: Callable[[Block], None],
     ) -> None:
@@ -236,16 +240,19 @@ class StrayUses(TorchFunctionMode):
         kwargs = kwargs or {}
         if self._rows.busy or _is_harmless(func):
             return func(*args, **kwargs)
-        brought: list[Block] = []
+        read: dict[Block, torch.Tensor] = {}
+        for value in (*args, *kwargs.values()):
+            self._look_at(value, read)
+        if not read or (len(read) == 1 and self._is_at_hand(*read)):
+            return func(*args, **kwargs)
+        self._bring(read)
         try:
-            for value in (*args, *kwargs.values()):
-                self._look_at(value, brought)
             return func(*args, **kwargs)
         finally:
-            for block in brought:
+            for block in read:
                 self._let_go(block)
 
-    def _look_at(self, value: Any, brought: list[Block]) -> None:
+    def _look_at(self, value: Any, read: dict[Block, torch.Tensor]) -> None:
         if isinstance(value, torch.Tensor):
             if is_dynamo_compiling():
                 # It would compile anew for each tensor that is looked up.
@@ -254,14 +261,12 @@ class StrayUses(TorchFunctionMode):
             elif is_compiled_for():
                 return
             block = self._owners.get(id(value))
-            if block is None or block.uses or self._is_at_hand(block):
-                return
-            self._bring(block, value)
-            brought.append(block)
+            if block is not None and not block.uses:
+                read.setdefault(block, value)
         elif isinstance(value, list | tuple):
             for item in value:
                 if isinstance(item, torch.Tensor):
-                    self._look_at(item, brought)
+                    self._look_at(item, read)
 
 
 def _is_harmless(func: Callable[..., Any]) -> bool:
