@@ -356,9 +356,10 @@ class Passing(PassListener):
         with ExitStack() as stack:  # an interrupt leaves none of them entered
             if self._settings.inference_mode:
                 stack.enter_context(torch.no_grad())
-            elif torch.is_grad_enabled() and not self._hooks.is_extra(module):
-                stack.enter_context(self._saved.hooks())
             watch = self._strays.begin(module)
+            self._saved.watch = None if watch is None else self._strays.begin_again
+            if torch.is_grad_enabled() and not self._hooks.is_extra(module):
+                stack.enter_context(self._saved.hooks())
             if watch is not None:
                 stack.enter_context(watch)
             return stack.pop_all()

@@ -1,12 +1,14 @@
 """Weights that are read elsewhere than in their own module's forward."""
 
 import contextlib
+import functools
 from collections.abc import Callable
 from types import ModuleType
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import stagehand
 from architectures import assert_bitwise_equal
@@ -223,6 +225,50 @@ def test_a_call_that_reads_many_weights_needs_room_for_these_and_says_so_once(
         assert_bitwise_equal(output.detach(), expected, f"pass {number}")
         assert sim.races() == []
     assert refused == ([] if wide else [4 * LAYER_BYTES])
+    assert runtime.report().peak_device_bytes <= 4 * LAYER_BYTES
+    runtime.shutdown()
+
+
+class Recomputed(nn.Module):
+    """Calls a layer, and what reads others' weights: both again in backward."""
+
+    def __init__(self, reader: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.layer = linear()
+        self.reader = reader()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.run, x, use_reentrant=False)
+
+    def run(self, x: torch.Tensor) -> torch.Tensor:
+        return self.reader(x) + self.layer(x)
+
+
+@pytest.mark.parametrize("device", ["hpu", "cpu"], ids=["simulated", "host"])
+@pytest.mark.parametrize("reader", [*READERS, functools.partial(Pool, wide=False)])
+def test_weights_without_room_to_stay_are_found_where_a_region_is_recomputed(
+    reader: Callable[[], nn.Module], device: str, sim: ModuleType
+) -> None:
+    """There they were on the host, which torch told of."""
+    model, x = make(lambda: nn.Sequential(*(Recomputed(reader) for _ in range(4))))
+    model.requires_grad_(True)
+    x = x.to(device)
+
+    def learn() -> list[torch.Tensor]:
+        model.zero_grad()
+        output = model(x)
+        output.square().mean().backward()
+        grads = [p.grad.cpu() for p in model.parameters() if p.grad is not None]
+        return [output.detach().cpu(), *grads]
+
+    model.to(device)
+    expected = learn()
+    model.zero_grad()
+    stagehand.layer(model.to("cpu"), vram_budget=4 * LAYER_BYTES, device=device)
+    for number in range(3):
+        assert_bitwise_equal(learn(), expected, f"step {number}")
+        assert sim.races() == []
+    runtime = model._stagehand_layer_runtime
     assert runtime.report().peak_device_bytes <= 4 * LAYER_BYTES
     runtime.shutdown()
 

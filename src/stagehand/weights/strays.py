@@ -83,14 +83,19 @@ class Strays:
         self._found = []
         self._kind = kind = id(edge), torch.is_grad_enabled(), edge.training
         self._watches = kind not in self._known and not self._may_fuse()
-        if not self._watches:
-            return None
+        return self._uses(self._is_at_hand) if self._watches else None
+
+    def begin_again(self) -> StrayUses:
+        """A part of such a pass is recomputed in backward: return the same for that."""
+        return self._uses(_is_never_at_hand)
+
+    def _uses(self, is_at_hand: Callable[[Block], bool]) -> StrayUses:
         return StrayUses(
             self._owners,
             self._rows,
             device=self._device,
             bring=self._bring_strays,
-            is_at_hand=self._is_at_hand,
+            is_at_hand=is_at_hand,
             let_go=self._let_go,
         )
 
@@ -186,11 +191,15 @@ class Strays:
                 f"{len(found)} blocks, {found[0].name!r} first, are read by modules"
                 f" that do not own them and do not fit the budget together ({error}):"
                 f" every call is watched from now on{self._but()}, which is slow, and"
-                " none in backward; name the modules that read them in opaque=, or"
-                " raise the budget",
+                " in backward those in non-reentrant checkpoints; name the modules that"
+                " read them in opaque=, or raise the budget",
                 StagehandWarning,
                 stacklevel=2,
             )
+
+
+def _is_never_at_hand(_: Block) -> bool:
+    return False
 
 
 class StrayUses(TorchFunctionMode):
