@@ -4,6 +4,7 @@ import contextlib
 import functools
 from collections.abc import Callable
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -577,6 +578,122 @@ def test_weights_beside_fused_attention_are_found_where_their_reader_is_named(
         stagehand.layer(model.to("cpu"), vram_budget=7 * LAYER_BYTES, opaque=named)
         for number in range(3):
             assert_bitwise_equal(model(x), expected, f"pass {number}")
+    model._stagehand_layer_runtime.shutdown()
+
+
+def count_fused(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Note each call of a fused kernel from now on."""
+    counted: list[str] = []
+
+    def call(name: str, fused: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        counted.append(name)
+        return fused(*args, **kwargs)
+
+    for name in ("_native_multi_head_attention", "_transformer_encoder_layer_fwd"):
+        fused = functools.partial(call, name, getattr(torch, name))
+        monkeypatch.setattr(torch, name, fused)
+    return counted
+
+
+class Encoding(nn.Module):
+    """Has an encoder layer, which fuses as a whole, and reads a layer's weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.TransformerEncoderLayer(WIDTH, 4, WIDTH, batch_first=True)
+        self.inner = linear()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.encoder(x.unsqueeze(0)).squeeze(0) @ self.inner.weight.T
+
+
+class Inside(nn.Module):
+    """Is a block."""
+
+    def __init__(self, kind: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.inner = kind()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x.unsqueeze(0)).squeeze(0)
+
+
+def encoder_layer() -> nn.Module:
+    return nn.TransformerEncoderLayer(WIDTH, 4, WIDTH, batch_first=True)
+
+
+@pytest.mark.parametrize("device", ["hpu", "cpu"], ids=["simulated", "host"])
+@pytest.mark.parametrize("layers", [7, 9, 300])
+@pytest.mark.parametrize(
+    "beside", [linear, Attending, Encoding, functools.partial(Inside, encoder_layer)]
+)
+def test_weights_beside_fused_attention_are_found_and_it_is_fused_as_ever(
+    sim: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    beside: Callable[[], nn.Module],
+    layers: int,
+    device: str,
+) -> None:
+    """Where attention might fuse, nothing was looked for: torch told of two devices."""
+    model = Chain(nn.Sequential(beside(), Attending(), Transposed())).eval()
+    x = torch.randn(3, WIDTH, device=device)
+    counted = count_fused(monkeypatch)
+    if beside is Encoding:  # streamed ones do not fuse as a whole
+        model.middle[0].encoder.linear1.register_forward_hook(lambda *_: None)
+    with torch.no_grad():
+        expected = model.to(device)(x)
+        fused = [*counted]
+        assert device == "hpu" or "_native_multi_head_attention" in fused
+        stagehand.layer(
+            model.to("cpu"),
+            vram_budget=layers * LAYER_BYTES,
+            opaque=(Inside,),
+            device=device,
+        )
+        for number in range(4):
+            counted.clear()
+            output = model(x)
+            assert counted == fused
+            assert_bitwise_equal(output, expected, f"pass {number}")
+            assert sim.races() == []
+    model._stagehand_layer_runtime.shutdown()
+
+
+def test_attention_that_is_called_by_itself_is_fused(
+    sim: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its hooks are running when the pass begins."""
+    model, x = Chain(Attending()).eval(), torch.randn(1, 3, WIDTH)
+    stagehand.layer(model, vram_budget=6 * LAYER_BYTES, device="cpu")
+    counted = count_fused(monkeypatch)
+    for number in range(3):
+        with torch.no_grad():
+            model.middle.attention(x, x, x, need_weights=False)
+        assert len(counted) == number + 1
+    model._stagehand_layer_runtime.shutdown()
+
+
+@pytest.mark.parametrize("failure", [LookupError, KeyboardInterrupt])
+def test_attention_that_fails_leaves_the_next_pass_to_find_what_is_read(
+    sim: ModuleType, monkeypatch: pytest.MonkeyPatch, failure: type[BaseException]
+) -> None:
+    model, x = Chain(Attending()).eval(), torch.randn(3, WIDTH)
+
+    def fail(*_: object, **__: object) -> None:
+        raise failure
+
+    with torch.no_grad():
+        expected = model.to("hpu")(x.to("hpu"))
+        stagehand.layer(model.to("cpu"), vram_budget=7 * LAYER_BYTES)
+        hooks = [len(m._forward_hooks) for m in model.modules()]
+        with monkeypatch.context() as patch:
+            patch.setattr(nn.functional, "multi_head_attention_forward", fail)
+            with pytest.raises(failure):
+                model(x)
+        for number in range(3):
+            assert_bitwise_equal(model(x), expected, f"pass {number}")
+            assert torch._C._len_torch_function_stack() == 0
+        assert [len(m._forward_hooks) for m in model.modules()] == hooks
     model._stagehand_layer_runtime.shutdown()
 
 

@@ -12,10 +12,19 @@ from torch.compiler import is_dynamo_compiling
 from torch.overrides import TorchFunctionMode
 
 from stagehand.errors import StagehandOOMError, StagehandWarning
-from stagehand.torch_private import in_function_of, is_compiled_for, skipped
+from stagehand.torch_private import (
+    function_modes,
+    in_function_of,
+    is_compiled_for,
+    remove_hooks,
+    skipped,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+
+    from torch.utils.hooks import RemovableHandle
+    from typing_extensions import Self
 
     from stagehand.residency.blocks import Block
     from stagehand.weights.rows import RowGather
@@ -31,11 +40,15 @@ class Strays:
 
     Args:
         model: Any module. Its attention modules take a fused path for inference, not
-            under a torch function mode, and results differ in the last bits: where they
-            may, a pass is not watched. What they read themselves is one block.
+            under a torch function mode, and results differ in the last bits. So while
+            one runs that may, nothing is watched; what they read themselves is one
+            block. Encoder layers fuse as a whole, where they have no hooks: where one
+            may, a pass is not watched.
+        sites: Its sites. One with such a module in it is not watched as a whole.
         owners: As for `StrayUses`.
         rows: As well.
         device: As well.
+        spare: As well.
         bring: Called with blocks that are not in use, and that a call reads.
         is_latest: Whether a block lies where the latest use has left it.
         fill: Called with a block that was brought: its casts have memory from now on.
@@ -47,21 +60,26 @@ class Strays:
     def __init__(
         self,
         model: nn.Module,
+        sites: Sequence[nn.Module],
         owners: Mapping[int, Block],
         rows: RowGather,
         *,
         device: torch.device,
+        spare: Callable[[nn.Module, StrayUses, list[RemovableHandle]], None],
         bring: Callable[[Sequence[Block]], None],
         is_latest: Callable[[Block], bool],
         fill: Callable[[Block], None],
         let_go: Callable[[Block], None],
         keep: Callable[[Sequence[Block]], None],
     ) -> None:
-        found = (m for m in model.modules() if isinstance(m, nn.MultiheadAttention))
-        self._attention = [weakref.ref(module) for module in found]
+        spared = [(m, _attention_in(m)) for m in _hookable(model, sites)]
+        self._spared = [(weakref.ref(m), found) for m, found in spared if found]
+        inside = {id(known()) for _, found in self._spared for known in found}
+        self._others = [m for m in _attention_in(model) if id(m()) not in inside]
         self._owners = owners
         self._rows = rows
         self._device = device
+        self._spare = spare
         self._bring = bring
         self._is_latest = is_latest
         self._fill = fill
@@ -82,18 +100,25 @@ class Strays:
         """A pass begins: return the mode that watches it, if it is to be watched."""
         self._found = []
         self._kind = kind = id(edge), torch.is_grad_enabled(), edge.training
-        self._watches = kind not in self._known and not self._may_fuse()
-        return self._uses(self._is_at_hand) if self._watches else None
+        self._watches = False
+        if kind in self._known or _may_fuse(self._others):
+            return None
+        uses = self._uses(self._is_at_hand)
+        self._watches = edge not in uses.spared  # else its hooks are running by now
+        return uses if self._watches else None
 
     def begin_again(self) -> StrayUses:
         """A part of such a pass is recomputed in backward: return the same for that."""
         return self._uses(_is_never_at_hand)
 
     def _uses(self, is_at_hand: Callable[[Block], bool]) -> StrayUses:
+        spared = (known() for known, found in self._spared if _may_fuse(found))
         return StrayUses(
             self._owners,
             self._rows,
             device=self._device,
+            spared=[module for module in spared if module is not None],
+            spare=self._spare,
             bring=self._bring_strays,
             is_at_hand=is_at_hand,
             let_go=self._let_go,
@@ -172,17 +197,8 @@ class Strays:
                 stacklevel=2,
             )
 
-    def _may_fuse(self) -> bool:
-        """Whether some attention module may fuse now. Mostly the first one tells."""
-        grads = torch.is_grad_enabled()
-        return any(
-            not (grads and any(p.requires_grad for p in m.parameters(recurse=False)))
-            for m in (known() for known in self._attention)
-            if m is not None and not m.training
-        )
-
     def _but(self) -> str:
-        return ", but where attention may be fused" if self._attention else ""
+        return ", but where attention may be fused" if self._others else ""
 
     def _warn(self, found: Sequence[Block], error: StagehandOOMError) -> None:
         if not self._has_warned:
@@ -196,6 +212,35 @@ class Strays:
                 StagehandWarning,
                 stacklevel=2,
             )
+
+
+def _hookable(model: nn.Module, sites: Sequence[nn.Module]) -> list[nn.Module]:
+    """Return where hooks do not keep anything from being fused."""
+    hooked = set(map(id, sites))
+    closed: set[int] = set()
+    for module in model.modules():
+        if isinstance(module, nn.TransformerEncoderLayer):
+            inside = set(map(id, module.modules()))
+            if hooked.isdisjoint(inside):
+                closed |= inside
+    attention = (m() for m in _attention_in(model))
+    found = dict.fromkeys((*sites, *attention))
+    return [m for m in found if m is not None and id(m) not in closed]
+
+
+def _attention_in(module: nn.Module) -> list[weakref.ref[nn.MultiheadAttention]]:
+    found = (m for m in module.modules() if isinstance(m, nn.MultiheadAttention))
+    return [weakref.ref(attention) for attention in found]
+
+
+def _may_fuse(attention: Sequence[weakref.ref[nn.MultiheadAttention]]) -> bool:
+    """Whether some attention module may fuse now. Mostly the first one tells."""
+    grads = torch.is_grad_enabled()
+    return any(
+        not (grads and any(p.requires_grad for p in m.parameters(recurse=False)))
+        for m in (known() for known in attention)
+        if m is not None and not m.training
+    )
 
 
 def _is_never_at_hand(_: Block) -> bool:
@@ -213,6 +258,9 @@ class StrayUses(TorchFunctionMode):
         rows: Reads of tables where it looks rows up are no strays.
         device: Where the model computes: compiled code is told of what it reads
             elsewhere, where all is that was not brought.
+        spared: Modules that shall not see that they are watched.
+        spare: Called with each of them, this and a list for hooks that call `pause` and
+            `resume` around the module.
         bring: Called with the blocks that a call reads and that are not in use, and the
             tensor that it reads.
         is_at_hand: Whether one is there even so, in each pass alike.
@@ -225,17 +273,55 @@ class StrayUses(TorchFunctionMode):
         rows: RowGather,
         *,
         device: torch.device,
+        spared: Sequence[nn.Module],
+        spare: Callable[[nn.Module, StrayUses, list[RemovableHandle]], None],
         bring: Callable[[Mapping[Block, torch.Tensor]], None],
         is_at_hand: Callable[[Block], bool],
         let_go: Callable[[Block], None],
     ) -> None:
         super().__init__()
+        self.spared = spared
         self._owners = owners
         self._rows = rows
         self._device = device
+        self._spare = spare
         self._bring = bring
         self._is_at_hand = is_at_hand
         self._let_go = let_go
+        self._handles: list[RemovableHandle] = []
+        self._depth = 0  # of the stack of modes, with this on top
+        self._pauses = 0
+        self._is_off = False
+
+    def __enter__(self) -> Self:
+        super().__enter__()  # type: ignore[no-untyped-call]
+        self._depth = function_modes()
+        try:
+            for module in self.spared:
+                self._spare(module, self, self._handles)
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        remove_hooks(self._handles)
+        if not self._is_off:  # as after an interrupt
+            super().__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+    def pause(self) -> None:
+        """Watch nothing until `resume`, unless somebody else's mode is active, too."""
+        if not self._pauses and function_modes() == self._depth:
+            self._is_off = True
+            super().__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        self._pauses += 1
+
+    def resume(self) -> None:
+        """End what the latest `pause` began, if one did."""
+        self._pauses = max(self._pauses - 1, 0)
+        if self._is_off and not self._pauses:
+            super().__enter__()  # type: ignore[no-untyped-call]
+            self._is_off = False
 
     @skipped
     def __torch_function__(
