@@ -221,6 +221,8 @@ def test_a_call_that_reads_many_weights_needs_room_for_these_and_says_so_once(
                 output = model(x)
             except stagehand.StagehandOOMError as error:
                 refused.append(error.needed_bytes)
+                assert "'middle.1.out', " in str(error)
+                assert "65.54 KB of device memory at once, beside 0 B" in str(error)
                 runtime.set_budget(error.needed_bytes)
                 output = model(x)
         assert_bitwise_equal(output.detach(), expected, f"pass {number}")

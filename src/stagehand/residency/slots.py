@@ -149,11 +149,12 @@ class SlotMemory:
             more: Those behind it.
         """
         needed = error.needed_bytes + sum(block.slot_nbytes for block in more)
+        at_once = sum(block.slot_nbytes for block in blocks)
         return StagehandOOMError(
             f"blocks {', '.join(repr(block.name) for block in blocks[:5])} are read in"
-            f" one call, outside of their modules, and need"
-            f" {format_bytes(sum(block.slot_nbytes for block in blocks))} of device"
-            f" memory at once, but the budget is"
+            f" one call, outside of their modules, and need {format_bytes(at_once)} of"
+            f" device memory at once, beside {format_bytes(max(needed - at_once, 0))}"
+            f" that stay or are in use, but the budget is"
             f" {format_limit(error.limit_bytes, needed)}; raise it to at least"
             f" {format_at_least(needed)}",
             needed_bytes=needed,
