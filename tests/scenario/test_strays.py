@@ -214,20 +214,21 @@ def test_a_call_that_reads_many_weights_needs_room_for_these_and_says_so_once(
     with torch.set_grad_enabled(grad):
         expected = model.to("hpu")(x.to("hpu")).detach()
     stagehand.layer(model.to("cpu"), vram_budget=LAYER_BYTES * (4 if wide else 2))
-    runtime, refused = model._stagehand_layer_runtime, []
+    runtime, refused, said = model._stagehand_layer_runtime, [], ""
     for number in range(4):
         with torch.set_grad_enabled(grad):
             try:
                 output = model(x)
             except stagehand.StagehandOOMError as error:
                 refused.append(error.needed_bytes)
-                assert "'middle.1.out', " in str(error)
-                assert "65.54 KB of device memory at once, beside 0 B" in str(error)
+                said = str(error)
                 runtime.set_budget(error.needed_bytes)
                 output = model(x)
         assert_bitwise_equal(output.detach(), expected, f"pass {number}")
         assert sim.races() == []
     assert refused == ([] if wide else [4 * LAYER_BYTES])
+    assert wide or "'middle.1.out', " in said
+    assert wide or "65.54 KB of device memory at once, beside 0 B that" in said
     assert runtime.report().peak_device_bytes <= 4 * LAYER_BYTES
     runtime.shutdown()
 
