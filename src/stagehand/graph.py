@@ -22,6 +22,7 @@ trace in the graph and stays an activation.
 """
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -245,6 +246,8 @@ class SavedTensors:
         """The number of the backward pass that is known to go on."""
         self.site: Block | None = None
         """The block of the site that runs now, if it may be read unseen."""
+        self.watch: Callable[[], AbstractContextManager[Any]] | None = None
+        """What to be in where this forward's regions are recomputed, if in anything."""
         # Where views of weights were seen: in which slot, if it still has that memory.
         self._seen: dict[int, Slot] = {}
         # What views of blocks of one form have in common.
@@ -459,7 +462,9 @@ class _Inside:
     ) -> None:
         self.saved = saved
         self._pack = pack
-        self._unpack = unpack
+        self._unpack = (
+            unpack if saved.watch is None else partial(_in_watch, saved.watch, unpack)
+        )
         self._first: Any = None
         self._early: torch.Tensor | None = None
         self._task = -1  # the backward pass in which the first was unpacked
@@ -502,6 +507,15 @@ class _Inside:
 
     def _unpack_below(self, packed: Any) -> torch.Tensor:
         return self._unpack(packed.packed if type(packed) is _Theirs else packed)
+
+
+def _in_watch(
+    watch: Callable[[], AbstractContextManager[Any]],
+    unpack: Callable[[Any], torch.Tensor],
+    packed: Any,
+) -> torch.Tensor:
+    with watch():
+        return unpack(packed)
 
 
 class _Theirs:

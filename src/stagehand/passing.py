@@ -216,11 +216,11 @@ class Passing(PassListener):
         if self._gradients is not None:
             self._gradients.watch(self._parts.streamed)
 
-    def _lend(self, block: Block) -> None:
-        """Bring a block to who reads it and is no site of it."""
-        if block.hosted and self._took_gradients and self._gradients is not None:
-            self._gradients.watch([block])
-        self._parts.scheduler.before(block)
+    def _lend(self, blocks: Sequence[Block]) -> None:
+        """Bring blocks to who reads them at once and is no site of them."""
+        if self._took_gradients and self._gradients is not None:
+            self._gradients.watch([block for block in blocks if block.hosted])
+        self._parts.scheduler.before_all(blocks)
 
     def end_backward(self, *, failed: bool) -> None:
         """See `PassListener.end_backward`."""
@@ -356,9 +356,10 @@ class Passing(PassListener):
         with ExitStack() as stack:  # an interrupt leaves none of them entered
             if self._settings.inference_mode:
                 stack.enter_context(torch.no_grad())
-            elif torch.is_grad_enabled() and not self._hooks.is_extra(module):
-                stack.enter_context(self._saved.hooks())
             watch = self._strays.begin(module)
+            self._saved.watch = None if watch is None else self._strays.begin_again
+            if torch.is_grad_enabled() and not self._hooks.is_extra(module):
+                stack.enter_context(self._saved.hooks())
             if watch is not None:
                 stack.enter_context(watch)
             return stack.pop_all()

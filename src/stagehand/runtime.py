@@ -156,9 +156,11 @@ class Runtime(Passing, Sharing, Storing, Conduct):
         )
         self._strays = Strays(
             model,
+            [site for site, _ in sites],
             self._owners,
             self._rows,
             device=settings.device.torch_device,
+            spare=self._hooks.spare,
             bring=self._lend,
             is_latest=parts.scheduler.is_latest,
             fill=self._casts.fill,

@@ -36,6 +36,8 @@
   have seen them. Without it, before those that were registered later.
 - `torch._C._{len,pop,push_on}_torch_dispatch_stack`: copies of weights are no part of
   what a dispatch mode watches. Without them, selective checkpointing may refuse.
+- `torch._C._len_torch_function_stack`: is the mode that finds weights on top of others?
+  Without it, it is taken to be.
 - `torch.ops.aten._to_copy`: the operator of all casts, autocast's included.
 - `torch._C._SetExcludeDispatchKeyGuard`: what a dispatch mode keeps of a tensor tells
   whether the tensor was changed since. It came with selective checkpointing.
@@ -95,6 +97,7 @@ __all__ = [
     "dispatch_modes",
     "dispatching",
     "func_transform",
+    "function_modes",
     "give_value",
     "graph_task",
     "has_more_hooks",
@@ -187,6 +190,10 @@ dispatch_modes: Callable[[], int] = getattr(
     torch._C, "_len_torch_dispatch_stack", lambda: 0
 )
 """Return how many dispatch modes are active in this thread."""
+function_modes: Callable[[], int] = getattr(
+    torch._C, "_len_torch_function_stack", lambda: 0
+)
+"""Return how many torch function modes are active in this thread."""
 _func_levels: Callable[[], Any] = getattr(
     getattr(torch._C, "_functorch", None), "get_interpreter_stack", lambda: None
 )

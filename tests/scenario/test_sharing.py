@@ -234,6 +234,25 @@ def test_models_that_fit_together_are_loaded_once(crowd):
         assert some.loads(number, lambda: some.run(0, 1, 1, 0, 1)) == 0
 
 
+@places
+@pytest.mark.parametrize("turns", [1, 2])
+def test_edits_of_what_stays_are_kept_where_another_model_runs_in_between(
+    crowd, sim, place, turns
+):
+    """As an average of what another one learns: on the device, through `.data`.
+
+    Those from before the others' turns were expected were on the device alone.
+    """
+    some = crowd(place, [3, 2], 5 * LAYER_BYTES)
+    model, plain = some.models[0], some.plain[0]
+    for number in range(6):
+        some.run(*[1] * turns)
+        for tensor in (*model.parameters(), *plain.parameters()):
+            tensor.data.mul_(1.25)
+        some.expected[0] = run_resident(plain, place, batch())
+        some.run(*[0] * (1 + number % 2))
+
+
 # Reservations
 
 

@@ -1,12 +1,15 @@
 """Weights that are read elsewhere than in their own module's forward."""
 
 import contextlib
+import functools
 from collections.abc import Callable
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import stagehand
 from architectures import assert_bitwise_equal
@@ -165,6 +168,132 @@ def test_refused_first_pass_names_a_budget_with_which_the_next_one_works(
     for number in range(4):
         assert_bitwise_equal(model(x), expected, f"pass {number}")
     runtime.shutdown()
+
+
+class Pool(nn.Module):
+    """Hands the weights of four layers to one call, as attention pools do.
+
+    Args:
+        wide: Has another layer, as large as the four together.
+    """
+
+    def __init__(self, wide: bool) -> None:
+        super().__init__()
+        self.query, self.key, self.value, self.out = (linear() for _ in range(4))
+        self.wide = nn.Linear(WIDTH, 4 * WIDTH, bias=False) if wide else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.wide is not None:
+            x = self.wide(x)[..., :WIDTH]
+        x = x.unsqueeze(1)
+        pooled, _ = nn.functional.multi_head_attention_forward(
+            *(x, x, x, WIDTH, 4, None, None, None, None, False, 0.0),
+            *(self.out.weight, None),
+            training=self.training,
+            need_weights=False,
+            use_separate_proj_weight=True,
+            q_proj_weight=self.query.weight,
+            k_proj_weight=self.key.weight,
+            v_proj_weight=self.value.weight,
+        )
+        return pooled.squeeze(1)
+
+
+@pytest.mark.parametrize("wide", [True, False])
+@pytest.mark.parametrize("grad", [True, False])
+def test_a_call_that_reads_many_weights_needs_room_for_these_and_says_so_once(
+    sim: ModuleType, wide: bool, grad: bool
+) -> None:
+    """It was refused with one more weight's bytes at a time.
+
+    Also where one slot of the plan had room for all of them; and again for what stayed
+    since, that the refused pass had found.
+    """
+    model, x = make(lambda: nn.Sequential(Transposed(), Pool(wide), Pool(wide)))
+    model.requires_grad_(grad)
+    with torch.set_grad_enabled(grad):
+        expected = model.to("hpu")(x.to("hpu")).detach()
+    stagehand.layer(model.to("cpu"), vram_budget=LAYER_BYTES * (4 if wide else 2))
+    runtime, refused, said = model._stagehand_layer_runtime, [], ""
+    for number in range(4):
+        with torch.set_grad_enabled(grad):
+            try:
+                output = model(x)
+            except stagehand.StagehandOOMError as error:
+                refused.append(error.needed_bytes)
+                said = str(error)
+                runtime.set_budget(error.needed_bytes)
+                output = model(x)
+        assert_bitwise_equal(output.detach(), expected, f"pass {number}")
+        assert sim.races() == []
+    assert refused == ([] if wide else [4 * LAYER_BYTES])
+    assert wide or "'middle.1.out', " in said
+    assert wide or "65.54 KB of device memory at once, beside 0 B that" in said
+    assert runtime.report().peak_device_bytes <= 4 * LAYER_BYTES
+    runtime.shutdown()
+
+
+class Recomputed(nn.Module):
+    """Calls a layer, and what reads others' weights: both again in backward."""
+
+    def __init__(self, reader: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.layer = linear()
+        self.reader = reader()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.run, x, use_reentrant=False)
+
+    def run(self, x: torch.Tensor) -> torch.Tensor:
+        return self.reader(x) + self.layer(x)
+
+
+@pytest.mark.parametrize("device", ["hpu", "cpu"], ids=["simulated", "host"])
+@pytest.mark.parametrize("reader", [*READERS, functools.partial(Pool, wide=False)])
+def test_weights_without_room_to_stay_are_found_where_a_region_is_recomputed(
+    reader: Callable[[], nn.Module], device: str, sim: ModuleType
+) -> None:
+    """There they were on the host, which torch told of."""
+    model, x = make(lambda: nn.Sequential(*(Recomputed(reader) for _ in range(4))))
+    model.requires_grad_(True)
+    x = x.to(device)
+
+    def learn() -> list[torch.Tensor]:
+        model.zero_grad()
+        output = model(x)
+        output.square().mean().backward()
+        grads = [p.grad.cpu() for p in model.parameters() if p.grad is not None]
+        return [output.detach().cpu(), *grads]
+
+    model.to(device)
+    expected = learn()
+    model.zero_grad()
+    stagehand.layer(model.to("cpu"), vram_budget=4 * LAYER_BYTES, device=device)
+    for number in range(3):
+        assert_bitwise_equal(learn(), expected, f"step {number}")
+        assert sim.races() == []
+    runtime = model._stagehand_layer_runtime
+    assert runtime.report().peak_device_bytes <= 4 * LAYER_BYTES
+    runtime.shutdown()
+
+
+class Again(Fused):
+    """Reads the weight of the layer that it has just called, and another one's."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(self.query(x))
+
+
+def test_a_weight_that_is_still_there_stays_while_another_comes_for_the_same_call(
+    sim: ModuleType,
+) -> None:
+    model, x = make(Again)
+    with torch.no_grad():
+        expected = model.to("hpu")(x.to("hpu"))
+        stagehand.layer(model.to("cpu"), vram_budget=2 * LAYER_BYTES)
+        for number in range(3):
+            assert_bitwise_equal(model(x), expected, f"pass {number}")
+    model._stagehand_layer_runtime.shutdown()
 
 
 class Failing(Transposed):
@@ -452,6 +581,122 @@ def test_weights_beside_fused_attention_are_found_where_their_reader_is_named(
         stagehand.layer(model.to("cpu"), vram_budget=7 * LAYER_BYTES, opaque=named)
         for number in range(3):
             assert_bitwise_equal(model(x), expected, f"pass {number}")
+    model._stagehand_layer_runtime.shutdown()
+
+
+def count_fused(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Note each call of a fused kernel from now on."""
+    counted: list[str] = []
+
+    def call(name: str, fused: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        counted.append(name)
+        return fused(*args, **kwargs)
+
+    for name in ("_native_multi_head_attention", "_transformer_encoder_layer_fwd"):
+        fused = functools.partial(call, name, getattr(torch, name))
+        monkeypatch.setattr(torch, name, fused)
+    return counted
+
+
+class Encoding(nn.Module):
+    """Has an encoder layer, which fuses as a whole, and reads a layer's weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.TransformerEncoderLayer(WIDTH, 4, WIDTH, batch_first=True)
+        self.inner = linear()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.encoder(x.unsqueeze(0)).squeeze(0) @ self.inner.weight.T
+
+
+class Inside(nn.Module):
+    """Is a block."""
+
+    def __init__(self, kind: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.inner = kind()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x.unsqueeze(0)).squeeze(0)
+
+
+def encoder_layer() -> nn.Module:
+    return nn.TransformerEncoderLayer(WIDTH, 4, WIDTH, batch_first=True)
+
+
+@pytest.mark.parametrize("device", ["hpu", "cpu"], ids=["simulated", "host"])
+@pytest.mark.parametrize("layers", [7, 9, 300])
+@pytest.mark.parametrize(
+    "beside", [linear, Attending, Encoding, functools.partial(Inside, encoder_layer)]
+)
+def test_weights_beside_fused_attention_are_found_and_it_is_fused_as_ever(
+    sim: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    beside: Callable[[], nn.Module],
+    layers: int,
+    device: str,
+) -> None:
+    """Where attention might fuse, nothing was looked for: torch told of two devices."""
+    model = Chain(nn.Sequential(beside(), Attending(), Transposed())).eval()
+    x = torch.randn(3, WIDTH, device=device)
+    counted = count_fused(monkeypatch)
+    if beside is Encoding:  # streamed ones do not fuse as a whole
+        model.middle[0].encoder.linear1.register_forward_hook(lambda *_: None)
+    with torch.no_grad():
+        expected = model.to(device)(x)
+        fused = [*counted]
+        assert device == "hpu" or "_native_multi_head_attention" in fused
+        stagehand.layer(
+            model.to("cpu"),
+            vram_budget=layers * LAYER_BYTES,
+            opaque=(Inside,),
+            device=device,
+        )
+        for number in range(4):
+            counted.clear()
+            output = model(x)
+            assert counted == fused
+            assert_bitwise_equal(output, expected, f"pass {number}")
+            assert sim.races() == []
+    model._stagehand_layer_runtime.shutdown()
+
+
+def test_attention_that_is_called_by_itself_is_fused(
+    sim: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its hooks are running when the pass begins."""
+    model, x = Chain(Attending()).eval(), torch.randn(1, 3, WIDTH)
+    stagehand.layer(model, vram_budget=6 * LAYER_BYTES, device="cpu")
+    counted = count_fused(monkeypatch)
+    for number in range(3):
+        with torch.no_grad():
+            model.middle.attention(x, x, x, need_weights=False)
+        assert len(counted) == number + 1
+    model._stagehand_layer_runtime.shutdown()
+
+
+@pytest.mark.parametrize("failure", [LookupError, KeyboardInterrupt])
+def test_attention_that_fails_leaves_the_next_pass_to_find_what_is_read(
+    sim: ModuleType, monkeypatch: pytest.MonkeyPatch, failure: type[BaseException]
+) -> None:
+    model, x = Chain(Attending()).eval(), torch.randn(3, WIDTH)
+
+    def fail(*_: object, **__: object) -> None:
+        raise failure
+
+    with torch.no_grad():
+        expected = model.to("hpu")(x.to("hpu"))
+        stagehand.layer(model.to("cpu"), vram_budget=7 * LAYER_BYTES)
+        hooks = [len(m._forward_hooks) for m in model.modules()]
+        with monkeypatch.context() as patch:
+            patch.setattr(nn.functional, "multi_head_attention_forward", fail)
+            with pytest.raises(failure):
+                model(x)
+        for number in range(3):
+            assert_bitwise_equal(model(x), expected, f"pass {number}")
+            assert torch._C._len_torch_function_stack() == 0
+        assert [len(m._forward_hooks) for m in model.modules()] == hooks
     model._stagehand_layer_runtime.shutdown()
 
 

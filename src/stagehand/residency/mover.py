@@ -253,6 +253,14 @@ class Mover:
         block.versions = versions  # of bytes that are home
         return True
 
+    def take_home(self, block: Block) -> None:
+        """Let the host have what was edited where a block stays, behind its versions.
+
+        Whoever read its slot has released it.
+        """
+        if block.bound and not block.is_touched():
+            self._loader.save(block, only_if_different=True)
+
     def rescue(self, block: Block) -> torch.Tensor | None:
         """Give up a block's slot; return its bytes, if they are the truth."""
         slot, source, image = block.slot, block.target, None

@@ -79,6 +79,8 @@ class Scheduler:
         """The block that `fetch` holds."""
         self._fixed: Collection[int] = ()
         self._gave_way = False  # blocks that stay have left, for others
+        self._takes_turns = False  # others have run between passes
+        self._lingered: Collection[Block] = ()  # bound since before this pass
         self._tell_of_leave: Callable[[], None] = _nobody
 
     def __repr__(self) -> str:
@@ -124,6 +126,37 @@ class Scheduler:
         block.uses = 1
         if expected or not self.order.lost:
             self._ahead.run(stream)
+
+    def before_all(self, blocks: Sequence[Block]) -> None:
+        """Use several blocks that are not in use at once, or none of them.
+
+        Where the plan's slots leave no room for all, they get slots of their own sizes.
+
+        Raises:
+            StagehandOOMError: If the budget has no room; it names one that has.
+            CheckpointError: If a file cannot be read.
+        """
+        try:
+            self._use_all(blocks)
+        except StagehandOOMError:
+            if len(blocks) == 1:
+                raise
+            self._free_idle()
+            self._use_all(blocks)
+
+    def _use_all(self, blocks: Sequence[Block]) -> None:
+        begun: list[Block] = []
+        try:
+            for block in blocks:
+                self.before(block)
+                begun.append(block)
+        except BaseException as error:
+            for block in begun:
+                self.after(block)
+            if isinstance(error, StagehandOOMError) and len(blocks) > 1:
+                more = blocks[len(begun) + 1 :]
+                raise self._memory.refuse(blocks, error, more) from None
+            raise
 
     def after(self, block: Block) -> None:
         """End a use that `before` began."""
@@ -202,9 +235,13 @@ class Scheduler:
 
     def _clear_slot(self, block: Block) -> Slot:
         """Return an empty slot for a block that is needed now."""
-        slot = block.home
-        if slot is None or (slot.occupant is not None and slot.occupant.uses):
-            slot = self._memory.for_now(block)
+        slot, exact = block.home, self._ahead.stopped
+        if (
+            slot is None
+            or (slot.occupant is not None and slot.occupant.uses)
+            or (exact and slot.lease is None and slot.nbytes > block.slot_nbytes)
+        ):
+            slot = self._memory.for_now(block, exact=exact)
         if slot.occupant is not None:
             self._evict(slot.occupant)
         return slot
@@ -266,6 +303,9 @@ class Scheduler:
             if block.trains and not block.bound and block.is_changed():
                 self._mover.note_readers(block, block.slot)
                 self._forget_stale(block, block.slot)
+        self._takes_turns = self._takes_turns or hands_over
+        if self._takes_turns:
+            self._lingered = [b for b in bound if b.index not in self._fixed]
         for index in self._fixed:  # nobody tells of their uses
             block = self.blocks[index]
             if block.trains and not block.bound:
@@ -281,13 +321,15 @@ class Scheduler:
         """The model is left: streamed tensors point to the host again.
 
         So whoever edits one edits the truth; what is still on the device is compared
-        with a sample before it is used again.
+        with a sample before it is used again. Where others run between passes, that is
+        so of what stays, too: before they may take its memory, it is better found on
+        the host. What was not yet when this pass began may have been edited.
         """
         if self._loader.pin_on is not None:
             self._loader.pin_on()  # what stays is bound now
         stream = self._device.current_stream()
-        # Before others may take its memory, what stays is better found on the host.
-        binds, fixed = not self._ahead.hands_over, self._fixed
+        binds, fixed = not self._takes_turns, self._fixed
+        lingered, self._lingered = self._lingered, ()
         if self.stopwatch is not None:
             self.stopwatch.end_pass(stream)
         self._loader.note_reads()
@@ -304,6 +346,8 @@ class Scheduler:
                 self._engine.release(slot, stream)
             if block.uses:
                 continue
+            if block in lingered:
+                self._mover.take_home(block)
             if block.bound and not block.leave():
                 self._evict(block)
                 continue

@@ -138,12 +138,41 @@ class SlotMemory:
             limit_bytes=limit,
         )
 
-    def for_now(self, block: Block) -> Slot:
-        """Return a slot that a block can have although it is not the block's home."""
+    def refuse(
+        self, blocks: Sequence[Block], error: StagehandOOMError, more: Sequence[Block]
+    ) -> StagehandOOMError:
+        """Return what is to be raised where one of several blocks found no room.
+
+        Args:
+            blocks: All that are to be there at once.
+            error: What was raised for one of them.
+            more: Those behind it.
+        """
+        needed = error.needed_bytes + sum(block.slot_nbytes for block in more)
+        at_once = sum(block.slot_nbytes for block in blocks)
+        return StagehandOOMError(
+            f"blocks {', '.join(repr(block.name) for block in blocks[:5])} are read in"
+            f" one call, outside of their modules, and need {format_bytes(at_once)} of"
+            f" device memory at once, beside {format_bytes(max(needed - at_once, 0))}"
+            f" that stay or are in use, but the budget is"
+            f" {format_limit(error.limit_bytes, needed)}; raise it to at least"
+            f" {format_at_least(needed)}",
+            needed_bytes=needed,
+            limit_bytes=error.limit_bytes,
+        )
+
+    def for_now(self, block: Block, *, exact: bool) -> Slot:
+        """Return a slot that a block can have although it is not the block's home.
+
+        Args:
+            block: Is to be there now.
+            exact: Whether none is given memory that is larger than the block.
+        """
         idle = [
             slot
             for slot in self.slots
             if slot.nbytes >= block.nbytes
+            and not (exact and slot.lease is None and slot.nbytes > block.slot_nbytes)
             and (
                 slot.occupant is None or not (slot.occupant.uses or slot.occupant.stays)
             )

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from stagehand.residency.blocks import Block, Reader
     from stagehand.weights.edges import Edges
     from stagehand.weights.rows import RowGather
+    from stagehand.weights.strays import StrayUses
 
 __all__ = ["SiteHooks", "is_hooked"]
 
@@ -361,6 +362,21 @@ class _Look(_Hook):
         self._look((args, kwargs), output)
 
 
+class _Spared(_Hook):
+    """Pauses a watch where a module begins, or resumes it where the module ends."""
+
+    __slots__ = ("_act",)
+
+    def __init__(self, act: Callable[[], None]) -> None:
+        self._act = act
+
+    def __call__(self, *_: Any) -> None:
+        if is_dynamo_compiling():
+            _call_untraced(self)
+            return
+        self._act()
+
+
 class _RowsBegin(_Hook):
     __slots__ = ("_mode",)
 
@@ -590,6 +606,14 @@ class SiteHooks:
         add = partial(add_hook, self._handles)
         add(module.register_forward_pre_hook, _RowsBegin(mode))
         add(module.register_forward_hook, _RowsEnd(mode), always_call=True)
+
+    def spare(
+        self, module: nn.Module, uses: StrayUses, handles: list[RemovableHandle]
+    ) -> None:
+        """Let a watch pause while a module runs, until the hooks are removed."""
+        add, begin, end = partial(add_hook, handles), uses.pause, uses.resume
+        add(module.register_forward_pre_hook, _Spared(begin))
+        add(module.register_forward_hook, _Spared(end), prepend=True, always_call=True)
 
     def remove(self) -> None:
         """Take all hooks off, whatever interrupts. Idempotent."""

@@ -12,10 +12,19 @@ from torch.compiler import is_dynamo_compiling
 from torch.overrides import TorchFunctionMode
 
 from stagehand.errors import StagehandOOMError, StagehandWarning
-from stagehand.torch_private import in_function_of, is_compiled_for, skipped
+from stagehand.torch_private import (
+    function_modes,
+    in_function_of,
+    is_compiled_for,
+    remove_hooks,
+    skipped,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+
+    from torch.utils.hooks import RemovableHandle
+    from typing_extensions import Self
 
     from stagehand.residency.blocks import Block
     from stagehand.weights.rows import RowGather
@@ -31,13 +40,17 @@ class Strays:
 
     Args:
         model: Any module. Its attention modules take a fused path for inference, not
-            under a torch function mode, and results differ in the last bits: where they
-            may, a pass is not watched. What they read themselves is one block.
+            under a torch function mode, and results differ in the last bits. So while
+            one runs that may, nothing is watched; what they read themselves is one
+            block. Encoder layers fuse as a whole, where they have no hooks: where one
+            may, a pass is not watched.
+        sites: Its sites. One with such a module in it is not watched as a whole.
         owners: As for `StrayUses`.
         rows: As well.
         device: As well.
-        bring: As well.
-        is_latest: As well.
+        spare: As well.
+        bring: Called with blocks that are not in use, and that a call reads.
+        is_latest: Whether a block lies where the latest use has left it.
         fill: Called with a block that was brought: its casts have memory from now on.
         let_go: As for `StrayUses`.
         keep: Lets blocks stay from the next pass on. Raises `StagehandOOMError` if they
@@ -47,21 +60,26 @@ class Strays:
     def __init__(
         self,
         model: nn.Module,
+        sites: Sequence[nn.Module],
         owners: Mapping[int, Block],
         rows: RowGather,
         *,
         device: torch.device,
-        bring: Callable[[Block], None],
+        spare: Callable[[nn.Module, StrayUses, list[RemovableHandle]], None],
+        bring: Callable[[Sequence[Block]], None],
         is_latest: Callable[[Block], bool],
         fill: Callable[[Block], None],
         let_go: Callable[[Block], None],
         keep: Callable[[Sequence[Block]], None],
     ) -> None:
-        found = (m for m in model.modules() if isinstance(m, nn.MultiheadAttention))
-        self._attention = [weakref.ref(module) for module in found]
+        spared = [(m, _attention_in(m)) for m in _hookable(model, sites)]
+        self._spared = [(weakref.ref(m), found) for m, found in spared if found]
+        inside = {id(known()) for _, found in self._spared for known in found}
+        self._others = [m for m in _attention_in(model) if id(m()) not in inside]
         self._owners = owners
         self._rows = rows
         self._device = device
+        self._spare = spare
         self._bring = bring
         self._is_latest = is_latest
         self._fill = fill
@@ -82,22 +100,35 @@ class Strays:
         """A pass begins: return the mode that watches it, if it is to be watched."""
         self._found = []
         self._kind = kind = id(edge), torch.is_grad_enabled(), edge.training
-        self._watches = kind not in self._known and not self._may_fuse()
-        if not self._watches:
+        self._watches = False
+        if kind in self._known or _may_fuse(self._others):
             return None
+        uses = self._uses(self._is_at_hand)
+        self._watches = edge not in uses.spared  # else its hooks are running by now
+        return uses if self._watches else None
+
+    def begin_again(self) -> StrayUses:
+        """A part of such a pass is recomputed in backward: return the same for that."""
+        return self._uses(_is_never_at_hand)
+
+    def _uses(self, is_at_hand: Callable[[Block], bool]) -> StrayUses:
+        spared = (known() for known, found in self._spared if _may_fuse(found))
         return StrayUses(
             self._owners,
             self._rows,
             device=self._device,
-            bring=self._bring_stray,
-            is_at_hand=self._is_at_hand,
+            spared=[module for module in spared if module is not None],
+            spare=self._spare,
+            bring=self._bring_strays,
+            is_at_hand=is_at_hand,
             let_go=self._let_go,
         )
 
     def end(self, *, failed: bool) -> None:
         """It ends. Without room for what it has found, the next ones look out again.
 
-        Idempotent.
+        What one that failed has found is a part, which the next one finds again: if it
+        stayed, a budget that an error names might not be enough. Idempotent.
 
         Args:
             failed: Whether something was raised in it, maybe by a weight that was read
@@ -105,7 +136,7 @@ class Strays:
         """
         found, self._found = self._found, []
         watched, self._watches = self._watches, False
-        if found:
+        if found and not failed:
             self._keep_found(found)
         if failed or self._roomless:
             self._known.discard(self._kind)
@@ -135,14 +166,16 @@ class Strays:
         with_gradients = self._kind[1]
         return not with_gradients and self._is_latest(block) and not block.casts
 
-    def _bring_stray(self, block: Block, weight: torch.Tensor) -> None:
-        if self._kind[1] and not (torch.is_grad_enabled() or block.bound):
-            self._look_for_function(block, weight)
-        self._bring(block)
-        block.read_elsewhere = True
-        self._fill(block)
-        if block not in self._found:
-            self._found.append(block)
+    def _bring_strays(self, read: Mapping[Block, torch.Tensor]) -> None:
+        for block, weight in read.items():
+            if self._kind[1] and not (torch.is_grad_enabled() or block.bound):
+                self._look_for_function(block, weight)
+        self._bring([*read])
+        for block in read:
+            block.read_elsewhere = True
+            self._fill(block)
+            if block not in self._found:
+                self._found.append(block)
 
     def _look_for_function(self, block: Block, weight: torch.Tensor) -> None:
         """Warn of a gradient that autograd expects on the host.
@@ -164,17 +197,8 @@ class Strays:
                 stacklevel=2,
             )
 
-    def _may_fuse(self) -> bool:
-        """Whether some attention module may fuse now. Mostly the first one tells."""
-        grads = torch.is_grad_enabled()
-        return any(
-            not (grads and any(p.requires_grad for p in m.parameters(recurse=False)))
-            for m in (known() for known in self._attention)
-            if m is not None and not m.training
-        )
-
     def _but(self) -> str:
-        return ", but where attention may be fused" if self._attention else ""
+        return ", but where attention may be fused" if self._others else ""
 
     def _warn(self, found: Sequence[Block], error: StagehandOOMError) -> None:
         if not self._has_warned:
@@ -183,11 +207,44 @@ class Strays:
                 f"{len(found)} blocks, {found[0].name!r} first, are read by modules"
                 f" that do not own them and do not fit the budget together ({error}):"
                 f" every call is watched from now on{self._but()}, which is slow, and"
-                " none in backward; name the modules that read them in opaque=, or"
-                " raise the budget",
+                " in backward those in non-reentrant checkpoints; name the modules that"
+                " read them in opaque=, or raise the budget",
                 StagehandWarning,
                 stacklevel=2,
             )
+
+
+def _hookable(model: nn.Module, sites: Sequence[nn.Module]) -> list[nn.Module]:
+    """Return where hooks do not keep anything from being fused."""
+    hooked = set(map(id, sites))
+    closed: set[int] = set()
+    for module in model.modules():
+        if isinstance(module, nn.TransformerEncoderLayer):
+            inside = set(map(id, module.modules()))
+            if hooked.isdisjoint(inside):
+                closed |= inside
+    attention = (m() for m in _attention_in(model))
+    found = dict.fromkeys((*sites, *attention))
+    return [m for m in found if m is not None and id(m) not in closed]
+
+
+def _attention_in(module: nn.Module) -> list[weakref.ref[nn.MultiheadAttention]]:
+    found = (m for m in module.modules() if isinstance(m, nn.MultiheadAttention))
+    return [weakref.ref(attention) for attention in found]
+
+
+def _may_fuse(attention: Sequence[weakref.ref[nn.MultiheadAttention]]) -> bool:
+    """Whether some attention module may fuse now. Mostly the first one tells."""
+    grads = torch.is_grad_enabled()
+    return any(
+        not (grads and any(p.requires_grad for p in m.parameters(recurse=False)))
+        for m in (known() for known in attention)
+        if m is not None and not m.training
+    )
+
+
+def _is_never_at_hand(_: Block) -> bool:
+    return False
 
 
 class StrayUses(TorchFunctionMode):
@@ -201,9 +258,13 @@ class StrayUses(TorchFunctionMode):
         rows: Reads of tables where it looks rows up are no strays.
         device: Where the model computes: compiled code is told of what it reads
             elsewhere, where all is that was not brought.
-        bring: Called with a block that is not in use, and its tensor that a call reads.
+        spared: Modules that shall not see that they are watched.
+        spare: Called with each of them, this and a list for hooks that call `pause` and
+            `resume` around the module.
+        bring: Called with the blocks that a call reads and that are not in use, and the
+            tensor that it reads.
         is_at_hand: Whether one is there even so, in each pass alike.
-        let_go: Called with the block after that call.
+        let_go: Called with each of the blocks after that call.
     """
 
     def __init__(
@@ -212,17 +273,55 @@ class StrayUses(TorchFunctionMode):
         rows: RowGather,
         *,
         device: torch.device,
-        bring: Callable[[Block, torch.Tensor], None],
+        spared: Sequence[nn.Module],
+        spare: Callable[[nn.Module, StrayUses, list[RemovableHandle]], None],
+        bring: Callable[[Mapping[Block, torch.Tensor]], None],
         is_at_hand: Callable[[Block], bool],
         let_go: Callable[[Block], None],
     ) -> None:
         super().__init__()
+        self.spared = spared
         self._owners = owners
         self._rows = rows
         self._device = device
+        self._spare = spare
         self._bring = bring
         self._is_at_hand = is_at_hand
         self._let_go = let_go
+        self._handles: list[RemovableHandle] = []
+        self._depth = 0  # of the stack of modes, with this on top
+        self._pauses = 0
+        self._is_off = False
+
+    def __enter__(self) -> Self:
+        super().__enter__()  # type: ignore[no-untyped-call]
+        self._depth = function_modes()
+        try:
+            for module in self.spared:
+                self._spare(module, self, self._handles)
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        remove_hooks(self._handles)
+        if not self._is_off:  # as after an interrupt
+            super().__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+    def pause(self) -> None:
+        """Watch nothing until `resume`, unless somebody else's mode is active, too."""
+        if not self._pauses and function_modes() == self._depth:
+            self._is_off = True
+            super().__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        self._pauses += 1
+
+    def resume(self) -> None:
+        """End what the latest `pause` began, if one did."""
+        self._pauses = max(self._pauses - 1, 0)
+        if self._is_off and not self._pauses:
+            super().__enter__()  # type: ignore[no-untyped-call]
+            self._is_off = False
 
     @skipped
     def __torch_function__(
@@ -236,16 +335,19 @@ class StrayUses(TorchFunctionMode):
         kwargs = kwargs or {}
         if self._rows.busy or _is_harmless(func):
             return func(*args, **kwargs)
-        brought: list[Block] = []
+        read: dict[Block, torch.Tensor] = {}
+        for value in (*args, *kwargs.values()):
+            self._look_at(value, read)
+        if not read or (len(read) == 1 and self._is_at_hand(*read)):
+            return func(*args, **kwargs)
+        self._bring(read)
         try:
-            for value in (*args, *kwargs.values()):
-                self._look_at(value, brought)
             return func(*args, **kwargs)
         finally:
-            for block in brought:
+            for block in read:
                 self._let_go(block)
 
-    def _look_at(self, value: Any, brought: list[Block]) -> None:
+    def _look_at(self, value: Any, read: dict[Block, torch.Tensor]) -> None:
         if isinstance(value, torch.Tensor):
             if is_dynamo_compiling():
                 # It would compile anew for each tensor that is looked up.
@@ -254,14 +356,12 @@ class StrayUses(TorchFunctionMode):
             elif is_compiled_for():
                 return
             block = self._owners.get(id(value))
-            if block is None or block.uses or self._is_at_hand(block):
-                return
-            self._bring(block, value)
-            brought.append(block)
+            if block is not None and not block.uses:
+                read.setdefault(block, value)
         elif isinstance(value, list | tuple):
             for item in value:
                 if isinstance(item, torch.Tensor):
-                    self._look_at(item, brought)
+                    self._look_at(item, read)
 
 
 def _is_harmless(func: Callable[..., Any]) -> bool:
