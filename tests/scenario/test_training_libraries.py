@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 from accelerate.state import AcceleratorState, GradientState, PartialState
+from diffusers.training_utils import EMAModel
 from safetensors.torch import load_file, save_file
 
 from architectures import ARCHITECTURES, assert_bitwise_equal, flatten, to_device
@@ -240,6 +241,71 @@ def test_lora_that_is_loaded_onto_a_streamed_diffusion_model_is_used(place, name
     assert_in_budget(runtime)
     runtime.shutdown()
     assert {p.device.type for p in model.parameters()} == {"cpu"}
+
+
+def averaged(model, inputs, foreach):
+    """Train, look at the model through its averages, save and load these, and go on."""
+    averages = EMAModel(model.parameters(), decay=0.9, foreach=foreach)
+    seen = []
+    for _ in range(3):
+        denoise(model, inputs, steps=1)
+        averages.step(model.parameters())
+        averages.store(model.parameters())
+        averages.copy_to(model.parameters())
+        with torch.no_grad():
+            seen += flatten(model(**inputs))
+        averages.restore(model.parameters())
+        loaded = [tensor.to("cpu", copy=True) for tensor in averages.shadow_params]
+        pairs = zip(loaded, model.parameters(), strict=True)
+        averages.shadow_params = [tensor.to(weight.device) for tensor, weight in pairs]
+    return seen + [tensor.cpu() for tensor in averages.shadow_params]
+
+
+@pytest.mark.parametrize("foreach", [True, False])
+def test_averages_beside_the_weights_are_exact(place, foreach):
+    architecture = DIFFUSION["unet_2d_condition"]
+    resident = model_of(architecture).to(place)
+    inputs = to_device(architecture.inputs(), place)
+    expected = averaged(resident, inputs, foreach)
+    model, runtime = streamed(place, architecture)
+    assert_bitwise_equal(averaged(model, inputs, foreach), expected, "averages")
+    assert_same(model, resident)
+    assert_in_budget(runtime)
+    runtime.shutdown()
+
+
+def distilled(model, target, inputs):
+    """Train towards a target whose weights are averages, made in place."""
+    seen = []
+    for _ in range(3):
+        with torch.no_grad():
+            seen += flatten(target(**inputs))
+        denoise(model, inputs, steps=1)
+        torch.accelerator.synchronize()
+        with torch.no_grad():
+            for average, weight in zip(
+                target.parameters(), model.parameters(), strict=True
+            ):
+                average.lerp_(weight.to(average.device), 0.5)
+    return seen
+
+
+def test_target_that_streams_is_averaged_in_place(place):
+    """It is frozen: between passes some of its weights stay on the device."""
+    architecture = DIFFUSION["unet_2d_condition"]
+    inputs = to_device(architecture.inputs(), place)
+    resident, average = (model_of(architecture).to(place) for _ in range(2))
+    average.requires_grad_(False)
+    expected = distilled(resident, average, inputs)
+    model, runtime = streamed(place, architecture)
+    target, other = streamed(place, architecture)
+    target.requires_grad_(False)
+    assert_bitwise_equal(distilled(model, target, inputs), expected, "targets")
+    assert_same(model, resident)
+    assert_same(target, average)
+    for one in (runtime, other):
+        assert_in_budget(one)
+        one.shutdown()
 
 
 # torch
