@@ -1,14 +1,24 @@
-"""Bytes as people write them: the only place that converts."""
+"""Bytes as people write them, the only place that converts; and in whole steps."""
 
 import re
 from decimal import Decimal
 
 from stagehand.errors import ConfigError
 
-__all__ = ["MIB", "format_at_least", "format_bytes", "format_limit", "parse_bytes"]
+__all__ = [
+    "MIB",
+    "PAGE_BYTES",
+    "format_at_least",
+    "format_bytes",
+    "format_limit",
+    "parse_bytes",
+    "rounded_up",
+]
 
 MIB = 1 << 20
 """Bytes in one `_mb` of the public options, which count in binary."""
+PAGE_BYTES = 4096
+"""Of memory, and of files in the page cache."""
 
 _FACTORS = {
     "": 1,
@@ -28,6 +38,11 @@ _FACTORS = {
 }
 _PRINTED = ((10**12, "TB"), (10**9, "GB"), (10**6, "MB"), (10**3, "KB"))
 _PATTERN = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([A-Za-z]*|%)\s*")
+
+
+def rounded_up(number: int, step: int) -> int:
+    """Return the next multiple of a step, or the number itself."""
+    return -(-number // step) * step
 
 
 def parse_bytes(value: int | str, *, name: str, of: int | None = None) -> int:

@@ -21,6 +21,7 @@ import torch
 from stagehand.core.machine import free_host_bytes
 from stagehand.errors import ConfigError, StagehandWarning
 from stagehand.torch_private import allocated_on
+from stagehand.units import rounded_up
 
 __all__ = [
     "AcceleratorDevice",
@@ -206,9 +207,9 @@ class AcceleratorDevice:
         if not self._is_cuda or not nbytes:
             return nbytes
         if nbytes >= _OWN_SEGMENT:
-            return _rounded_up(nbytes, _SEGMENT_STEP)
+            return rounded_up(nbytes, _SEGMENT_STEP)
         segment = next(size for most, size in _SHARED_SEGMENTS if nbytes <= most)
-        count = segment // _rounded_up(nbytes, _SMALLEST_PIECE)
+        count = segment // rounded_up(nbytes, _SMALLEST_PIECE)
         return segment // count // _SMALLEST_PIECE * _SMALLEST_PIECE
 
     def pinned(self, nbytes: int) -> torch.Tensor:
@@ -336,10 +337,6 @@ class AcceleratorDevice:
     def synchronize(self) -> None:
         """See `Device.synchronize`."""
         torch.accelerator.synchronize(self._index)
-
-
-def _rounded_up(nbytes: int, step: int) -> int:
-    return -(-nbytes // step) * step
 
 
 def _bytes_of(dense: torch.Tensor) -> torch.Tensor:

@@ -17,6 +17,7 @@ import torch
 
 from stagehand.errors import StagehandInternalError
 from stagehand.torch_private import dispatch_modes, without_modes
+from stagehand.units import rounded_up
 
 __all__ = [
     "ALIGNMENT",
@@ -244,7 +245,7 @@ def layout_of(
     for span in _spans([tensor for _, tensor in named]):
         for index in span.members:
             placed[index] = _place(*named[index], span, nbytes)
-        nbytes += -(-span.nbytes // alignment) * alignment
+        nbytes += rounded_up(span.nbytes, alignment)
     return BlockLayout(
         entries=tuple(placed[index] for index in range(len(named))), nbytes=nbytes
     )

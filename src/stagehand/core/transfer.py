@@ -91,6 +91,10 @@ class Slot:
     def __repr__(self) -> str:
         return f"Slot({self.index}, {self.nbytes} bytes, {self.occupant})"
 
+    def wastes(self, nbytes: int) -> bool:
+        """Whether more memory than so many bytes would be taken for it."""
+        return self.lease is None and self.nbytes > nbytes
+
 
 class Ticket(NamedTuple):
     """Completion of a submitted copy."""

@@ -13,7 +13,7 @@ from torch.jit import ScriptModule
 from stagehand.core.layout import ALIGNMENT, overlapping, spanned_bytes
 from stagehand.errors import ConfigError
 from stagehand.residency.blocks import can_stream, tensor_bytes
-from stagehand.units import MIB
+from stagehand.units import MIB, rounded_up
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -280,8 +280,7 @@ def _at_once(finding: Finding) -> int:
 def _padded_bytes(group: Group) -> int:
     """Bytes of a group's image, or a little more if its tensors overlap."""
     return sum(
-        -(-tensor_bytes(tensor) // ALIGNMENT) * ALIGNMENT
-        for tensor in group.tensors.values()
+        rounded_up(tensor_bytes(tensor), ALIGNMENT) for tensor in group.tensors.values()
     )
 
 

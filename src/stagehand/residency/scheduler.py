@@ -239,7 +239,7 @@ class Scheduler:
         if (
             slot is None
             or (slot.occupant is not None and slot.occupant.uses)
-            or (exact and slot.lease is None and slot.nbytes > block.slot_nbytes)
+            or (exact and slot.wastes(block.slot_nbytes))
         ):
             slot = self._memory.for_now(block, exact=exact)
         if slot.occupant is not None:
@@ -305,7 +305,7 @@ class Scheduler:
                 self._forget_stale(block, block.slot)
         self._takes_turns = self._takes_turns or hands_over
         if self._takes_turns:
-            self._lingered = [b for b in bound if b.index not in self._fixed]
+            self._lingered = {b for b in bound if b.index not in self._fixed}
         for index in self._fixed:  # nobody tells of their uses
             block = self.blocks[index]
             if block.trains and not block.bound:

@@ -172,7 +172,7 @@ class SlotMemory:
             slot
             for slot in self.slots
             if slot.nbytes >= block.nbytes
-            and not (exact and slot.lease is None and slot.nbytes > block.slot_nbytes)
+            and not (exact and slot.wastes(block.slot_nbytes))
             and (
                 slot.occupant is None or not (slot.occupant.uses or slot.occupant.stays)
             )

@@ -33,7 +33,7 @@ from stagehand.stores.writing import (
     safetensors_file,
     together,
 )
-from stagehand.units import parse_bytes
+from stagehand.units import parse_bytes, rounded_up
 
 __all__ = [
     "EXCLUDED",
@@ -368,7 +368,7 @@ class _Tensors:
         has_bias = fits and bias is not None and bias.element_size() <= 4
         return LayerSpec(
             name=layer,
-            rows=Rows(count=count, columns=columns, padded=-(-columns // PAD) * PAD),
+            rows=Rows(count=count, columns=columns, padded=rounded_up(columns, PAD)),
             codes=f"{layer}.qweight",
             scales=f"{layer}.scale",
             zeros=f"{layer}.zero_point",

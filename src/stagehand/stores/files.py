@@ -26,7 +26,6 @@ from stagehand.stores.base import Skew
 from stagehand.stores.checkpoint import Extent
 from stagehand.stores.headers import FileStamp
 from stagehand.stores.reading import (
-    PAGE_BYTES,
     Chunk,
     OpenFile,
     Part,
@@ -34,6 +33,7 @@ from stagehand.stores.reading import (
     Sectors,
     cut,
 )
+from stagehand.units import PAGE_BYTES
 
 __all__ = ["FileSet", "naming"]
 

@@ -21,6 +21,7 @@ import torch
 
 from stagehand.core.layout import ALIGNMENT
 from stagehand.errors import CheckpointError, HeaderError
+from stagehand.units import rounded_up
 
 __all__ = [
     "ESCAPE",
@@ -250,4 +251,4 @@ class PackedHeader:
 
 def aligned(nbytes: int) -> int:
     """Return the bytes that a part of so many takes."""
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+    return rounded_up(nbytes, ALIGNMENT)

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from stagehand.core.device import host_memory
 from stagehand.errors import ReadError, StagehandInternalError, TruncatedShardError
+from stagehand.units import PAGE_BYTES, rounded_up
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = [
-    "PAGE_BYTES",
     "Chunk",
     "OpenFile",
     "Part",
@@ -54,7 +54,6 @@ _STATX_DIOALIGN = 0x2000
 _STATX_BYTES = 256
 _DIO_PLACE = 0x98
 _AT_EMPTY_PATH = 0x1000
-PAGE_BYTES = 4096
 _O_DIRECT = getattr(os, "O_DIRECT", 0)
 _REFUSALS = frozenset((errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP))
 _C = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
@@ -145,9 +144,10 @@ def _body(part: Part, address: int, sectors: Sectors) -> Part | None:
     """The whole sectors of a part, if they can be read in place and it is worth it."""
     shift = address + part.target - part.source
     if sectors.file > 1 and shift % sectors.file == 0:
-        start = _up(part.source + shift, PAGE_BYTES) - shift  # at a page of memory
+        # A page of memory begins at a sector of the file.
+        start = rounded_up(part.source + shift, PAGE_BYTES) - shift
     else:
-        start = _up(part.source, sectors.file)
+        start = rounded_up(part.source, sectors.file)
     end = part.end // sectors.file * sectors.file
     if (end - start) % _CHUNK_BYTES < _GAP_BYTES:
         end -= (end - start) % _CHUNK_BYTES  # so little is read with what follows
@@ -155,10 +155,6 @@ def _body(part: Part, address: int, sectors: Sectors) -> Part | None:
     if body.nbytes < _IN_PLACE_BYTES or (address + body.target) % sectors.memory:
         return None
     return body
-
-
-def _up(number: int, step: int) -> int:
-    return -(-number // step) * step
 
 
 def _gathered(parts: Sequence[Part]) -> Iterator[Chunk]:
@@ -289,7 +285,7 @@ class OpenFile:
         first = chunk.start // self.sectors.file * self.sectors.file
         for start in range(first, chunk.end, _BUFFER_BYTES):
             stop = min(start + _BUFFER_BYTES, chunk.end)
-            end = _up(stop, self.sectors.file)
+            end = rounded_up(stop, self.sectors.file)
             self._read_exactly(self._direct, buffer[: end - start], start, stop - start)
             for part in chunk.parts:
                 piece = part.between(max(part.source, start), min(part.end, stop))

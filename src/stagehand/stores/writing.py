@@ -20,7 +20,7 @@ import torch
 from stagehand.core.layout import plain_tensors
 from stagehand.errors import CheckpointError
 from stagehand.stores.headers import code_of, sizes_of
-from stagehand.units import format_bytes
+from stagehand.units import PAGE_BYTES, format_bytes, rounded_up
 
 __all__ = [
     "SafetensorsBody",
@@ -32,7 +32,6 @@ __all__ = [
     "unfinished_name",
 ]
 
-_PAGE = 4096
 _LENGTH_BYTES = 8
 _FIELDS = 256  # bytes of a tensor's description beside its name, at most
 
@@ -166,7 +165,7 @@ def safetensors_file(
     """
     room = _LENGTH_BYTES + _FIELDS + len(json.dumps(metadata))
     room += sum(len(json.dumps(name)) + _FIELDS for name in names)
-    start = -(-room // _PAGE) * _PAGE
+    start = rounded_up(room, PAGE_BYTES)
     with opened as file:
         file.seek(start)
         body = SafetensorsBody(file)
@@ -218,5 +217,5 @@ class SafetensorsBody:
         Raises:
             OSError: If the system cannot write.
         """
-        if missing := -self.nbytes % _PAGE:
+        if missing := -self.nbytes % PAGE_BYTES:
             self.add(name, torch.zeros(missing, dtype=torch.uint8, device="cpu"))
