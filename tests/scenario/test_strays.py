@@ -248,6 +248,15 @@ class Recomputed(nn.Module):
         return self.reader(x) + self.layer(x)
 
 
+def learn(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    """Return the output and the gradients of a step."""
+    model.zero_grad()
+    output = model(x)
+    output.square().mean().backward()
+    grads = [p.grad.cpu() for p in model.parameters() if p.grad is not None]
+    return [output.detach().cpu(), *grads]
+
+
 @pytest.mark.parametrize("device", ["hpu", "cpu"], ids=["simulated", "host"])
 @pytest.mark.parametrize("reader", [*READERS, functools.partial(Pool, wide=False)])
 def test_weights_without_room_to_stay_are_found_where_a_region_is_recomputed(
@@ -258,19 +267,12 @@ def test_weights_without_room_to_stay_are_found_where_a_region_is_recomputed(
     model.requires_grad_(True)
     x = x.to(device)
 
-    def learn() -> list[torch.Tensor]:
-        model.zero_grad()
-        output = model(x)
-        output.square().mean().backward()
-        grads = [p.grad.cpu() for p in model.parameters() if p.grad is not None]
-        return [output.detach().cpu(), *grads]
-
     model.to(device)
-    expected = learn()
+    expected = learn(model, x)
     model.zero_grad()
     stagehand.layer(model.to("cpu"), vram_budget=4 * LAYER_BYTES, device=device)
     for number in range(3):
-        assert_bitwise_equal(learn(), expected, f"step {number}")
+        assert_bitwise_equal(learn(model, x), expected, f"step {number}")
         assert sim.races() == []
     runtime = model._stagehand_layer_runtime
     assert runtime.report().peak_device_bytes <= 4 * LAYER_BYTES
@@ -513,20 +515,13 @@ def test_weights_beside_attention_are_found_where_it_cannot_be_fused(
     model = Chain(Attending()).train(training)
     x = torch.randn(3, WIDTH, device=device)
 
-    def learn() -> list[torch.Tensor]:
-        model.zero_grad()
-        output = model(x)
-        output.square().mean().backward()
-        grads = [p.grad.cpu() for p in model.parameters() if p.grad is not None]
-        return [output.detach().cpu(), *grads]
-
     model.to(device)
-    expected = learn()
+    expected = learn(model, x)
     with torch.no_grad():
         looked = model(x)
     stagehand.layer(model.to("cpu"), vram_budget=6 * LAYER_BYTES, device=device)
     for number in range(3):
-        assert_bitwise_equal(learn(), expected, f"step {number}")
+        assert_bitwise_equal(learn(model, x), expected, f"step {number}")
     with torch.no_grad():  # what is known by now needs no watching
         assert_bitwise_equal(model(x), looked, "without gradients")
     model._stagehand_layer_runtime.shutdown()

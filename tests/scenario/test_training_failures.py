@@ -693,6 +693,23 @@ def fail_with_a_node_left(run):
     return goes_on
 
 
+def result_of_a_thread(run):
+    """Wait for what another thread gets from a run's model."""
+
+    def predict():
+        with torch.no_grad():
+            return run.model(run.batch())
+
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(predict).result()
+
+
+def finish_without_hooks(run):
+    while run.handles:
+        run.handles.pop().remove()
+    finish(run)
+
+
 @pytest.mark.parametrize("call", [_park, _forward, _block])
 def test_a_backward_that_failed_is_over_before_its_thread_goes_on(call, sim):
     run = start(net, FEW[0])
@@ -702,11 +719,8 @@ def test_a_backward_that_failed_is_over_before_its_thread_goes_on(call, sim):
     call(run)
     assert goes_on.is_set()
     timer.join()
-    for handle in run.handles:
-        handle.remove()
     run.model.zero_grad()
-    run.handles.clear()
-    finish(run)
+    finish_without_hooks(run)
 
 
 def test_who_waits_for_a_backward_that_failed_is_told_of_no_deadlock(sim, monkeypatch):
@@ -721,19 +735,11 @@ def test_who_waits_for_a_backward_that_failed_is_told_of_no_deadlock(sim, monkey
         if is_waited_for:
             goes_on.set()
 
-    def predict():
-        with torch.no_grad():
-            return run.model(run.batch())
-
     monkeypatch.setattr(Turn, "_note_wait", look)
-    with ThreadPoolExecutor(1) as pool:
-        output = pool.submit(predict).result()
+    output = result_of_a_thread(run)
     assert goes_on.is_set()
     assert_bitwise_equal(output, net().to("hpu")(run.batch()), "output")
-    for handle in run.handles:
-        handle.remove()
-    run.handles.clear()
-    finish(run)
+    finish_without_hooks(run)
 
 
 def test_who_waits_for_room_until_a_failed_backward_is_over_gets_it(sim, monkeypatch):
@@ -749,19 +755,11 @@ def test_who_waits_for_room_until_a_failed_backward_is_over_gets_it(sim, monkeyp
             goes_on.set()
         return stuck
 
-    def predict():
-        with torch.no_grad():
-            return other.model(other.batch())
-
     monkeypatch.setattr(SharedDevice, "_are_stuck", look)
-    with ThreadPoolExecutor(1) as pool:
-        output = pool.submit(predict).result()
+    output = result_of_a_thread(other)
     assert goes_on.is_set()
     assert_bitwise_equal(output, net().to("hpu")(run.batch()), "output")
-    for handle in run.handles:
-        handle.remove()
-    run.handles.clear()
-    finish(run)
+    finish_without_hooks(run)
     end(other)
 
 
@@ -786,10 +784,7 @@ def test_a_backward_that_failed_is_over_before_the_next_one_of_its_thread(sim, n
     assert goes_on.is_set()
     assert_bitwise_equal(weight.grad, torch.full_like(weight, 3), "gradient")
     timer.join()
-    for handle in run.handles:
-        handle.remove()
-    run.handles.clear()
-    finish(run)
+    finish_without_hooks(run)
 
 
 def test_a_backward_in_a_node_of_one_that_fails_does_not_wait_for_it(sim):
@@ -814,10 +809,8 @@ def test_a_backward_in_a_node_of_one_that_fails_does_not_wait_for_it(sim):
     with pytest.raises(Stop):
         loss.backward()
     del loss
-    for each in (handle, *run.handles):
-        each.remove()
-    run.handles.clear()
-    finish(run)
+    handle.remove()
+    finish_without_hooks(run)
 
 
 def test_who_waits_for_a_backward_that_fails_has_the_next_turn(sim):
