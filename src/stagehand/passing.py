@@ -15,7 +15,7 @@ from stagehand.errors import (
     ConfigError,
     StagehandOOMError,
 )
-from stagehand.torch_private import func_transform, graph_task
+from stagehand.torch_private import func_transform, graph_task, take_off
 from stagehand.weights.edges import PassListener
 
 if TYPE_CHECKING:
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from stagehand.stores.files import FileSet
     from stagehand.tenancy import Tenancy
     from stagehand.weights.edges import Edges
+    from stagehand.weights.rows import RowGather
     from stagehand.weights.sites import SiteHooks
     from stagehand.weights.strays import Strays
     from stagehand.wires import Wires
@@ -73,6 +74,7 @@ class Passing(PassListener):
     _hands_over: bool
     _took_gradients: bool
     _steps: Steps
+    _rows: RowGather
     _strays: Strays
     _handled: BaseException | None
 
@@ -359,8 +361,9 @@ class Passing(PassListener):
             elif torch.is_grad_enabled() and not self._hooks.is_extra(module):
                 stack.enter_context(self._saved.hooks())
             watch = self._strays.begin(module)
+            stack.callback(take_off, (self._rows, watch))
             if watch is not None:
-                stack.enter_context(watch)
+                watch.__enter__()  # type: ignore[no-untyped-call]
             return stack.pop_all()
 
     def end_pass(self) -> None:

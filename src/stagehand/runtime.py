@@ -152,6 +152,7 @@ class Runtime(Passing, Sharing, Storing, Conduct):
             join=parts.scheduler.join,
             bring=parts.scheduler.before,
             leave=parts.scheduler.after,
+            is_torn=self._edges.is_torn,
             follow=self._follow,
         )
         self._strays = Strays(
@@ -163,6 +164,7 @@ class Runtime(Passing, Sharing, Storing, Conduct):
             is_latest=parts.scheduler.is_latest,
             fill=self._casts.fill,
             let_go=parts.scheduler.after,
+            is_torn=self._edges.is_torn,
             keep=parts.steering.keep,
         )
         additions = Additions(model, parts, self._wires, self._home)

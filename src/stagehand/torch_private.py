@@ -36,6 +36,8 @@
   have seen them. Without it, before those that were registered later.
 - `torch._C._{len,pop,push_on}_torch_dispatch_stack`: copies of weights are no part of
   what a dispatch mode watches. Without them, selective checkpointing may refuse.
+- `torch._C._{len,pop,push_on}_torch_function_stack`: take modes off that an interrupt
+  has left. They are as old as all versions that are supported.
 - `torch.ops.aten._to_copy`: the operator of all casts, autocast's included.
 - `torch._C._SetExcludeDispatchKeyGuard`: what a dispatch mode keeps of a tensor tells
   whether the tensor was changed since. It came with selective checkpointing.
@@ -69,7 +71,7 @@ Tried with torch 2.10 (on Python 3.10), 2.11 (3.12), 2.13 (3.11) and 2.15 (3.13)
 
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
@@ -487,6 +489,20 @@ def without_modes(*, but_sanitizer: bool = False) -> Iterator[None]:
             torch._C._pop_torch_dispatch_stack(None)
         while modes:
             torch._C._push_on_torch_dispatch_stack(modes.pop())
+
+
+def take_off(modes: Container[object]) -> None:
+    """Take modes off this thread's stack, wherever they are on it, if at all.
+
+    Above what an interrupt has left there may be modes of the user's.
+    """
+    others = []
+    while torch._C._len_torch_function_stack():
+        mode = torch._C._pop_torch_function_stack()
+        if mode not in modes:
+            others.append(mode)
+    while others:
+        torch._C._push_on_torch_function_stack(others.pop())
 
 
 def load_places(path: Path) -> Any:

@@ -150,6 +150,12 @@ class Edges:
         """Return whether this thread runs inside the model."""
         return self.thread is HERE.thread
 
+    def is_torn(self) -> bool:
+        """Whether an interrupt ended this thread's pass, and nobody has closed it."""
+        if self.inside():
+            return self._is_left()
+        return HERE.thread in self._unclosed
+
     @property
     def is_busy(self) -> bool:
         """Whether a pass is under way, in whichever thread."""

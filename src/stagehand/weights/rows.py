@@ -34,6 +34,7 @@ class RowGather(TorchFunctionMode):
         join: Called with the block before a lookup in a table that is on the device.
         bring: Called with the block before a lookup that needs the table there.
         leave: Called with the block after either.
+        is_torn: Whether it is left from a pass that was interrupted.
         follow: Called with a table and the node that goes back through a lookup, where
             others may have read the table before it in the same place.
     """
@@ -47,6 +48,7 @@ class RowGather(TorchFunctionMode):
         join: Callable[[Block], None],
         bring: Callable[[Block], None],
         leave: Callable[[Block], None],
+        is_torn: Callable[[], bool],
         follow: Callable[[torch.Tensor, Node], None],
     ) -> None:
         super().__init__()
@@ -58,6 +60,7 @@ class RowGather(TorchFunctionMode):
         self._join = join
         self._bring = bring
         self._leave = leave
+        self._is_torn = is_torn
         self._follow = follow
 
     @skipped
@@ -70,7 +73,7 @@ class RowGather(TorchFunctionMode):
     ) -> Any:
         """Replace a lookup in a table on the host; pass everything else on."""
         kwargs = kwargs or {}
-        if func is not nn.functional.embedding:
+        if func is not nn.functional.embedding or self._is_torn():
             return func(*args, **kwargs)
         self.busy = True
         try:

@@ -40,6 +40,7 @@ class Strays:
         is_latest: As well.
         fill: Called with a block that was brought: its casts have memory from now on.
         let_go: As for `StrayUses`.
+        is_torn: As for `StrayUses`.
         keep: Lets blocks stay from the next pass on. Raises `StagehandOOMError` if they
             do not fit the budget together.
     """
@@ -55,6 +56,7 @@ class Strays:
         is_latest: Callable[[Block], bool],
         fill: Callable[[Block], None],
         let_go: Callable[[Block], None],
+        is_torn: Callable[[], bool],
         keep: Callable[[Sequence[Block]], None],
     ) -> None:
         found = (m for m in model.modules() if isinstance(m, nn.MultiheadAttention))
@@ -66,6 +68,7 @@ class Strays:
         self._is_latest = is_latest
         self._fill = fill
         self._let_go = let_go
+        self._is_torn = is_torn
         self._keep = keep
         self._known: set[tuple[int, bool, bool]] = set()  # kinds that need no watching
         self._kind = (0, False, False)  # of this pass
@@ -92,6 +95,7 @@ class Strays:
             bring=self._bring_stray,
             is_at_hand=self._is_at_hand,
             let_go=self._let_go,
+            is_torn=self._is_torn,
         )
 
     def end(self, *, failed: bool) -> None:
@@ -204,6 +208,7 @@ class StrayUses(TorchFunctionMode):
         bring: Called with a block that is not in use, and its tensor that a call reads.
         is_at_hand: Whether one is there even so, in each pass alike.
         let_go: Called with the block after that call.
+        is_torn: Whether it is left from a pass that was interrupted.
     """
 
     def __init__(
@@ -215,6 +220,7 @@ class StrayUses(TorchFunctionMode):
         bring: Callable[[Block, torch.Tensor], None],
         is_at_hand: Callable[[Block], bool],
         let_go: Callable[[Block], None],
+        is_torn: Callable[[], bool],
     ) -> None:
         super().__init__()
         self._owners = owners
@@ -223,6 +229,7 @@ class StrayUses(TorchFunctionMode):
         self._bring = bring
         self._is_at_hand = is_at_hand
         self._let_go = let_go
+        self._is_torn = is_torn
 
     @skipped
     def __torch_function__(
@@ -255,6 +262,8 @@ class StrayUses(TorchFunctionMode):
                 return
             block = self._owners.get(id(value))
             if block is None or block.uses or self._is_at_hand(block):
+                return
+            if self._is_torn():
                 return
             self._bring(block, value)
             brought.append(block)
