@@ -361,7 +361,7 @@ class Passing(PassListener):
             elif torch.is_grad_enabled() and not self._hooks.is_extra(module):
                 stack.enter_context(self._saved.hooks())
             watch = self._strays.begin(module)
-            stack.callback(take_off, (self._rows, watch))
+            stack.callback(take_off, (self._rows.mode, watch))
             if watch is not None:
                 watch.__enter__()  # type: ignore[no-untyped-call]
             return stack.pop_all()

@@ -131,7 +131,7 @@ class Runtime(Passing, Sharing, Storing, Conduct):
         self._casts = Casts(settings.device.torch_device)
         self._gradients = self._make_gradients()
         if self._gradients is not None:
-            parts.scheduler.await_steps_with(self._gradients.await_steps)
+            parts.scheduler.await_steps_with(_weakly(self._gradients.await_steps))
         self._hooks = SiteHooks(
             self._edges,
             before=parts.scheduler.before,
@@ -202,7 +202,7 @@ class Runtime(Passing, Sharing, Storing, Conduct):
             block.unseen = block.unseen or _is_read_unseen(site)
             self._add_look(site, block.name)
         for table, group in finding.gathered:
-            self._hooks.add_gather(table, self._rows)
+            self._hooks.add_gather(table, self._rows.mode)
             self._add_look(table, group.name)
         # The handle comes first, so that a copy of the model begins with it.
         own = {k: v for k, v in model.__dict__.items() if k != HANDLE}

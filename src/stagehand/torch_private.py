@@ -71,14 +71,16 @@ Tried with torch 2.10 (on Python 3.10), 2.11 (3.12), 2.13 (3.11) and 2.15 (3.13)
 
 import sys
 import threading
-from collections.abc import Callable, Container, Iterator
+import weakref
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode
 from torch.utils.checkpoint import CheckpointPolicy
 from torch.utils.hooks import RemovableHandle
@@ -562,3 +564,39 @@ def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
     disable = getattr(torch, "_disable_dynamo", None)
     wrapped: Callable[..., Any] = function if disable is None else disable(function)
     return wrapped
+
+
+class Seer(Protocol):
+    """Sees the calls of torch functions, and makes them."""
+
+    def see(
+        self,
+        func: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+    ) -> Any:
+        """Make a call and return its result."""
+
+
+class WeakMode(TorchFunctionMode):
+    """Lets an object see the calls of a thread for as long as others keep the object.
+
+    An interrupt may leave the mode on the thread's stack, which keeps no model alive.
+    """
+
+    def __init__(self, seer: Seer) -> None:
+        super().__init__()
+        self._seer = weakref.ref(seer)
+
+    @skipped
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Pass a call on."""
+        kwargs = kwargs or {}
+        seer = self._seer()
+        return func(*args, **kwargs) if seer is None else seer.see(func, args, kwargs)

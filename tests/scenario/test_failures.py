@@ -242,6 +242,26 @@ def test_an_interrupt_leaves_no_look_at_what_others_compute(sim, name, passes):
     runtime_of(model).shutdown()
 
 
+@pytest.mark.parametrize("passes", [0, 2])
+@pytest.mark.parametrize("name", ["0", "2"])
+def test_a_model_that_is_dropped_after_an_interrupt_leaves_nothing(sim, name, passes):
+    """Nobody enters it again, so what the interrupt left open is never closed."""
+    held = sim.allocated_bytes(), sim.pinned_bytes(), live_leases()
+    model = nn.Sequential(nn.Embedding(8 * WIDTH, WIDTH), *stack(4))
+    stagehand.layer(model, vram_budget=2 * LAYER_BYTES, device="hpu")
+    with torch.no_grad():
+        for _ in range(passes):
+            model(torch.arange(8))
+        raising_at(model.get_submodule(name), KeyboardInterrupt, "inside")
+        with pytest.raises(KeyboardInterrupt):
+            model(torch.arange(8))
+    del model
+    gc.collect()
+    torch.accelerator.synchronize()
+    gc.collect()  # of what the model's end has let go
+    assert (sim.allocated_bytes(), sim.pinned_bytes(), live_leases()) == held
+
+
 def test_exceptions_in_every_pass_do_not_add_up(sim):
     model = streamed_stack("hpu")
     expected = run_resident(stack(), "hpu", batch())

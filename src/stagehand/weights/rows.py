@@ -6,12 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
-from stagehand.torch_private import skipped
+from stagehand.torch_private import WeakMode
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Mapping
 
     from torch.autograd.graph import Node
 
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["RowGather"]
 
 
-class RowGather(TorchFunctionMode):
+class RowGather:
     """Looks rows up on the host, so that they cross the link and not their table.
 
     Active inside the forward of embeddings whose table stays on the host. Waits for the
@@ -51,7 +50,7 @@ class RowGather(TorchFunctionMode):
         is_torn: Callable[[], bool],
         follow: Callable[[torch.Tensor, Node], None],
     ) -> None:
-        super().__init__()
+        self.mode = WeakMode(self)
         self.busy = False
         """Whether rows are looked up at this moment."""
         self._device = device
@@ -63,16 +62,13 @@ class RowGather(TorchFunctionMode):
         self._is_torn = is_torn
         self._follow = follow
 
-    @skipped
-    def __torch_function__(
+    def see(
         self,
         func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
     ) -> Any:
         """Replace a lookup in a table on the host; pass everything else on."""
-        kwargs = kwargs or {}
         if func is not nn.functional.embedding or self._is_torn():
             return func(*args, **kwargs)
         self.busy = True

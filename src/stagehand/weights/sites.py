@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
     from stagehand.residency.blocks import Block, Reader
+    from stagehand.torch_private import WeakMode
     from stagehand.weights.edges import Edges
-    from stagehand.weights.rows import RowGather
 
 __all__ = ["SiteHooks", "is_hooked"]
 
@@ -364,7 +364,7 @@ class _Look(_Hook):
 class _RowsBegin(_Hook):
     __slots__ = ("_mode",)
 
-    def __init__(self, mode: RowGather) -> None:
+    def __init__(self, mode: WeakMode) -> None:
         self._mode = mode
 
     def __call__(self, module: nn.Module, args: Any) -> None:
@@ -374,7 +374,7 @@ class _RowsBegin(_Hook):
 class _RowsEnd(_Hook):
     __slots__ = ("_mode",)
 
-    def __init__(self, mode: RowGather) -> None:
+    def __init__(self, mode: WeakMode) -> None:
         self._mode = mode
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -585,7 +585,7 @@ class SiteHooks:
         hook = module.register_forward_hook
         add_hook(self._handles, hook, _Look(look), with_kwargs=True)
 
-    def add_gather(self, module: nn.Module, mode: RowGather) -> None:
+    def add_gather(self, module: nn.Module, mode: WeakMode) -> None:
         """Let a module look its rows up on the host."""
         add = partial(add_hook, self._handles)
         add(module.register_forward_pre_hook, _RowsBegin(mode))

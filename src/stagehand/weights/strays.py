@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from torch.compiler import is_dynamo_compiling
-from torch.overrides import TorchFunctionMode
 
 from stagehand.errors import StagehandOOMError, StagehandWarning
-from stagehand.torch_private import in_function_of, is_compiled_for, skipped
+from stagehand.torch_private import WeakMode, in_function_of, is_compiled_for
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -61,15 +60,20 @@ class Strays:
     ) -> None:
         found = (m for m in model.modules() if isinstance(m, nn.MultiheadAttention))
         self._attention = [weakref.ref(module) for module in found]
-        self._owners = owners
-        self._rows = rows
-        self._device = device
         self._bring = bring
         self._is_latest = is_latest
         self._fill = fill
-        self._let_go = let_go
-        self._is_torn = is_torn
         self._keep = keep
+        self._uses = StrayUses(
+            owners,
+            rows,
+            device=device,
+            bring=self._bring_stray,
+            is_at_hand=self._is_at_hand,
+            let_go=let_go,
+            is_torn=is_torn,
+        )
+        self._mode = WeakMode(self._uses)
         self._known: set[tuple[int, bool, bool]] = set()  # kinds that need no watching
         self._kind = (0, False, False)  # of this pass
         self._watches = False
@@ -81,22 +85,12 @@ class Strays:
     def __repr__(self) -> str:
         return f"Strays({len(self._known)} kinds of passes known)"
 
-    def begin(self, edge: nn.Module) -> StrayUses | None:
+    def begin(self, edge: nn.Module) -> WeakMode | None:
         """A pass begins: return the mode that watches it, if it is to be watched."""
         self._found = []
         self._kind = kind = id(edge), torch.is_grad_enabled(), edge.training
         self._watches = kind not in self._known and not self._may_fuse()
-        if not self._watches:
-            return None
-        return StrayUses(
-            self._owners,
-            self._rows,
-            device=self._device,
-            bring=self._bring_stray,
-            is_at_hand=self._is_at_hand,
-            let_go=self._let_go,
-            is_torn=self._is_torn,
-        )
+        return self._mode if self._watches else None
 
     def end(self, *, failed: bool) -> None:
         """It ends. Without room for what it has found, the next ones look out again.
@@ -194,7 +188,7 @@ class Strays:
             )
 
 
-class StrayUses(TorchFunctionMode):
+class StrayUses:
     """Finds weights that are read outside of their own module's forward.
 
     Active in first passes only, because it sees every call. Some modules read their
@@ -222,7 +216,6 @@ class StrayUses(TorchFunctionMode):
         let_go: Callable[[Block], None],
         is_torn: Callable[[], bool],
     ) -> None:
-        super().__init__()
         self._owners = owners
         self._rows = rows
         self._device = device
@@ -231,16 +224,13 @@ class StrayUses(TorchFunctionMode):
         self._let_go = let_go
         self._is_torn = is_torn
 
-    @skipped
-    def __torch_function__(
+    def see(
         self,
         func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
     ) -> Any:
         """Bring what the call reads, pass it on, and let go of what was brought."""
-        kwargs = kwargs or {}
         if self._rows.busy or _is_harmless(func):
             return func(*args, **kwargs)
         brought: list[Block] = []
