@@ -22,9 +22,10 @@ trace in the graph and stays an activation.
 """
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
+from weakref import WeakMethod
 
 import torch
 from torch import is_grad_enabled
@@ -60,6 +61,9 @@ _Tensor = torch.Tensor
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 
 _NO_STREAM = object()
+
+# As hooks do that an interrupt has left on a thread, a graph keeps no model.
+_Watch = WeakMethod[Callable[[], AbstractContextManager[Any]]]
 
 # A tensor's number, and offset, type, shape and strides of a view.
 _Key = tuple[int, int, torch.dtype, torch.Size, tuple[int, ...]]
@@ -246,7 +250,7 @@ class SavedTensors:
         """The number of the backward pass that is known to go on."""
         self.site: Block | None = None
         """The block of the site that runs now, if it may be read unseen."""
-        self.watch: Callable[[], AbstractContextManager[Any]] | None = None
+        self.watch: _Watch | None = None
         """What to be in where this forward's regions are recomputed, if in anything."""
         # Where views of weights were seen: in which slot, if it still has that memory.
         self._seen: dict[int, Slot] = {}
@@ -273,7 +277,7 @@ class SavedTensors:
             push_saved_hooks(self.pack, self._unpack)
             return True
         owner = getattr(top[1], "__self__", None)
-        if owner is self or (isinstance(owner, _Inside) and owner.saved is self):
+        if self._is_part(owner):
             return False
         inside = _Inside(self, *top)
         pack = looked_through(partial(inside.pack), top)
@@ -283,6 +287,16 @@ class SavedTensors:
         push_saved_hooks(pack, inside.unpack)
         sparing(self._is_in_slot)
         return not instead
+
+    def fall(self) -> None:
+        """Take off what an interrupt has left on this thread: the model is gone."""
+        while (top := top_saved_hooks()) is not None:
+            if not self._is_part(getattr(top[1], "__self__", None)):
+                return
+            pop_saved_hooks()
+
+    def _is_part(self, owner: Any) -> bool:
+        return owner is self or (isinstance(owner, _Inside) and owner.saved is self)
 
     def _is_in_slot(self, tensor: torch.Tensor) -> bool:
         """Whether a view of a tensor would keep the memory of a slot."""
@@ -510,11 +524,10 @@ class _Inside:
 
 
 def _in_watch(
-    watch: Callable[[], AbstractContextManager[Any]],
-    unpack: Callable[[Any], torch.Tensor],
-    packed: Any,
+    watch: _Watch, unpack: Callable[[Any], torch.Tensor], packed: Any
 ) -> torch.Tensor:
-    with watch():
+    begin = watch()
+    with nullcontext() if begin is None else begin():
         return unpack(packed)
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from contextlib import AbstractContextManager, ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
@@ -15,11 +16,10 @@ from stagehand.errors import (
     ConfigError,
     StagehandOOMError,
 )
-from stagehand.torch_private import func_transform, graph_task
+from stagehand.torch_private import func_transform, graph_task, take_off
 from stagehand.weights.edges import PassListener
 
 if TYPE_CHECKING:
-    import weakref
     from collections.abc import Sequence
 
     from torch import nn
@@ -39,11 +39,12 @@ if TYPE_CHECKING:
     from stagehand.stores.files import FileSet
     from stagehand.tenancy import Tenancy
     from stagehand.weights.edges import Edges
+    from stagehand.weights.rows import RowGather
     from stagehand.weights.sites import SiteHooks
     from stagehand.weights.strays import Strays
     from stagehand.wires import Wires
 
-__all__ = ["Passing"]
+__all__ = ["Passing", "gone"]
 
 
 class Passing(PassListener):
@@ -73,6 +74,7 @@ class Passing(PassListener):
     _hands_over: bool
     _took_gradients: bool
     _steps: Steps
+    _rows: RowGather
     _strays: Strays
     _handled: BaseException | None
 
@@ -266,11 +268,7 @@ class Passing(PassListener):
     def _fetch(self, block: Block) -> None:
         """Bring a block to the device for autograd."""
         if self._closed or self._model_ref() is None:
-            raise ClosedError(
-                f"a graph needs weights of block {block.name!r}, but the runtime that"
-                " knows where they are was shut down, or its model is gone; run the"
-                " forward again"
-            )
+            gone(block)
         if self._edges.thread is not HERE.thread:
             self._edges.enter_backward()
         scheduler, gradients = self._parts.scheduler, self._gradients
@@ -356,8 +354,10 @@ class Passing(PassListener):
         with ExitStack() as stack:  # an interrupt leaves none of them entered
             if self._settings.inference_mode:
                 stack.enter_context(torch.no_grad())
+            stack.callback(take_off, self._rows.mode)
             watch = self._strays.begin(module)
-            self._saved.watch = None if watch is None else self._strays.begin_again
+            again = self._strays.begin_again
+            self._saved.watch = None if watch is None else weakref.WeakMethod(again)
             if torch.is_grad_enabled() and not self._hooks.is_extra(module):
                 stack.enter_context(self._saved.hooks())
             if watch is not None:
@@ -493,3 +493,11 @@ class Passing(PassListener):
         )
         if target != parts.weights.limit_bytes:
             self._limit_to(target)
+
+
+def gone(block: Block) -> NoReturn:
+    """Refuse what a graph asks for that has outlived its model."""
+    raise ClosedError(
+        f"a graph needs weights of block {block.name!r}, but the runtime that knows"
+        " where they are was shut down, or its model is gone; run the forward again"
+    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import weakref
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec
 
 import torch
 from torch import nn
@@ -32,7 +32,7 @@ from stagehand.guards import Guards
 from stagehand.host_memory import HostMemory
 from stagehand.measure import Measure
 from stagehand.moves import Moves
-from stagehand.passing import Passing
+from stagehand.passing import Passing, gone
 from stagehand.report import Report, advise
 from stagehand.residency.blocks import Block, readers_of, tensor_bytes
 from stagehand.sharing import HANDLE, Sharing
@@ -49,11 +49,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
+    from stagehand.assembly import Parts
     from stagehand.core.arena import Arena
     from stagehand.residency.finding import Finding
     from stagehand.stores.files import FileSet
 
 __all__ = ["Runtime"]
+
+_P = ParamSpec("_P")
 
 
 class Runtime(Passing, Sharing, Storing, Conduct):
@@ -124,14 +127,14 @@ class Runtime(Passing, Sharing, Storing, Conduct):
         self._saved = SavedTensors(
             parts.scheduler,
             self._owners,
-            self._fetch,
-            self._turn_back,
+            _weakly(self._fetch, gone),
+            _weakly(self._turn_back),
             settings.device,
         )
         self._casts = Casts(settings.device.torch_device)
         self._gradients = self._make_gradients()
         if self._gradients is not None:
-            parts.scheduler.await_steps_with(self._gradients.await_steps)
+            parts.scheduler.await_steps_with(_weakly(self._gradients.await_steps))
         self._hooks = SiteHooks(
             self._edges,
             before=parts.scheduler.before,
@@ -152,6 +155,7 @@ class Runtime(Passing, Sharing, Storing, Conduct):
             join=parts.scheduler.join,
             bring=parts.scheduler.before,
             leave=parts.scheduler.after,
+            is_torn=self._edges.is_torn,
             follow=self._follow,
         )
         self._strays = Strays(
@@ -165,11 +169,12 @@ class Runtime(Passing, Sharing, Storing, Conduct):
             is_latest=parts.scheduler.is_latest,
             fill=self._casts.fill,
             let_go=parts.scheduler.after,
+            is_torn=self._edges.is_torn,
             keep=parts.steering.keep,
         )
         additions = Additions(model, parts, self._wires, self._home)
         self._additions = weakref.ref(additions)  # see `Moves`
-        self._finalizer = weakref.finalize(model, parts.close)
+        self._finalizer = weakref.finalize(model, _end, self._saved, parts)
         # At exit the model is there, for whoever comes later: the system takes all.
         self._finalizer.atexit = False
         # Until here the model and the device are as they were.
@@ -202,7 +207,7 @@ class Runtime(Passing, Sharing, Storing, Conduct):
             block.unseen = block.unseen or _is_read_unseen(site)
             self._add_look(site, block.name)
         for table, group in finding.gathered:
-            self._hooks.add_gather(table, self._rows)
+            self._hooks.add_gather(table, self._rows.mode)
             self._add_look(table, group.name)
         # The handle comes first, so that a copy of the model begins with it.
         own = {k: v for k, v in model.__dict__.items() if k != HANDLE}
@@ -677,14 +682,22 @@ def _twice(rest: ExitStack, call: Callable[..., object], *args: object) -> None:
         rest.callback(call, *args)
 
 
-def _weakly(call: Callable[[], None]) -> Callable[[], None]:
-    """Return a function that calls a method as long as its object lives."""
+def _end(saved: SavedTensors, parts: Parts) -> None:
+    """Leave nothing of a model that is gone."""
+    saved.fall()
+    parts.close()
+
+
+def _weakly(
+    call: Callable[_P, None], otherwise: Callable[_P, None] | None = None
+) -> Callable[_P, None]:
+    """Return a function that calls a method while its object lives, then another."""
     known = weakref.WeakMethod(call)
 
-    def called() -> None:
-        call = known()
+    def called(*args: _P.args, **kwargs: _P.kwargs) -> None:
+        call = known() or otherwise
         if call is not None:
-            call()
+            call(*args, **kwargs)
 
     return called
 

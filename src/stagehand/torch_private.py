@@ -36,8 +36,9 @@
   have seen them. Without it, before those that were registered later.
 - `torch._C._{len,pop,push_on}_torch_dispatch_stack`: copies of weights are no part of
   what a dispatch mode watches. Without them, selective checkpointing may refuse.
-- `torch._C._len_torch_function_stack`: is the mode that finds weights on top of others?
-  Without it, it is taken to be.
+- `torch._C._{len,pop,push_on}_torch_function_stack`, `_get_function_stack_at`: is the
+  mode that finds weights on top of others? And take those off that an interrupt has
+  left. They are as old as all versions that are supported.
 - `torch.ops.aten._to_copy`: the operator of all casts, autocast's included.
 - `torch._C._SetExcludeDispatchKeyGuard`: what a dispatch mode keeps of a tensor tells
   whether the tensor was changed since. It came with selective checkpointing.
@@ -71,14 +72,16 @@ Tried with torch 2.10 (on Python 3.10), 2.11 (3.12), 2.13 (3.11) and 2.15 (3.13)
 
 import sys
 import threading
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode
 from torch.utils.checkpoint import CheckpointPolicy
 from torch.utils.hooks import RemovableHandle
@@ -88,6 +91,7 @@ from stagehand.frames import frames_of
 
 __all__ = [
     "DispatchMode",
+    "WeakMode",
     "WeakStorage",
     "add_hook",
     "allocated_on",
@@ -97,7 +101,6 @@ __all__ = [
     "dispatch_modes",
     "dispatching",
     "func_transform",
-    "function_modes",
     "give_value",
     "graph_task",
     "has_more_hooks",
@@ -105,6 +108,7 @@ __all__ = [
     "in_function_of",
     "is_compiled_for",
     "is_last_hook",
+    "is_on_top",
     "keeps_graph",
     "load_places",
     "looked_through",
@@ -120,6 +124,7 @@ __all__ = [
     "sparing",
     "storage_key",
     "storage_use_count",
+    "take_off",
     "tensor_use_count",
     "top_saved_hooks",
     "untraced",
@@ -190,10 +195,6 @@ dispatch_modes: Callable[[], int] = getattr(
     torch._C, "_len_torch_dispatch_stack", lambda: 0
 )
 """Return how many dispatch modes are active in this thread."""
-function_modes: Callable[[], int] = getattr(
-    torch._C, "_len_torch_function_stack", lambda: 0
-)
-"""Return how many torch function modes are active in this thread."""
 _func_levels: Callable[[], Any] = getattr(
     getattr(torch._C, "_functorch", None), "get_interpreter_stack", lambda: None
 )
@@ -497,6 +498,30 @@ def without_modes(*, but_sanitizer: bool = False) -> Iterator[None]:
             torch._C._push_on_torch_dispatch_stack(modes.pop())
 
 
+def is_on_top(mode: TorchFunctionMode) -> bool:
+    """Return whether a mode is the first in this thread to see a call."""
+    return _modes()[-1:] == [mode]
+
+
+def take_off(mode: TorchFunctionMode) -> None:
+    """Take a mode off this thread's stack, if it is there.
+
+    Above what an interrupt has left there may be modes of the user's.
+    """
+    if mode not in _modes():
+        return
+    above: list[TorchFunctionMode] = []
+    while (top := torch._C._pop_torch_function_stack()) is not mode:
+        above.append(top)
+    while above:
+        torch._C._push_on_torch_function_stack(above.pop())
+
+
+def _modes() -> list[TorchFunctionMode]:
+    depth = torch._C._len_torch_function_stack()
+    return [torch._C._get_function_stack_at(place) for place in range(depth)]
+
+
 def load_places(path: Path) -> Any:
     """Return what a file of `torch.save` holds: plain values, and tensors without any.
 
@@ -554,3 +579,39 @@ def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
     disable = getattr(torch, "_disable_dynamo", None)
     wrapped: Callable[..., Any] = function if disable is None else disable(function)
     return wrapped
+
+
+class Seer(Protocol):
+    """Sees the calls of torch functions, and makes them."""
+
+    def see(
+        self,
+        func: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+    ) -> Any:
+        """Make a call and return its result."""
+
+
+class WeakMode(TorchFunctionMode):
+    """Lets an object see the calls of a thread for as long as others keep the object.
+
+    An interrupt may leave the mode on the thread's stack, which keeps no model alive.
+    """
+
+    def __init__(self, seer: Seer) -> None:
+        super().__init__()
+        self._seer = weakref.ref(seer)
+
+    @skipped
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Pass a call on."""
+        kwargs = kwargs or {}
+        seer = self._seer()
+        return func(*args, **kwargs) if seer is None else seer.see(func, args, kwargs)

@@ -218,6 +218,54 @@ def test_after_an_exception_the_model_can_be_copied_and_saved(place, kind):
     end(model)
 
 
+@pytest.mark.parametrize("passes", [0, 2])
+@pytest.mark.parametrize("name", ["0", "2"])
+def test_an_interrupt_leaves_no_look_at_what_others_compute(sim, name, passes):
+    """Lookups of other tables go on on the host, and reads of weights are no uses."""
+    model = nn.Sequential(nn.Embedding(8 * WIDTH, WIDTH), *stack(4))
+    plain, ids = deepcopy(model).to("hpu"), torch.arange(8)
+    stagehand.layer(model, vram_budget=2 * LAYER_BYTES, device="hpu")
+    with torch.no_grad():
+        expected = plain(ids.to("hpu"))
+        for _ in range(passes):
+            model(ids)
+        raising_at(model.get_submodule(name), KeyboardInterrupt, "inside")
+        with pytest.raises(KeyboardInterrupt):
+            model(ids)
+        assert nn.Embedding(8, 4)(ids).device == torch.device("cpu")
+        assert (model[0].weight + 1).device == torch.device("cpu")
+        with torch.device("cpu"):  # a mode above what was left
+            assert_bitwise_equal(model(ids), expected, "next pass")
+        assert_bitwise_equal(model(ids), expected, "the one after")
+    assert torch.overrides._get_current_function_mode_stack() == []
+    assert not any(block.read_elsewhere for block in blocks_of(model))
+    model[int(name)].__dict__.pop("forward")
+    runtime_of(model).shutdown()
+
+
+@pytest.mark.parametrize("trains", [False, True])
+@pytest.mark.parametrize("passes", [0, 2])
+@pytest.mark.parametrize("name", ["0", "2"])
+def test_a_model_that_is_dropped_after_an_interrupt_leaves_nothing(
+    sim, name, passes, trains
+):
+    """Nobody enters it again, so what the interrupt left open is never closed."""
+    held = sim.allocated_bytes(), sim.pinned_bytes(), live_leases()
+    model = nn.Sequential(nn.Embedding(8 * WIDTH, WIDTH), *stack(4))
+    stagehand.layer(model, vram_budget=2 * LAYER_BYTES, device="hpu")
+    with torch.set_grad_enabled(trains):
+        for _ in range(passes):
+            model(torch.arange(8))
+        raising_at(model.get_submodule(name), KeyboardInterrupt, "inside")
+        with pytest.raises(KeyboardInterrupt):
+            model(torch.arange(8))
+    del model
+    gc.collect()
+    torch.accelerator.synchronize()
+    gc.collect()  # of what the model's end has let go
+    assert (sim.allocated_bytes(), sim.pinned_bytes(), live_leases()) == held
+
+
 def test_exceptions_in_every_pass_do_not_add_up(sim):
     model = streamed_stack("hpu")
     expected = run_resident(stack(), "hpu", batch())

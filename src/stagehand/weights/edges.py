@@ -154,6 +154,10 @@ class Edges:
         """Return whether this thread runs inside the model."""
         return self.thread is HERE.thread
 
+    def is_torn(self) -> bool:
+        """Whether this thread is in no pass, or in one that an interrupt has ended."""
+        return self._is_left() if self.inside() else not in_backward()
+
     @property
     def is_busy(self) -> bool:
         """Whether a pass is under way, in whichever thread."""

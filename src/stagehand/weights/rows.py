@@ -6,12 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
-from stagehand.torch_private import skipped
+from stagehand.torch_private import WeakMode
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Mapping
 
     from torch.autograd.graph import Node
 
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["RowGather"]
 
 
-class RowGather(TorchFunctionMode):
+class RowGather:
     """Looks rows up on the host, so that they cross the link and not their table.
 
     Active inside the forward of embeddings whose table stays on the host. Waits for the
@@ -34,6 +33,7 @@ class RowGather(TorchFunctionMode):
         join: Called with the block before a lookup in a table that is on the device.
         bring: Called with the block before a lookup that needs the table there.
         leave: Called with the block after either.
+        is_torn: Whether it is left from a pass that was interrupted.
         follow: Called with a table and the node that goes back through a lookup, where
             others may have read the table before it in the same place.
     """
@@ -47,9 +47,10 @@ class RowGather(TorchFunctionMode):
         join: Callable[[Block], None],
         bring: Callable[[Block], None],
         leave: Callable[[Block], None],
+        is_torn: Callable[[], bool],
         follow: Callable[[torch.Tensor, Node], None],
     ) -> None:
-        super().__init__()
+        self.mode = WeakMode(self)
         self.busy = False
         """Whether rows are looked up at this moment."""
         self._device = device
@@ -58,19 +59,17 @@ class RowGather(TorchFunctionMode):
         self._join = join
         self._bring = bring
         self._leave = leave
+        self._is_torn = is_torn
         self._follow = follow
 
-    @skipped
-    def __torch_function__(
+    def see(
         self,
         func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
     ) -> Any:
         """Replace a lookup in a table on the host; pass everything else on."""
-        kwargs = kwargs or {}
-        if func is not nn.functional.embedding:
+        if func is not nn.functional.embedding or self._is_torn():
             return func(*args, **kwargs)
         self.busy = True
         try:

@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
     from stagehand.residency.blocks import Block, Reader
+    from stagehand.torch_private import WeakMode
     from stagehand.weights.edges import Edges
-    from stagehand.weights.rows import RowGather
     from stagehand.weights.strays import StrayUses
 
 __all__ = ["SiteHooks", "is_hooked"]
@@ -380,7 +380,7 @@ class _Spared(_Hook):
 class _RowsBegin(_Hook):
     __slots__ = ("_mode",)
 
-    def __init__(self, mode: RowGather) -> None:
+    def __init__(self, mode: WeakMode) -> None:
         self._mode = mode
 
     def __call__(self, module: nn.Module, args: Any) -> None:
@@ -390,7 +390,7 @@ class _RowsBegin(_Hook):
 class _RowsEnd(_Hook):
     __slots__ = ("_mode",)
 
-    def __init__(self, mode: RowGather) -> None:
+    def __init__(self, mode: WeakMode) -> None:
         self._mode = mode
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -601,7 +601,7 @@ class SiteHooks:
         hook = module.register_forward_hook
         add_hook(self._handles, hook, _Look(look), with_kwargs=True)
 
-    def add_gather(self, module: nn.Module, mode: RowGather) -> None:
+    def add_gather(self, module: nn.Module, mode: WeakMode) -> None:
         """Let a module look its rows up on the host."""
         add = partial(add_hook, self._handles)
         add(module.register_forward_pre_hook, _RowsBegin(mode))

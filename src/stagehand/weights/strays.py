@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from torch.compiler import is_dynamo_compiling
-from torch.overrides import TorchFunctionMode
 
 from stagehand.errors import StagehandOOMError, StagehandWarning
 from stagehand.torch_private import (
-    function_modes,
+    WeakMode,
     in_function_of,
     is_compiled_for,
+    is_on_top,
     remove_hooks,
-    skipped,
+    take_off,
 )
 
 if TYPE_CHECKING:
@@ -53,6 +53,7 @@ class Strays:
         is_latest: Whether a block lies where the latest use has left it.
         fill: Called with a block that was brought: its casts have memory from now on.
         let_go: As for `StrayUses`.
+        is_torn: As well.
         keep: Lets blocks stay from the next pass on. Raises `StagehandOOMError` if they
             do not fit the budget together.
     """
@@ -70,6 +71,7 @@ class Strays:
         is_latest: Callable[[Block], bool],
         fill: Callable[[Block], None],
         let_go: Callable[[Block], None],
+        is_torn: Callable[[], bool],
         keep: Callable[[Sequence[Block]], None],
     ) -> None:
         spared = [(m, _attention_in(m)) for m in _hookable(model, sites)]
@@ -84,6 +86,7 @@ class Strays:
         self._is_latest = is_latest
         self._fill = fill
         self._let_go = let_go
+        self._is_torn = is_torn
         self._keep = keep
         self._known: set[tuple[int, bool, bool]] = set()  # kinds that need no watching
         self._kind = (0, False, False)  # of this pass
@@ -122,6 +125,7 @@ class Strays:
             bring=self._bring_strays,
             is_at_hand=is_at_hand,
             let_go=self._let_go,
+            is_torn=self._is_torn,
         )
 
     def end(self, *, failed: bool) -> None:
@@ -247,7 +251,7 @@ def _is_never_at_hand(_: Block) -> bool:
     return False
 
 
-class StrayUses(TorchFunctionMode):
+class StrayUses:
     """Finds weights that are read outside of their own module's forward.
 
     Active in first passes only, because it sees every call. Some modules read their
@@ -265,6 +269,7 @@ class StrayUses(TorchFunctionMode):
             tensor that it reads.
         is_at_hand: Whether one is there even so, in each pass alike.
         let_go: Called with each of the blocks after that call.
+        is_torn: Whether it is left from a pass that was interrupted.
     """
 
     def __init__(
@@ -278,8 +283,8 @@ class StrayUses(TorchFunctionMode):
         bring: Callable[[Mapping[Block, torch.Tensor]], None],
         is_at_hand: Callable[[Block], bool],
         let_go: Callable[[Block], None],
+        is_torn: Callable[[], bool],
     ) -> None:
-        super().__init__()
         self.spared = spared
         self._owners = owners
         self._rows = rows
@@ -288,15 +293,15 @@ class StrayUses(TorchFunctionMode):
         self._bring = bring
         self._is_at_hand = is_at_hand
         self._let_go = let_go
+        self._is_torn = is_torn
+        self._mode = WeakMode(self)
         self._handles: list[RemovableHandle] = []
-        self._depth = 0  # of the stack of modes, with this on top
         self._pauses = 0
         self._is_off = False
 
     def __enter__(self) -> Self:
-        super().__enter__()  # type: ignore[no-untyped-call]
-        self._depth = function_modes()
         try:
+            self._mode.__enter__()  # type: ignore[no-untyped-call]
             for module in self.spared:
                 self._spare(module, self, self._handles)
         except BaseException:
@@ -305,40 +310,37 @@ class StrayUses(TorchFunctionMode):
         return self
 
     def __exit__(self, *_: object) -> None:
+        take_off(self._mode)
+        self._is_off = False  # no hook puts it back
         remove_hooks(self._handles)
-        if not self._is_off:  # as after an interrupt
-            super().__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     def pause(self) -> None:
         """Watch nothing until `resume`, unless somebody else's mode is active, too."""
-        if not self._pauses and function_modes() == self._depth:
+        if not self._pauses and is_on_top(self._mode):
             self._is_off = True
-            super().__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            take_off(self._mode)
         self._pauses += 1
 
     def resume(self) -> None:
         """End what the latest `pause` began, if one did."""
         self._pauses = max(self._pauses - 1, 0)
         if self._is_off and not self._pauses:
-            super().__enter__()  # type: ignore[no-untyped-call]
+            self._mode.__enter__()  # type: ignore[no-untyped-call]
             self._is_off = False
 
-    @skipped
-    def __torch_function__(
+    def see(
         self,
         func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
     ) -> Any:
         """Bring what the call reads, pass it on, and let go of what was brought."""
-        kwargs = kwargs or {}
         if self._rows.busy or _is_harmless(func):
             return func(*args, **kwargs)
         read: dict[Block, torch.Tensor] = {}
         for value in (*args, *kwargs.values()):
             self._look_at(value, read)
-        if not read or (len(read) == 1 and self._is_at_hand(*read)):
+        if not read or (len(read) == 1 and self._is_at_hand(*read)) or self._is_torn():
             return func(*args, **kwargs)
         self._bring(read)
         try:
