@@ -5,6 +5,7 @@ import dis
 import functools
 import itertools
 import math
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from pathlib import Path
@@ -32,6 +33,7 @@ from scenario.small import (
     values,
 )
 from stagehand.core.transfer import TransferEngine
+from stagehand.residency.mover import Mover
 from stagehand.torch_private import top_saved_hooks
 from tracing import traced
 
@@ -418,6 +420,38 @@ def test_an_interrupt_between_any_two_lines_of_a_move_loses_nothing(place):
                 x = x @ (torch.eye(WIDTH) + 0.125 * (each.count + 1))
             torch.testing.assert_close(model(batch()).cpu(), x)
     assert interrupts >= 60
+    runtime_of(model).shutdown()
+
+
+def test_a_load_that_was_dropped_before_an_interrupt_came_is_made_again(sim):
+    """Its block was taken for loaded, with what its slot had held many passes ago."""
+    model, plain = changing()
+    for number in range(8):  # each slot holds several in turn
+        for each in (model, plain):
+            each[number].weight.data.mul_(number + 1)
+    stagehand.layer(model, vram_budget=4 * LAYER_BYTES, device="cpu")
+    readers = runtime_of(model)._parts.loader._workers
+    interrupts = 0
+    for line in range(1, 40):
+        free = threading.Event()
+
+        def hold(*_, free=free):
+            for _ in range(2):
+                readers.submit(free.wait, 10)  # the rest comes behind
+
+        with torch.no_grad():
+            assert_bitwise_equal(model(batch()), plain(batch()), f"before {line}")
+            handle = model[-2].register_forward_hook(hold)
+            assert_bitwise_equal(model(batch()), plain(batch()), f"line {line}")
+            handle.remove()
+            try:
+                with interrupted_at(line, Mover._leave, Mover.vacate):
+                    runtime_of(model).park()
+            except KeyboardInterrupt:
+                interrupts += 1
+            free.set()
+            assert_bitwise_equal(model(batch()), plain(batch()), f"after {line}")
+    assert interrupts >= 20
     runtime_of(model).shutdown()
 
 

@@ -77,6 +77,7 @@ class HostLoader:
         block.tell_edits()
         block.versions = block.read_versions()
         if priority <= Priority.REQUIRED:
+            self._jobs.pop(block.index, None)
             self._count(block, self._read(block))
         else:
             # The job holds no tensor of the slot: the slot's holders are counted.
@@ -127,8 +128,12 @@ class HostLoader:
         return []
 
     def forget(self, block: Block) -> None:
-        """See `Loader.forget`. Returns when no thread writes the slot any more."""
-        job = self._jobs.pop(block.index, None)
+        """See `Loader.forget`. Returns when no thread writes the slot any more.
+
+        What is left of the job tells `finish`, if an interrupt leaves the block where
+        it is, whether the slot was filled.
+        """
+        job = self._jobs.get(block.index)
         if job is not None:
             self._workers.drop(job)
 

@@ -10,7 +10,8 @@ Not thread-safe: callers hold the runtime's lock.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from functools import wraps
+from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 
 from stagehand.core.transfer import Priority, Slot, TransferEngine
 from stagehand.errors import CheckpointError, StagehandOOMError
@@ -35,6 +36,26 @@ if TYPE_CHECKING:
     from stagehand.residency.plan import Plan
 
 __all__ = ["Scheduler"]
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def _whole(
+    method: Callable[Concatenate[Scheduler, _P], _R],
+) -> Callable[Concatenate[Scheduler, _P], _R]:
+    """Let no interrupt leave a move half made, where there may be no pass to abort."""
+
+    @wraps(method)
+    def called(self: Scheduler, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+        try:
+            return method(self, *args, **kwargs)
+        except BaseException as error:
+            if not isinstance(error, Exception):
+                self._mend()
+            raise
+
+    return called
 
 
 class Scheduler:
@@ -212,17 +233,21 @@ class Scheduler:
         An interrupt skips hooks, and comes between any two lines.
         """
         self.fetched = None
-        self._ahead.recover()
+        self._mend()
         stream = self._device.current_stream()
+        for slot in self._memory.slots:
+            block = slot.occupant
+            if block is not None and block.uses:
+                block.uses = 0
+                self._engine.release(slot, stream)
+
+    def _mend(self) -> None:
+        self._ahead.recover()
         for block in self.blocks:
             self._mover.recover(block)
         for slot in self._memory.slots:
-            block = slot.occupant
-            if block is not None and block.slot is not slot:
+            if slot.occupant is not None and slot.occupant.slot is not slot:
                 slot.occupant = None
-            elif block is not None and block.uses:
-                block.uses = 0
-                self._engine.release(slot, stream)
 
     def _bring(self, block: Block, stream: Stream) -> None:
         if block.trains and not self._ahead.changes_follow:
@@ -389,6 +414,7 @@ class Scheduler:
         neighbours = self._memory.neighbours
         return neighbours is not None and neighbours.are_busy()
 
+    @_whole
     def give_up(self, keep_bytes: int, *, all_of_it: bool) -> None:
         """Free memory until no more than so many bytes are held.
 
@@ -455,6 +481,7 @@ class Scheduler:
                     break
         return True
 
+    @_whole
     def warm(self) -> bool:
         """Between passes: load what the next one begins with, as its end would have.
 
@@ -467,6 +494,7 @@ class Scheduler:
         self.rest()
         return came_back
 
+    @_whole
     def rest(self) -> None:
         """Between passes: let what trains be on the host, its copies on the device."""
         stream = self._device.current_stream()
@@ -484,6 +512,7 @@ class Scheduler:
 
     # Plans
 
+    @_whole
     def follow(self, plan: Plan, *, fixed: Collection[int] = ()) -> None:
         """Lay out the slots anew; blocks that keep their place stay where they are.
 
@@ -535,6 +564,7 @@ class Scheduler:
 
     # The blocks themselves
 
+    @_whole
     def settle(self, blocks: Iterable[Block]) -> None:
         """Bring the given blocks to the device and leave them bound there.
 
@@ -564,10 +594,12 @@ class Scheduler:
             self._bring(block, stream)
             self._latest = None
 
+    @_whole
     def take_in(self, block: Block) -> None:
         """See `Mover.take_in`."""
         self._mover.take_in(block)
 
+    @_whole
     def begin_training(self, block: Block) -> None:
         """Bring home what was edited where a block stayed until now, between passes.
 
@@ -577,11 +609,13 @@ class Scheduler:
         if block.bound and not block.uses:
             self._evict(block, verify=True)
 
+    @_whole
     def send_home(self, block: Block) -> None:
         """Let a block's tensors point to the host now, in the middle of a pass."""
         if block.bound and not block.uses:
             self._mover.evict(block)
 
+    @_whole
     def park(self) -> None:
         """Bring everything home: all tensors point to the host, all memory is free."""
         self.release_fetched()
@@ -595,6 +629,7 @@ class Scheduler:
         self._engine.drain()
         self._tell_of_leave()
 
+    @_whole
     def bring_home(self) -> list[tuple[Block, torch.Tensor]]:
         """Bring home what is on the device, before `park`, whatever became of files.
 

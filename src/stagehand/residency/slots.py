@@ -214,9 +214,7 @@ class SlotMemory:
             return
         self._counters.abandoned_slots += 1
         self._engine.disown(lease.buffer, slot)
-        self._engine.retire(slot)
-        self._forget(slot)
-        lease.abandon()
+        self._part(slot, lease.abandon)
 
     def free(self, slot: Slot) -> None:
         """Give an empty slot's memory back to the arena, or to who still holds it."""
@@ -226,13 +224,22 @@ class SlotMemory:
         if storage_use_count(slot.storage) > slot.alone:
             self.abandon(slot)
             return
-        self._engine.retire(slot)
-        self._forget(slot)
-        lease.release()
+        self._part(slot, lease.release)
 
     def trim(self) -> None:
         """Give back what freed slots have left in the arena."""
         self._arena.trim()
+
+    def _part(self, slot: Slot, end: Callable[[], None]) -> None:
+        """Take a slot's memory from it, then end the lease of that."""
+        self._engine.retire(slot)
+        try:
+            self._forget(slot)
+        except BaseException:  # an interrupt: half of it is no memory to work with
+            self._forget(slot)
+            raise
+        finally:
+            end()
 
     def _forget(self, slot: Slot) -> None:
         slot.lease = None
