@@ -18,6 +18,8 @@ import hypothesis
 import pytest
 import torch
 
+from stagehand.torch_private import pop_saved_hooks, top_saved_hooks
+
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
@@ -113,6 +115,25 @@ def no_thread_left() -> Iterator[None]:
         thread.join(max(0.0, until - time.monotonic()))
     if left := _threads() - before:
         pytest.fail(f"threads left running: {sorted(t.name for t in left)}")
+
+
+@pytest.fixture(autouse=True)
+def no_mode_left() -> Iterator[None]:
+    """Fail a test that leaves a mode of torch's or hooks for saved tensors active.
+
+    Under a function mode attention is not fused, in tests to come either.
+    """
+    yield
+    left: list[object] = []
+    while torch._C._len_torch_function_stack():
+        left.append(torch._C._pop_torch_function_stack())
+    while torch._C._len_torch_dispatch_stack():
+        left.append(torch._C._pop_torch_dispatch_stack(None))
+    while (hooks := top_saved_hooks()) is not None:
+        left.append(hooks)
+        pop_saved_hooks()
+    if left:
+        pytest.fail(f"left active: {left}")
 
 
 @pytest.fixture(autouse=True)

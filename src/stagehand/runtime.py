@@ -38,6 +38,7 @@ from stagehand.residency.blocks import Block, readers_of, tensor_bytes
 from stagehand.sharing import HANDLE, Sharing
 from stagehand.storing import Storing
 from stagehand.tenancy import Tenancy
+from stagehand.torch_private import take_off_dead
 from stagehand.units import parse_bytes
 from stagehand.weights.edges import Edges
 from stagehand.weights.rows import RowGather
@@ -149,6 +150,7 @@ class Runtime(Passing, Sharing, Storing, Conduct):
             parts.scheduler.tell_of_leave(_weakly(self._add_edges))
         self._readers = readers_of(sites, [table for table, _ in finding.gathered])
         self._rows = RowGather(
+            model,
             settings.device.torch_device,
             self._counters,
             self._owners,
@@ -365,7 +367,7 @@ class Runtime(Passing, Sharing, Storing, Conduct):
             ConfigError: If there is no such block.
         """
         block = self._block(block_id)
-        self._edges.lock.acquire()
+        self._edges.take_lock()
         try:
             if not self._ready:
                 self._prepare()
@@ -685,6 +687,7 @@ def _twice(rest: ExitStack, call: Callable[..., object], *args: object) -> None:
 def _end(saved: SavedTensors, parts: Parts) -> None:
     """Leave nothing of a model that is gone."""
     saved.fall()
+    take_off_dead()
     parts.close()
 
 

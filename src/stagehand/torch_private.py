@@ -125,6 +125,7 @@ __all__ = [
     "storage_key",
     "storage_use_count",
     "take_off",
+    "take_off_dead",
     "tensor_use_count",
     "top_saved_hooks",
     "untraced",
@@ -517,6 +518,16 @@ def take_off(mode: TorchFunctionMode) -> None:
         torch._C._push_on_torch_function_stack(above.pop())
 
 
+def take_off_dead() -> None:
+    """Take off this thread's stack what an interrupt has left of models that are gone.
+
+    Nobody enters these again, and attention is not fused under a mode.
+    """
+    for mode in _modes():
+        if isinstance(mode, WeakMode) and mode.model() is None:
+            take_off(mode)
+
+
 def _modes() -> list[TorchFunctionMode]:
     depth = torch._C._len_torch_function_stack()
     return [torch._C._get_function_stack_at(place) for place in range(depth)]
@@ -597,11 +608,16 @@ class WeakMode(TorchFunctionMode):
     """Lets an object see the calls of a thread for as long as others keep the object.
 
     An interrupt may leave the mode on the thread's stack, which keeps no model alive.
+
+    Args:
+        seer: Sees the calls.
+        model: Whose pass that is for.
     """
 
-    def __init__(self, seer: Seer) -> None:
+    def __init__(self, seer: Seer, model: weakref.ref[torch.nn.Module]) -> None:
         super().__init__()
         self._seer = weakref.ref(seer)
+        self.model = model
 
     @skipped
     def __torch_function__(

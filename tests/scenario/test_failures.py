@@ -261,6 +261,7 @@ def test_a_model_that_is_dropped_after_an_interrupt_leaves_nothing(
             model(torch.arange(8))
     del model
     gc.collect()
+    assert torch.overrides._get_current_function_mode_stack() == []
     torch.accelerator.synchronize()
     gc.collect()  # of what the model's end has let go
     assert (sim.allocated_bytes(), sim.pinned_bytes(), live_leases()) == held

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,6 +28,7 @@ class RowGather:
     indices: they decide which rows cross.
 
     Args:
+        model: Whose tables they are.
         device: Where the rows go.
         counters: Where lookups are counted.
         tables: The block of each table, by the table's id.
@@ -40,6 +42,7 @@ class RowGather:
 
     def __init__(
         self,
+        model: nn.Module,
         device: torch.device,
         counters: Counters,
         tables: Mapping[int, Block],
@@ -50,7 +53,7 @@ class RowGather:
         is_torn: Callable[[], bool],
         follow: Callable[[torch.Tensor, Node], None],
     ) -> None:
-        self.mode = WeakMode(self)
+        self.mode = WeakMode(self, weakref.ref(model))
         self.busy = False
         """Whether rows are looked up at this moment."""
         self._device = device

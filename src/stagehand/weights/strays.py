@@ -294,7 +294,7 @@ class StrayUses:
         self._is_at_hand = is_at_hand
         self._let_go = let_go
         self._is_torn = is_torn
-        self._mode = WeakMode(self)
+        self._mode = WeakMode(self, rows.mode.model)
         self._handles: list[RemovableHandle] = []
         self._pauses = 0
         self._is_off = False
