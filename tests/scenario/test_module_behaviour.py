@@ -767,6 +767,40 @@ def test_block_must_be_taken_before_it_is_given_back(sim):
         runtime.before_block(name)
 
 
+def test_no_other_thread_gets_the_turn_while_blocks_are_used_by_hand(sim):
+    """The second one, or one inside of a forward, looked like an interrupted pass."""
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+    stagehand.layer(model, vram_budget=80_000, device="hpu")
+    runtime = model._stagehand_layer_runtime
+    first, second = runtime.block_ids[:2]
+    taken = []
+
+    def look(*_):
+        def take():
+            taken.append(runtime._edges.try_lock())
+
+        thread = threading.Thread(target=take)
+        thread.start()
+        thread.join()
+
+    def use(*_):
+        runtime.before_block(first)
+        look()
+        runtime.after_block(first)
+        look()
+
+    runtime.before_block(first)
+    runtime.before_block(second)
+    look()
+    runtime.after_block(second)
+    look()
+    runtime.after_block(first)
+    model[2].register_forward_hook(use)
+    model(torch.randn(2, 64))
+    assert taken == [False] * 4
+    runtime.shutdown()
+
+
 def test_weight_that_is_read_after_its_module_ended_is_not_overwritten_meanwhile(sim):
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6)))
     reference = deepcopy(model).to("hpu")

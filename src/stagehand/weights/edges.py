@@ -170,6 +170,11 @@ class Edges:
         self._sort_out()
         return True
 
+    def take_lock(self) -> None:
+        """Take the lock for longer than a call, and close what was left open."""
+        self.lock.acquire()
+        self._sort_out()
+
     def _sort_out(self) -> None:
         """Close what was left open; the lock was just taken and goes if that fails."""
         try:
