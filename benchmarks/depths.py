@@ -167,8 +167,9 @@ def _alone(pair: Pair, row_of: Callable[[Times], Result], *, rounds: int) -> Res
 def growth(what: str, costs: Mapping[int, Cost], few: int, many: int) -> Result:
     """Return what a block of many costs over one of few.
 
-    Where the modules alone grow more than what comes on top of them, it is for the
-    processor's caches: a few blocks fit one that many do not.
+    Where the modules alone grow as well, and what comes on top of them by no more than
+    the target beyond that, it is for the processor's caches: a few blocks fit one that
+    many do not.
     """
     own = costs[many].own.part_of(costs[few].own)
     bare = costs[many].bare.part_of(costs[few].bare).smallest
@@ -178,7 +179,7 @@ def growth(what: str, costs: Mapping[int, Cost], few: int, many: int) -> Result:
         own,
         "x",
         target=_TARGET_GROWTH,
-        why=caches if own.smallest <= bare else "",
+        why=caches if own.smallest <= bare * _TARGET_GROWTH else "",
     )
 
 

@@ -183,9 +183,9 @@ def test_as_many_uses_of_blocks_are_timed_as_one_at_each_depth(
 
 @pytest.mark.parametrize(
     ("bare", "own", "is_met", "is_explained"),
-    [(5.0, 5.0, True, True), (7.0, 6.5, False, True), (6.0, 6.5, False, False)],
+    [(5.0, 5.0, True, True), (6.0, 7.1, False, True), (6.0, 7.3, False, False)],
 )
-def test_growth_of_what_is_on_top_is_explained_by_more_growth_of_bare_blocks(
+def test_growth_of_what_is_on_top_is_explained_by_as_much_growth_of_bare_blocks(
     bare, own, is_met, is_explained
 ):
     """Per block of a model of a hundred 5 bare and 5 on top, in one of a thousand."""
@@ -201,6 +201,24 @@ def test_growth_of_what_is_on_top_is_explained_by_more_growth_of_bare_blocks(
         costs[depth] = pair.cost(times)
     row = depths.growth("growth", costs, 100, 1_000)
     assert row.value == pytest.approx(own / 5.0)
+    assert (row.ok, bool(row.why)) == (is_met, is_explained)
+
+
+@pytest.mark.parametrize(
+    ("copy_us", "own_us", "is_met", "is_explained"),
+    [(170, 16, True, True), (80, 16, False, True), (80, 17, False, False)],
+)
+def test_what_a_saved_tensor_costs_is_explained_where_caches_copy_it(
+    copy_us, own_us, is_met, is_explained
+):
+    """A tenth of a copy of a MiB there and back is 16.1 us where memory is slower."""
+    from benchmarks import activations
+    from benchmarks.timing import Times
+
+    seconds = {"no hooks": 0, "copies": copy_us, "leaves": copy_us + own_us}
+    times = {name: Times(30e-6 * each, 30e-6 * each) for name, each in seconds.items()}
+    (row,) = activations._row(times)
+    assert row.value == pytest.approx((copy_us + own_us) / copy_us)
     assert (row.ok, bool(row.why)) == (is_met, is_explained)
 
 
