@@ -30,7 +30,7 @@ _LARGE_LAYERS = 32
 _LARGE_ROWS = 4096  # 1 MiB a tensor
 _STAYING = 2
 _TARGET_COPIES = 1.1
-_MEMORY_RATE = 13e9  # bytes a second, where that target was set; caches are faster
+_MEMORY_RATE = 10e9  # bytes a second, where that target was set; caches are faster
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # options of glibc's `mallopt`
 
 

@@ -206,12 +206,12 @@ def test_growth_of_what_is_on_top_is_explained_by_as_much_growth_of_bare_blocks(
 
 @pytest.mark.parametrize(
     ("copy_us", "own_us", "is_met", "is_explained"),
-    [(170, 16, True, True), (80, 16, False, True), (80, 17, False, False)],
+    [(210, 20, True, True), (80, 20, False, True), (80, 22, False, False)],
 )
 def test_what_a_saved_tensor_costs_is_explained_where_caches_copy_it(
     copy_us, own_us, is_met, is_explained
 ):
-    """A tenth of a copy of a MiB there and back is 16.1 us where memory is slower."""
+    """A tenth of a copy of a MiB there and back is 21 us where memory is slower."""
     from benchmarks import activations
     from benchmarks.timing import Times
 
