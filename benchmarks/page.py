@@ -162,8 +162,7 @@ def _draw_overhead(lines: Sequence[Line], path: Path) -> bool:
     figure, axes = _axes("blocks", "overhead a block, microseconds")
     for name, series in points.items():
         axes.plot(*zip(*sorted(series), strict=True), marker="o", label=name)
-    axes.set_xscale("log")
-    axes.set_yscale("log")
+    _by_tens(axes, "xy")
     return _save(figure, axes, path)
 
 
@@ -178,7 +177,7 @@ def _draw_predictions(lines: Sequence[Line], path: Path) -> bool:
             [line["seconds"] / line["resident_seconds"] for line in of_one],
             label=name,
         )
-    axes.set_yscale("log")
+    _by_tens(axes, "y")
     return _save(figure, axes, path)
 
 
@@ -201,8 +200,7 @@ def _draw_budgets(lines: Sequence[Line], path: Path) -> bool:
         color, marker = f"C{number}", "o^"[number // 10 % 2]  # there are ten colors
         axes.plot(budgets, steps, marker=marker, color=color, label=name)
         axes.plot(budgets, bounds, linestyle=":", color=color)
-    axes.set_yscale("log")
-    figure.legend(fontsize="x-small", loc="outside right upper")
+    _by_tens(axes, "y")
     return _save(figure, axes, path)
 
 
@@ -233,9 +231,16 @@ def _axes(across: str, up: str) -> tuple[Any, Any]:
     return figure, axes
 
 
+def _by_tens(axes: Any, names: str) -> None:
+    """Scale axes by powers of ten, and write these as people do."""
+    for name in names:
+        axes.set(**{f"{name}scale": "log"})
+        getattr(axes, f"{name}axis").set_major_formatter("{x:,.10g}")
+
+
 def _save(figure: Any, axes: Any, path: Path) -> bool:
-    if axes.get_legend_handles_labels()[0] and not figure.legends:
-        axes.legend(fontsize="small")
+    if axes.get_legend_handles_labels()[0]:  # beside the curves, it hides none
+        figure.legend(fontsize="x-small", loc="outside right upper")
     figure.savefig(path, metadata={"Date": None})
     from matplotlib import pyplot
 
