@@ -16,7 +16,13 @@ from stagehand.errors import (
     ConfigError,
     StagehandOOMError,
 )
-from stagehand.torch_private import func_transform, graph_task, take_off
+from stagehand.torch_private import (
+    func_transform,
+    function_modes,
+    graph_task,
+    take_off,
+    unwatched,
+)
 from stagehand.weights.edges import PassListener
 
 if TYPE_CHECKING:
@@ -354,6 +360,8 @@ class Passing(PassListener):
         with ExitStack() as stack:  # an interrupt leaves none of them entered
             if self._settings.inference_mode:
                 stack.enter_context(torch.no_grad())
+            if function_modes() and self._strays.may_fuse():
+                stack.enter_context(unwatched())  # by models around this one
             stack.callback(take_off, self._rows.mode)
             watch = self._strays.begin(module)
             again = self._strays.begin_again

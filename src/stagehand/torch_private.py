@@ -101,6 +101,7 @@ __all__ = [
     "dispatch_modes",
     "dispatching",
     "func_transform",
+    "function_modes",
     "give_value",
     "graph_task",
     "has_more_hooks",
@@ -129,6 +130,7 @@ __all__ = [
     "tensor_use_count",
     "top_saved_hooks",
     "untraced",
+    "unwatched",
     "use_count_of",
     "waits_for_backward",
     "without_modes",
@@ -196,6 +198,8 @@ dispatch_modes: Callable[[], int] = getattr(
     torch._C, "_len_torch_dispatch_stack", lambda: 0
 )
 """Return how many dispatch modes are active in this thread."""
+function_modes: Callable[[], int] = torch._C._len_torch_function_stack
+"""Return how many function modes are active in this thread."""
 _func_levels: Callable[[], Any] = getattr(
     getattr(torch._C, "_functorch", None), "get_interpreter_stack", lambda: None
 )
@@ -528,9 +532,27 @@ def take_off_dead() -> None:
             take_off(mode)
 
 
+@contextmanager
+def unwatched() -> Iterator[None]:
+    """Let no weak mode see what is called inside, unless other modes are active, too.
+
+    After an interrupt only those come back that somebody still has a use for.
+    """
+    modes = [mode for mode in _modes() if isinstance(mode, WeakMode)]
+    if len(modes) < function_modes():
+        modes = []
+    for mode in modes:
+        take_off(mode)
+    try:
+        yield
+    finally:
+        for mode in modes:
+            if mode.is_seen():
+                torch._C._push_on_torch_function_stack(mode)
+
+
 def _modes() -> list[TorchFunctionMode]:
-    depth = torch._C._len_torch_function_stack()
-    return [torch._C._get_function_stack_at(place) for place in range(depth)]
+    return [torch._C._get_function_stack_at(n) for n in range(function_modes())]
 
 
 def load_places(path: Path) -> Any:
@@ -618,6 +640,10 @@ class WeakMode(TorchFunctionMode):
         super().__init__()
         self._seer = weakref.ref(seer)
         self.model = model
+
+    def is_seen(self) -> bool:
+        """Whether the object is still there."""
+        return self._seer() is not None
 
     @skipped
     def __torch_function__(

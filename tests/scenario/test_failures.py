@@ -243,6 +243,28 @@ def test_an_interrupt_leaves_no_look_at_what_others_compute(sim, name, passes):
     runtime_of(model).shutdown()
 
 
+def test_a_lookup_that_fails_before_it_begins_leaves_modes_of_the_users_active(sim):
+    """The end of the table's forward took off what its begin had not put on."""
+    model = nn.Sequential(nn.Embedding(8 * WIDTH, WIDTH), *stack(4))
+
+    fails = []
+
+    def maybe_fail(*_):
+        if fails:
+            raise LookupError
+
+    model[0].register_forward_pre_hook(maybe_fail)
+    stagehand.layer(model, vram_budget=2 * LAYER_BYTES, device="hpu")
+    with torch.no_grad():
+        model(torch.arange(8))
+        fails.append(True)
+        with torch.device("meta"):
+            with pytest.raises(LookupError):
+                model(torch.arange(8, device="cpu"))
+            assert torch.empty(1).is_meta
+    runtime_of(model).shutdown()
+
+
 @pytest.mark.parametrize("trains", [False, True])
 @pytest.mark.parametrize("passes", [0, 2])
 @pytest.mark.parametrize("name", ["0", "2"])

@@ -657,6 +657,51 @@ def test_weights_beside_fused_attention_are_found_and_it_is_fused_as_ever(
     model._stagehand_layer_runtime.shutdown()
 
 
+class Calling(nn.Module):
+    """Calls another model, which is no part of it."""
+
+    def __init__(self, other: nn.Module) -> None:
+        super().__init__()
+        self.inner = linear()
+        self.others = [other]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.others[0](x @ self.inner.weight.T)
+
+
+@pytest.mark.parametrize("passes", [0, 1])
+@pytest.mark.parametrize(
+    "kind", [Attending, functools.partial(Inside, encoder_layer)], ids=["part", "whole"]
+)
+def test_attention_is_fused_in_a_model_that_another_one_calls_while_it_is_watched(
+    sim: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: Callable[[], nn.Module],
+    passes: int,
+) -> None:
+    """Results of such first passes were not those of resident models."""
+    called = Chain(kind()).eval()
+    calling, x = Chain(Calling(called)).eval(), torch.randn(3, WIDTH)
+    counted = count_fused(monkeypatch)
+    with torch.no_grad():
+        expected = calling(x)
+        fused = [*counted]
+        assert len(fused) == 1
+        for model in (called, calling):
+            budget = 20 * LAYER_BYTES
+            stagehand.layer(model, vram_budget=budget, device="cpu", opaque=(Inside,))
+        for _ in range(passes):
+            called(x)
+        for number in range(3):
+            counted.clear()
+            assert_bitwise_equal(calling(x), expected, f"pass {number}")
+            assert counted == fused
+        assert torch._C._len_torch_function_stack() == 0
+    assert calling.middle.inner.weight.device == x.device
+    for model in (called, calling):
+        model._stagehand_layer_runtime.shutdown()
+
+
 def test_attention_that_is_called_by_itself_is_fused(
     sim: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import threading
+import weakref
 from contextlib import contextmanager
 
 import pytest
@@ -636,6 +637,22 @@ def test_on_the_host_a_failed_read_is_tried_again_by_whoever_needs_it(host):
         host.loader.finish(first)
 
 
+def test_on_the_host_a_failed_read_that_is_forgotten_keeps_no_memory_of_its_slot(host):
+    """Its traceback did, uncounted, until the block was loaded again."""
+    block, slot = host.blocks[1], host.blocks[1].views_in
+    block.store.failure = ReadError("the disk is away")
+    host.start(block, AHEAD)
+    host.let_jobs_end()
+    host.loader.forget(block)
+    block.store.failure = None
+    memory = weakref.ref(block.target)
+    block.set_views(None)
+    slot.views.clear()
+    assert memory() is None
+    block.set_views(slot)
+    assert host.on_device(block) == 1
+
+
 def test_on_the_host_no_thread_writes_a_forgotten_slot(host):
     block = host.blocks[1]
     block.store.gate.clear()
@@ -645,7 +662,9 @@ def test_on_the_host_no_thread_writes_a_forgotten_slot(host):
         host.loader.forget(block)
         assert block.store.reads == 1
     block.views[0].fill_(5)
-    assert host.on_device(block) == 5
+    host.let_jobs_end()
+    assert block.views[0].mean() == 5
+    assert host.on_device(block) == 1  # what was dropped is not taken for made
 
 
 def test_on_the_host_an_interrupted_wait_leaves_a_job_to_forget(host, monkeypatch):

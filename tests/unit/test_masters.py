@@ -15,6 +15,7 @@ from stagehand.errors import StagehandOOMError
 from stagehand.residency import masters as module
 from stagehand.residency.blocks import Block
 from stagehand.residency.masters import Masters
+from stagehand.stores.base import Skew
 from stagehand.stores.module import ModuleStore
 
 KB = 1024
@@ -276,6 +277,26 @@ def test_blocks_from_files_are_staged_beside_pinned_ones(arena):
     assert masters.pin_all(blocks, lookahead=1) == (3, 10 * KB)
     assert pinned(blocks) == [0, 2, 3]
     give_all_back(masters, blocks)
+
+
+class Skewed(ModuleStore):
+    """Is read without a copy where its image begins at the right byte of a page."""
+
+    skew = Skew(512, 4096)
+
+
+@pytest.mark.parametrize(
+    ("limit", "expected"),
+    [(28, (2, 14)), (27, (2, 10)), (20, (2, 10)), (19, (1, 14)), (13, (1, 10))],
+)
+def test_slabs_are_a_page_larger_if_that_does_not_cost_the_second_one(limit, expected):
+    """With one the disk waits for each copy, which costs more than a buffer does."""
+    masters = Masters(new_arena(limit * KB))
+    [block] = adopted(masters, 10)
+    masters.hand_over(block, Skewed(block.layout, block.store.hosts))
+    slabs, nbytes = masters.pin_all([block], lookahead=3)
+    assert (slabs, nbytes // KB) == expected
+    give_all_back(masters, [block])
 
 
 def test_blocks_that_are_pinned_already_are_left_as_they_are(arena):

@@ -1,6 +1,7 @@
 """Reading parts of files: exact, past the page cache or through it, by several
 threads."""
 
+import contextlib
 import ctypes
 import errno
 import os
@@ -222,6 +223,29 @@ def test_every_byte_is_where_it_belongs_and_no_other_is_touched(
     # A read that is not in line with sectors is refused, and all go the other way.
     assert files._descriptor(path).is_direct is (past_cache and opens_direct(tmp_path))
     files.close()
+
+
+@pytest.mark.parametrize(
+    "again",
+    [
+        [Part(100, 0, 9000), Part(100, 9000, 50)],  # begin together
+        [Part(0, 0, 9000), Part(40, 9000, 50)],  # one is in the other
+        [Part(100, 4, MIB), Part(100, MIB + 100, MIB)],  # one is in line with sectors
+        [Part(100, 1, 18 * MIB), Part(100, 18 * MIB + 6, 18 * MIB)],  # several reads
+        [Part(0, 20 * MIB + 1, 17 * MIB), Part(90, 0, 50), Part(100, 64, 17 * MIB)],
+    ],
+)
+def test_what_several_tensors_have_of_a_file_is_read_for_each(path, direct, again):
+    """Of the one that went on longest, what the last one lacked was not read."""
+    content = new_file(path, 19 * MIB)
+    drop_from_cache(path)
+    memory = host_memory(38 * MIB).fill_(0xA5)
+    with contextlib.closing(opened(path)) as files:
+        files.fill({path: again}, writable(memory))
+        assert files._descriptor(path).is_direct
+    for part in again:
+        found = memory[part.target : part.target + part.nbytes].numpy().tobytes()
+        assert found == content[part.source : part.end], part
 
 
 def test_what_is_not_in_the_page_cache_stays_out_of_it(path, direct):

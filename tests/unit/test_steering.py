@@ -29,9 +29,12 @@ class Follower:
     def __init__(self, guess):
         self.order = Order(guess)
         self.strained = False
+        self.failure = None
         self.followed = []
 
     def follow(self, plan, *, fixed):
+        if self.failure is not None:
+            raise self.failure
         self.followed.append((plan, set(fixed)))
         self.strained = False
 
@@ -101,6 +104,20 @@ def test_nothing_is_planned_while_passes_are_alike():
     for _ in range(3):
         assert not rig.run(1, 2, 3, 4)
     assert len(rig.scheduler.followed) == 1
+
+
+@pytest.mark.parametrize("failure", [LookupError, KeyboardInterrupt])
+def test_plan_that_could_not_be_laid_out_is_due_again(failure):
+    """What had to stay from then on never came."""
+    rig = Rig().settled()
+    rig.steering.keep(rig.blocks[3:4])
+    rig.scheduler.failure = failure
+    with pytest.raises(failure):
+        rig.run(1, 2, 3, 4)
+    rig.scheduler.failure = None
+    assert rig.steering.steer()
+    assert rig.scheduler.followed[-1] == (rig.steering.plan, {0, 3})
+    assert not rig.run(1, 2, 3, 4)
 
 
 def test_first_pass_that_goes_another_way_is_planned_for_at_once():

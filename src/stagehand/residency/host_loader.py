@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -13,7 +14,6 @@ from stagehand.residency.loader import store_of, write_back
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from concurrent.futures import Future
 
     from stagehand.core.device import Device, Event
     from stagehand.core.telemetry import Counters
@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     _Read = tuple[int, tuple[Event, Event] | None]
 
 __all__ = ["HostLoader"]
+
+_DROPPED: Future[_Read] = Future()
+_DROPPED.cancel()
 
 
 class HostLoader:
@@ -130,12 +133,13 @@ class HostLoader:
     def forget(self, block: Block) -> None:
         """See `Loader.forget`. Returns when no thread writes the slot any more.
 
-        What is left of the job tells `finish`, if an interrupt leaves the block where
-        it is, whether the slot was filled.
+        If an interrupt leaves the block where it is, `finish` is told that the slot was
+        not filled. The job's failure would keep the memory of the slot.
         """
         job = self._jobs.get(block.index)
         if job is not None:
             self._workers.drop(job)
+            self._jobs[block.index] = _DROPPED
 
     def save(self, block: Block, *, only_if_different: bool = False) -> None:
         """See `Loader.save`."""

@@ -228,7 +228,8 @@ class Masters:
         if total > free or staged:
             slab = max((b.link_nbytes for b in (*wanted, *staged)), default=0)
         roomy = max(map(staged_bytes, staged), default=0)
-        slab = roomy if slab < roomy <= free else slab
+        if slab < roomy <= free and (free < 2 * slab or 2 * roomy <= free):
+            slab = roomy  # but not where it costs the second one
         if not slab:
             share = 1.0
             count = 0

@@ -193,8 +193,8 @@ class Steering:
             self._times = []
         self.plan = self._make()
         self._planned = cycle
-        self._due = False
         self._scheduler.follow(self.plan, fixed=self._must_stay)
+        self._due = False  # not before: what fails or is interrupted is half laid out
         return True
 
     def _make(self) -> Plan:

@@ -112,8 +112,8 @@ class Chunk:
 
     @property
     def end(self) -> int:
-        """Where it ends in the file."""
-        return self.parts[-1].end
+        """Where it ends in the file. The last part need not: two may be one tensor."""
+        return max(part.end for part in self.parts)
 
 
 def cut(parts: Iterable[Part], address: int, sectors: Sectors) -> list[Chunk]:
@@ -164,7 +164,8 @@ def _gathered(parts: Sequence[Part]) -> Iterator[Chunk]:
         at = part.source
         while at < part.end:
             if together and (
-                at - together[-1].end > _GAP_BYTES
+                at < together[0].source  # the same bytes again, for another tensor
+                or at - together[-1].end > _GAP_BYTES
                 or at - together[0].source >= _CHUNK_BYTES
             ):
                 yield Chunk(tuple(together))

@@ -27,6 +27,7 @@ from stagehand.torch_private import (
     in_backward,
     pop_saved_hooks,
     remove_hooks,
+    take_off,
     untraced,
 )
 from stagehand.weights.edges import apart
@@ -394,7 +395,7 @@ class _RowsEnd(_Hook):
         self._mode = mode
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        self._mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        take_off(self._mode)  # a hook before ours may have raised: then it is not there
 
 
 def is_hooked(module: nn.Module) -> bool:

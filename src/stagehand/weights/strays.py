@@ -110,6 +110,11 @@ class Strays:
         self._watches = edge not in uses.spared  # else its hooks are running by now
         return uses if self._watches else None
 
+    def may_fuse(self) -> bool:
+        """Whether attention may be fused in a pass that begins, unless it is seen."""
+        inside = (found for _, found in self._spared)
+        return any(map(_may_fuse, (self._others, *inside)))
+
     def begin_again(self) -> StrayUses:
         """A part of such a pass is recomputed in backward: return the same for that."""
         return self._uses(_is_never_at_hand)
