@@ -31,6 +31,7 @@ from stagehand.torch_private import (
     dispatch_modes,
     graph_task,
     in_backward,
+    is_autograds,
     pop_saved_hooks,
     without_modes,
 )
@@ -164,14 +165,18 @@ class Edges:
         return bool(self._stack)
 
     def try_lock(self) -> bool:
-        """Take the lock if no other thread has it, and close what was left open."""
-        if not self.lock.try_acquire():
+        """Take the lock if no other thread has it, and close what was left open.
+
+        Nor a backward that has raised in this one: autograd's may be ending it.
+        """
+        if self._has_raised() or not self.lock.try_acquire():
             return False
         self._sort_out()
         return True
 
     def take_lock(self) -> None:
         """Take the lock for longer than a call, and close what was left open."""
+        self.await_failure()
         self.lock.acquire()
         self._sort_out()
 
@@ -307,6 +312,8 @@ class Edges:
             return
         if is_known or task in self.guests:
             return  # autograd uses a thread for each device
+        if self._has_raised() and is_autograds(HERE.thread) and backward_call():
+            return  # in a node of the failed one, whose end waits for this
         if not self.lock.acquire(task=task):
             self._queue_inner_end(task)  # a forward waits for it, as a part of its pass
             return
@@ -414,7 +421,9 @@ class Edges:
     def _has_raised(self) -> bool:
         """Whether a backward has raised in its thread, and goes on in autograd's."""
         call = self._call
-        return call is not None and not _is_running(call)
+        if call is None or _is_running(call):
+            return False
+        return self._known_backward() is not None
 
     def _end_unheard(self) -> None:
         """Do what an interrupt kept from being done, or from being finished."""
