@@ -447,6 +447,7 @@ class Runtime(Passing, Sharing, Storing, Conduct):
         nbytes = parse_bytes(
             vram_budget, name="vram_budget", of=self._device.free_bytes()
         )
+        self._edges.await_failure()
         with self._edges.lock:
             self._limit_to(nbytes)
             self._parts.budget_bytes = self._marked_bytes = nbytes

@@ -33,6 +33,7 @@ from scenario.small import (
     values,
 )
 from stagehand.core.transfer import TransferEngine
+from stagehand.residency.blocks import Block
 from stagehand.residency.mover import Mover
 from stagehand.torch_private import top_saved_hooks
 from tracing import traced
@@ -421,6 +422,35 @@ def test_an_interrupt_between_any_two_lines_of_a_move_loses_nothing(place):
             torch.testing.assert_close(model(batch()).cpu(), x)
     assert interrupts >= 60
     runtime_of(model).shutdown()
+
+
+def test_an_interrupt_while_tensors_are_pointed_elsewhere_loses_no_weight(sim):
+    """Those that still pointed into the slot were taken for assigned when others had
+    it, and what lay there then became the weight."""
+    model = nn.Sequential(nn.LayerNorm(WIDTH), stack(5))
+    weights, expected = values(model), run_resident(model, "hpu", batch())
+    other = stack()
+    budget = smallest_budget(model, "hpu")
+    stagehand.layer(model, vram_budget=budget, device="hpu")
+    stagehand.layer(other, vram_budget=budget, device="hpu")
+    moves = Block.arrive, Block.leave, Block._turn_to, Block.point_to_host
+    interrupts = 0
+    with torch.no_grad():
+        model(batch()), other(batch())
+        for line in range(1, 200):
+            try:
+                with interrupted_at(line, *moves):
+                    model(batch())
+                    other(batch())
+            except KeyboardInterrupt:
+                interrupts += 1
+            assert_passes_equal(model, expected, batch(), passes=2)
+            other(batch())
+            assert_passes_equal(model, expected, batch(), passes=1)
+    assert interrupts > 100
+    runtime_of(model).shutdown()
+    runtime_of(other).shutdown()
+    assert_bitwise_equal(values(model), weights, "the weights")
 
 
 def test_a_load_that_was_dropped_before_an_interrupt_came_is_made_again(sim):

@@ -1038,6 +1038,88 @@ def test_a_pass_whose_end_was_interrupted_is_waited_for_by_nobody(
     some.run(1, 0)
 
 
+def test_an_interrupt_before_a_turn_is_given_back_takes_no_room_from_others(crowd):
+    """The next backward was taken for a part of the pass that was over, and its block
+    for one in use as long as that model did not run."""
+    some = crowd("hpu", [6, 7], ONE)
+    some.run(0, 1)
+    first = some.models[0]
+    for number in itertools.count(1):
+        interrupted = False
+        try:
+            with interrupted_at(number, *_TURNING):
+                some.run(0)
+        except KeyboardInterrupt:
+            interrupted = True
+        first(batch().to("hpu").requires_grad_()).sum().backward()
+        first.zero_grad()
+        some.run(1)
+        if not interrupted:
+            break
+    assert number > 100
+
+
+_TURNING = {
+    method
+    for kind in (turn.Turn, edges.Edges)
+    for method in vars(kind).values()
+    if callable(method)
+}
+
+
+def test_an_interrupt_where_a_turn_is_taken_over_leaves_one_thread_in_the_model(
+    crowd, monkeypatch
+):
+    """The next pass gave it back for all that the first thread had entered, and went
+    on without; or nobody closed what that had left."""
+    monkeypatch.setattr(turn, "_LOOK_SECONDS", 0.005)
+    some = crowd("hpu", [6, 7], ONE)
+    some.run(0, 1)
+    first, turn_of = some.models[0], some.runtimes[0]._edges.lock
+    owners = []
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    def leave():
+        handle = first[2][0].register_forward_pre_hook(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            some.run(0)
+        handle.remove()
+
+    for number in itertools.count(1):
+        interrupted = False
+        with elsewhere(leave, lambda: some.run(1, 0, 1)):
+            try:
+                with interrupted_at(number, *_TAKING_OVER):
+                    some.run(0)
+            except KeyboardInterrupt:
+                interrupted = True
+            handle = first[3].register_forward_pre_hook(
+                lambda *_: owners.append(turn_of.owner)
+            )
+            if number % 2:  # which comes next
+                in_threads(lambda: some.run(0, 1))
+                owners.clear()
+            some.run(0)
+            handle.remove()
+            assert owners == [threading.current_thread()], number
+            owners.clear()
+            some.run(1)
+        if not interrupted:
+            break
+    assert number > 10
+
+
+_TAKING_OVER = {
+    turn.Turn._take_over_if_forgotten,
+    edges.Edges._bury,
+    edges.Edges._abort,
+    Passing.abort_pass,
+    Passing.end_pass,
+}
+
+
 def test_who_waits_for_what_is_free_again_is_not_taken_for_one_that_waits(
     crowd, monkeypatch
 ):

@@ -18,7 +18,12 @@ from architectures.trees import assert_bitwise_equal
 from interrupts import interrupted_at
 from stagehand.core.arena import live_leases
 from stagehand.core.turn import Turn, _waits
-from stagehand.errors import ClosedError, DeadlockError, StagehandWarning
+from stagehand.errors import (
+    ClosedError,
+    DeadlockError,
+    StagehandOOMError,
+    StagehandWarning,
+)
 from stagehand.frames import awaits_thread
 from stagehand.gradients.gradients import Gradients
 from stagehand.passing import Passing
@@ -662,13 +667,23 @@ def _block(run):
     run.model.blocks[1](run.batch())
 
 
-def fail_with_a_node_left(run):
+def _by_hand(run):
+    block = run.runtime.block_ids[0]
+    run.runtime.before_block(block)
+    run.runtime.after_block(block)
+
+
+def _set_budget(run):
+    run.runtime.set_budget(run.budget)
+
+
+def fail_with_a_node_left(run, at_the_end=lambda: None):
     """Let a backward fail in this thread while autograd's own is in one of its nodes.
 
     This thread has a gradient of the host, and so the pass.
 
     Returns:
-        An event that ends the node.
+        An event that lets the node go on to its end.
     """
     weight = run.model.head.weight
     begun, goes_on = threading.Event(), threading.Event()
@@ -676,6 +691,7 @@ def fail_with_a_node_left(run):
     def linger(_):
         begun.set()
         goes_on.wait(10)
+        at_the_end()
 
     def fail(_):
         begun.wait(10)
@@ -710,7 +726,7 @@ def finish_without_hooks(run):
     finish(run)
 
 
-@pytest.mark.parametrize("call", [_park, _forward, _block])
+@pytest.mark.parametrize("call", [_park, _forward, _block, _by_hand, _set_budget])
 def test_a_backward_that_failed_is_over_before_its_thread_goes_on(call, sim):
     run = start(net, FEW[0])
     goes_on = fail_with_a_node_left(run)
@@ -761,6 +777,71 @@ def test_who_waits_for_room_until_a_failed_backward_is_over_gets_it(sim, monkeyp
     assert_bitwise_equal(output, net().to("hpu")(run.batch()), "output")
     finish_without_hooks(run)
     end(other)
+
+
+@pytest.mark.parametrize("when", ["at its beginning", "on its way"])
+def test_a_model_gets_the_room_of_a_backward_that_failed_in_its_thread(
+    sim, monkeypatch, when
+):
+    """It was refused, or had the other model's blocks moved in two threads at once."""
+    run, other = start(net, FEW[0]), start(net, FEW[0])
+    events, are_stuck = [], SharedDevice._are_stuck
+
+    def fail(*_):
+        handle.remove()
+        with torch.enable_grad():
+            events.append(fail_with_a_node_left(run))
+
+    def look(device, threads):
+        stuck = are_stuck(device, threads)
+        for event in events:
+            event.set()
+        return stuck
+
+    handle = other.model.blocks[1].register_forward_pre_hook(fail)
+    if when == "at its beginning":
+        fail()
+    monkeypatch.setattr(SharedDevice, "_are_stuck", look)
+    with torch.no_grad():
+        output = other.model(other.batch())
+    assert events[0].is_set()
+    assert_bitwise_equal(output, net().to("hpu")(other.batch()), "output")
+    finish_without_hooks(run)
+    end(other)
+
+
+def _run_another(other):
+    with pytest.raises(StagehandOOMError), torch.no_grad():
+        other.model(other.batch())
+
+
+def _go_back(run):
+    run.losses.pop().backward()
+
+
+@pytest.mark.parametrize("call", [_run_another, _go_back])
+def test_the_last_node_of_a_backward_that_failed_waits_for_nothing_of_it(sim, call):
+    """Room, or the turn: it waited for its own end."""
+    run = start(net, FEW[0])
+    asks = start(net, FEW[0]) if call is _run_another else run
+    asks.losses, over, errors = [asks.loss(1)], threading.Event(), []
+
+    def ask():
+        try:
+            call(asks)
+        except BaseException as error:  # autograd would drop it
+            errors.append(error)
+            raise
+        finally:
+            over.set()
+
+    fail_with_a_node_left(run, ask).set()
+    assert over.wait(60)
+    assert errors == []
+    del asks.losses
+    if asks is not run:
+        end(asks)
+    finish_without_hooks(run)
 
 
 def _inside_of_another(call):

@@ -220,6 +220,18 @@ class Turn:
         """Say that all that the owner has entered is running."""
         self._sorting = False
 
+    @property
+    def count(self) -> int:
+        """How often it was acquired, and not released yet."""
+        return self._count
+
+    def recount(self, count: int) -> None:
+        """Say how often this thread, the owner, has acquired it and will release it.
+
+        An interrupt may have kept it from a release, or in the middle of taking over.
+        """
+        self._count = count
+
     def release(self) -> None:
         """End what the latest `acquire` began."""
         with self.ownership:

@@ -295,6 +295,22 @@ class Block(Residency):
             tensor.data = place
         return False
 
+    def straighten(self) -> None:
+        """Point all tensors to one side, where an interrupt left a few on the other.
+
+        Else what lies in the slot later, somebody else's, is taken for assigned.
+        """
+        if self.store is None:
+            return
+        places, own, others = self._hosts, self.host_addresses, self.view_addresses
+        if self.bound:
+            places, own, others = self.views, others, own
+        if self.addresses is others:
+            self.addresses = own
+        for number, address in enumerate(others):
+            if self.tensors[number].data_ptr() == address:
+                self.tensors[number].data = places[number]
+
     def is_replaced(self) -> bool:
         """Whether somebody pointed a tensor elsewhere, through `.data`."""
         return [tensor.data_ptr() for tensor in self.tensors] != self.addresses

@@ -303,6 +303,7 @@ class Mover:
 
         Bytes that were not brought home are in the slot, and the tensors with them.
         """
+        block.straighten()
         slot = block.slot
         if slot is not None and slot.occupant is block:
             if block.bound:

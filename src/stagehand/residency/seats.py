@@ -23,9 +23,12 @@ if TYPE_CHECKING:
 
     from stagehand.core.ledger import Account, SubAccount
 
-__all__ = ["AnyThread", "Holding", "Seat", "Seats", "Tenant"]
+__all__ = ["AUTOGRAD", "AnyThread", "Holding", "Seat", "Seats", "Tenant"]
 
 AnyThread = Any  # the house lets only the worker group name its type
+
+AUTOGRAD: AnyThread = object()
+"""Stands for whichever thread of autograd's own ends a failed backward."""
 
 _GIVES_MORE = ", and gives up more only in the thread that runs it"
 
@@ -114,6 +117,8 @@ class Seat:
 
     def taken_by(self) -> AnyThread | None:
         """Return whose pass it is in, or who has its lock for anything else."""
+        if self.tenant.ends_alone():
+            return AUTOGRAD
         return self.thread or self.tenant.owner()
 
     def takes(self, share: Share) -> int:

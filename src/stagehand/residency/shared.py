@@ -26,7 +26,8 @@ from typing import TYPE_CHECKING
 from stagehand.core.ledger import NO_LIMIT, Ledger
 from stagehand.core.turn import HERE, awaited_by, why_waits
 from stagehand.errors import StagehandOOMError
-from stagehand.residency.seats import Seats
+from stagehand.residency.seats import AUTOGRAD, Seats
+from stagehand.torch_private import is_autograds
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -360,6 +361,9 @@ class SharedDevice:
         if thread in stuck:
             return True
         stuck, seats = stuck | {thread}, self._seats.all()
+        if thread is AUTOGRAD:  # of its threads it is not known which one it needs
+            autograds = [t for t in threading.enumerate() if is_autograds(t)]
+            return any(self._is_stuck(t, stuck) for t in autograds)
         turn = awaited_by(thread)
         if turn is not None:
             owner = turn.holder()
@@ -374,8 +378,6 @@ class SharedDevice:
         if any(seat.waits and seat.thread is thread for seat in seats):
             others = self._threads_in(seats, but=thread)
             return all(self._is_stuck(t, stuck) for t in others)
-        if any(seat.tenant.ends_alone() for seat in seats if seat.thread is thread):
-            return False
         return any(
             self._is_stuck(t, stuck)
             for t in threading.enumerate()

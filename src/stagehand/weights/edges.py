@@ -31,6 +31,7 @@ from stagehand.torch_private import (
     dispatch_modes,
     graph_task,
     in_backward,
+    is_autograds,
     pop_saved_hooks,
     without_modes,
 )
@@ -164,14 +165,18 @@ class Edges:
         return bool(self._stack)
 
     def try_lock(self) -> bool:
-        """Take the lock if no other thread has it, and close what was left open."""
-        if not self.lock.try_acquire():
+        """Take the lock if no other thread has it, and close what was left open.
+
+        Nor a backward that has raised in this one: autograd's may be ending it.
+        """
+        if self._has_raised() or not self.lock.try_acquire():
             return False
         self._sort_out()
         return True
 
     def take_lock(self) -> None:
         """Take the lock for longer than a call, and close what was left open."""
+        self.await_failure()
         self.lock.acquire()
         self._sort_out()
 
@@ -217,6 +222,7 @@ class Edges:
             self.lock.sorted()
             if self.guests:
                 self.lock.await_guests()
+            self._recount()
             self._stack.append(entry)
             if len(self._stack) > 1:
                 return None
@@ -307,6 +313,8 @@ class Edges:
             return
         if is_known or task in self.guests:
             return  # autograd uses a thread for each device
+        if self._has_raised() and is_autograds(HERE.thread) and backward_call():
+            return  # in a node of the failed one, whose end waits for this
         if not self.lock.acquire(task=task):
             self._queue_inner_end(task)  # a forward waits for it, as a part of its pass
             return
@@ -370,6 +378,7 @@ class Edges:
         backward = _Backward(self._leave_backward)
         try:
             self._backward, self._call = weakref.ref(backward), backward_call()
+            self._recount()
             self._stack.append(_Frame(None, None))
             self.thread = HERE.thread
             at_end_of_backward(backward)
@@ -414,7 +423,9 @@ class Edges:
     def _has_raised(self) -> bool:
         """Whether a backward has raised in its thread, and goes on in autograd's."""
         call = self._call
-        return call is not None and not _is_running(call)
+        if call is None or _is_running(call):
+            return False
+        return self._known_backward() is not None
 
     def _end_unheard(self) -> None:
         """Do what an interrupt kept from being done, or from being finished."""
@@ -425,20 +436,33 @@ class Edges:
     def _close_dead(self) -> None:
         """Close entries whose frame is gone: an interrupt skipped their hooks."""
         if self._unclosed:
-            for context in self._unclosed.pop(HERE.thread, ()):
-                context.__exit__(None, None, None)
+            contexts = self._unclosed.get(HERE.thread, [])
+            while contexts:  # what an interrupt leaves of this is left to the next
+                contexts[0].__exit__(None, None, None)
+                del contexts[0]
+            self._unclosed.pop(HERE.thread, None)
         if self._is_unheard():
             self._end_unheard()
             self.lock.release()
-        if not self._stack or _is_running(self._stack[-1].frame):
+        if not self._stack:
+            if self.thread is None:
+                return
+        elif _is_running(self._stack[-1].frame):
             return
         self._sink()
         while self._stack and not _is_running(self._stack[-1].frame):
-            entry = self._stack.pop()
-            if entry.context is not None:
-                entry.context.__exit__(None, None, None)
-            self.lock.release()
+            context = self._stack[-1].context
+            if context is not None:
+                context.__exit__(None, None, None)
+            del self._stack[-1]
         self._abort()
+        # That has ended uses by hand, too: the rest is what runs, and this call.
+        self.lock.recount(len(self._stack) + 1)
+
+    def _recount(self) -> None:
+        """Where this thread enters from outside, forget what else it seems to have."""
+        if self.lock.count > 1 and not (self._stack or self._listener.in_use()):
+            self.lock.recount(1)
 
     def _sink(self) -> None:
         """Take off the hooks of sites that an interrupt left."""
@@ -454,9 +478,9 @@ class Edges:
             return not _is_running(entry.frame)
         # Between passes it is had for one call; an interrupt may have come to its end.
         owner = self.lock.owner
-        if owner is None or self._listener.in_use():
+        if owner is None or (self.thread is None and self._listener.in_use()):
             return False
-        return not runs_library(owner)  # where it ends the use that it had
+        return not runs_library(owner)  # where it ends the use or the pass that it had
 
     def _bury(self) -> None:
         """Close what another thread left open; its contexts are its own to leave."""
@@ -464,7 +488,7 @@ class Edges:
             self._end_unheard()
             return
         contexts = [e.context for e in reversed(self._stack) if e.context is not None]
-        if self.thread is not None and self.thread.is_alive():
+        if contexts and self.thread is not None and self.thread.is_alive():
             self._unclosed[self.thread] = contexts
         self._stack.clear()
         self._abort()
