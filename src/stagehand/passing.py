@@ -163,6 +163,7 @@ class Passing(PassListener):
         additions = self._additions()
         if additions is None or not additions.may_have_joined():
             return
+        self._take_in()  # what cannot be had at any budget is refused first
         for reader in self._readers:
             reader.forget()
         self._strays.look_again()

@@ -157,6 +157,7 @@ class Runtime(Passing, Sharing, Storing, Conduct):
             join=parts.scheduler.join,
             bring=parts.scheduler.before,
             leave=parts.scheduler.after,
+            take_in=parts.scheduler.take_in,
             is_torn=self._edges.is_torn,
             follow=self._follow,
         )
