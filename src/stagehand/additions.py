@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from stagehand.errors import ConfigError, StagehandOOMError
 from stagehand.residency.blocks import tensor_bytes
-from stagehand.units import format_at_least, format_bytes, format_limit
+from stagehand.residency.finding import how_to_raise
+from stagehand.units import format_bytes, format_limit
 
 if TYPE_CHECKING:
     from collections.abc import ValuesView
@@ -181,8 +182,8 @@ class Additions:
         return StagehandOOMError(
             f"{len(new)} tensors of {format_bytes(sum(map(tensor_bytes, new)))} have"
             " joined the model since it streams, and the budget of"
-            f" {format_limit(limit, needed)} has no room for them; raise it to at least"
-            f" {format_at_least(needed)} with runtime.set_budget()",
+            f" {format_limit(limit, needed)} has no room for them;"
+            f" {how_to_raise(needed)}",
             needed_bytes=needed,
             limit_bytes=limit,
         )

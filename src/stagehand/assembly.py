@@ -1,7 +1,7 @@
 """Builds the parts of one runtime from a divided model, and takes them down."""
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +20,7 @@ from stagehand.core.workers import WorkerGroup
 from stagehand.errors import StagehandOOMError
 from stagehand.guards import Checks
 from stagehand.residency.blocks import Block, can_stream, tensor_bytes
-from stagehand.residency.finding import Finding, Group
+from stagehand.residency.finding import Finding, Group, how_to_raise
 from stagehand.residency.host_loader import HostLoader
 from stagehand.residency.lane_loader import LaneLoader
 from stagehand.residency.loader import Loader
@@ -141,15 +141,33 @@ class Parts:
         try:
             self.steering.set_budget(limit_bytes - self.apart_bytes)
         except StagehandOOMError as error:
-            must_stay = self.steering.must_stay
-            raise _too_small(
-                limit_bytes,
-                error.needed_bytes,
-                stay=[self.blocks[index] for index in must_stay],
-                away=[b for b in self.streamed if b.index not in must_stay],
-                odd_bytes=self.odd_bytes,
-                wire_bytes=self.wire_bytes,
-            ) from None
+            raise self._too_small(limit_bytes, error, ()) from None
+
+    def keep(self, blocks: Sequence[Block]) -> None:
+        """Let more blocks stay on the device, from the next pass on.
+
+        Raises:
+            StagehandOOMError: If the budget is too small for that; nothing changes.
+        """
+        try:
+            self.steering.keep(blocks)
+        except StagehandOOMError as error:
+            raise self._too_small(self.weights.limit_bytes, error, blocks) from None
+
+    def _too_small(
+        self, limit_bytes: int, error: StagehandOOMError, more: Iterable[Block]
+    ) -> StagehandOOMError:
+        """Return an error of the planner for what users know as the budget."""
+        must_stay = self.steering.must_stay.union(block.index for block in more)
+        return _too_small(
+            limit_bytes,
+            error.needed_bytes,
+            stay=[self.blocks[index] for index in must_stay],
+            away=[b for b in self.streamed if b.index not in must_stay],
+            odd_bytes=self.odd_bytes,
+            wire_bytes=self.wire_bytes,
+            advice=how_to_raise,
+        )
 
     def grant_odd(self) -> bool:
         """Have memory for what is in no block; False if there is none."""
@@ -187,8 +205,7 @@ class Parts:
         return StagehandOOMError(
             f"tensors in no block need {format_bytes(nbytes)} of device memory, but of"
             f" {format_limit(account.limit_bytes, needed)} only"
-            f" {format_bytes(account.free_bytes)} are free; raise the budget to at"
-            f" least {format_at_least(needed)}",
+            f" {format_bytes(account.free_bytes)} are free; {how_to_raise(needed)}",
             needed_bytes=needed,
             limit_bytes=account.limit_bytes,
         )
@@ -302,6 +319,7 @@ def assemble(
             odd_bytes=odd_bytes,
             wire_bytes=wire_bytes,
             name=_name_of_budget(settings),
+            advice=_raise_marks if settings.watermarks else _raise_budget,
         ) from None
     pinners = WorkerGroup("pinner", 1, device.claim_thread)
     masters = Masters(pinned_arena, pinners, device.page_locked)
@@ -377,9 +395,19 @@ def _odd_bytes(tensors: Iterable[torch.Tensor], device: Device) -> int:
 
 
 def _name_of_budget(settings: Settings) -> str:
+    if settings.watermarks:
+        return "budget, vram_high_watermark_mb,"
     if settings.device.is_host and settings.pinned_bytes <= settings.budget_bytes:
         return "ram_budget, which counts where there is no accelerator,"
     return "budget"
+
+
+def _raise_budget(needed_bytes: int) -> str:
+    return f"raise it to at least {format_at_least(needed_bytes)}"
+
+
+def _raise_marks(needed_bytes: int) -> str:
+    return f"raise it to at least {-(-needed_bytes * 100 // MIB) / 100} MiB"
 
 
 def _too_small(
@@ -390,6 +418,7 @@ def _too_small(
     away: Iterable[Block],
     odd_bytes: int,
     wire_bytes: int,
+    advice: Callable[[int], str],
     name: str = "budget",
 ) -> StagehandOOMError:
     """Return the error for a budget that cannot work.
@@ -401,6 +430,7 @@ def _too_small(
         away: Those that come and go.
         odd_bytes: What is in no block.
         wire_bytes: What is set aside to decode.
+        advice: Returns what to do, for the smallest budget that works.
         name: The budget's, as users know it.
     """
     needed = slots_bytes + odd_bytes + wire_bytes
@@ -420,8 +450,8 @@ def _too_small(
     return StagehandOOMError(
         f"the {name} is {format_limit(limit_bytes, needed)}, but"
         f" {format_at_least(needed)} must be on the device at once:"
-        f" {format_bytes(kept)} that stay there{most}; raise it to at"
-        f" least {format_at_least(needed)}",
+        f" {format_bytes(kept)} that stay there{most};"
+        f" {advice(needed)}",
         needed_bytes=needed,
         limit_bytes=limit_bytes,
     )

@@ -173,7 +173,7 @@ class Runtime(Passing, Sharing, Storing, Conduct):
             fill=self._casts.fill,
             let_go=parts.scheduler.after,
             is_torn=self._edges.is_torn,
-            keep=parts.steering.keep,
+            keep=parts.keep,
         )
         additions = Additions(model, parts, self._wires, self._home)
         self._additions = weakref.ref(additions)  # see `Moves`

@@ -1,5 +1,7 @@
 """A budget that changes: the device never holds more than the present one allows."""
 
+import re
+
 import pytest
 import torch
 from small import WIDTH, batch, run_resident, runtime_of, smallest_budget
@@ -135,6 +137,27 @@ def test_the_smallest_budget_that_an_error_names_works(sim, joined):
         with torch.no_grad():
             assert_bitwise_equal(model(inputs), expected, "output")
     assert runtime._parts.weights.held_bytes <= smallest
+    runtime.shutdown()
+
+
+@pytest.mark.parametrize("place", ["hpu", "cpu"])
+def test_block_mode_names_its_budget_in_its_own_unit_and_that_works(sim, place):
+    def stream(mib):
+        config = stagehand.StagehandConfig(
+            vram_high_watermark_mb=mib, vram_low_watermark_mb=0.9 * mib
+        )
+        return stagehand.StagehandRuntime(model, config, r"^\d$", device=place)
+
+    model, expected = uneven(), run_resident(uneven(), place, batch())
+    with pytest.raises(stagehand.StagehandOOMError) as caught:
+        stream(0.001)
+    [named] = re.findall(
+        r"the budget, vram_high_watermark_mb, is 1\.05 KB,.* at least (0\.0\d) MiB$",
+        str(caught.value),
+    )
+    runtime = stream(float(named))
+    with torch.no_grad():
+        assert_bitwise_equal(model(batch()), expected, "output")
     runtime.shutdown()
 
 
