@@ -13,6 +13,7 @@ import weakref
 from itertools import chain
 from operator import is_
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 from stagehand.errors import ConfigError, StagehandOOMError
 from stagehand.residency.blocks import tensor_bytes
@@ -60,6 +61,7 @@ class Additions:
         self._held: list[Any] = []
         self._buffers: list[dict[str, Any]] = []
         self._counts: list[int] = []
+        self._hooks = WeakSet(filter(None, map(_hook_of, model.modules())))
         self._note(model)
 
     def __repr__(self) -> str:
@@ -79,13 +81,15 @@ class Additions:
             Whether there was something; the plan is another one then.
 
         Raises:
-            ConfigError: If autograd would expect its gradient elsewhere.
+            ConfigError: If autograd would expect its gradient elsewhere, or if hooks of
+                `accelerate` have put it in place of what streamed.
             StagehandOOMError: If the budget is too small for it.
         """
         model = self._model()
         if model is None:
             return False
         unknown = self._unknown(model)
+        self._refuse_hooked(model, unknown)
         new = [tensor for tensor in unknown if not tensor.is_meta]
         self._refuse_computed(new)
         self._note(model)
@@ -102,6 +106,17 @@ class Additions:
             self._parts.odd.append(tensor)
         self._make_place(new)
         return True
+
+    def look(self) -> None:
+        """Look what has joined where nothing is brought: the device is the host.
+
+        Raises:
+            ConfigError: If hooks of `accelerate` keep what streamed.
+        """
+        model = self._model()
+        if model is not None:
+            self._refuse_hooked(model, self._unknown(model))
+            self._note(model)
 
     def may_have_joined(self) -> bool:
         """Whether modules or tensors of the model are others than at the last look."""
@@ -145,6 +160,31 @@ class Additions:
                     " autograd sees it"
                 )
 
+    def _refuse_hooked(self, model: nn.Module, unknown: list[torch.Tensor]) -> None:
+        """Refuse what hooks that are new have made of tensors that streamed.
+
+        `accelerate` sets them, and its own tensors in their place: on the device, or on
+        meta as long as they are not used.
+        """
+        new = set(map(id, unknown))
+        for name, module in model.named_modules():
+            hook = _hook_of(module)
+            if hook is None or hook in self._hooks:
+                continue
+            for key, tensor in chain(module.named_parameters(), module.named_buffers()):
+                if id(tensor) in new and (tensor.is_meta or "." not in key):
+                    place = f"{name}.{key}".removeprefix(".")
+                    raise ConfigError(
+                        f"hooks of accelerate have put {place!r} of"
+                        f" {self._parts.weights.name} on {tensor.device} while the"
+                        " model streams, as cpu_offload(), dispatch_model() or"
+                        " enable_sequential_cpu_offload() of a pipeline does; call"
+                        " runtime.shutdown(), take them off, with"
+                        " accelerate.hooks.remove_hook_from_module(model,"
+                        " recurse=True) or pipeline.remove_all_hooks(), and stream"
+                        " the model again"
+                    )
+
     def _leave(self, tensor: torch.Tensor) -> None:
         parts = self._parts
         number = next(i for i, other in enumerate(parts.odd) if other is tensor)
@@ -187,3 +227,8 @@ class Additions:
             needed_bytes=needed,
             limit_bytes=limit,
         )
+
+
+def _hook_of(module: nn.Module) -> Any:
+    """Return what `accelerate` has hooked to a module, or None."""
+    return module.__dict__.get("_hf_hook")

@@ -453,6 +453,58 @@ def test_model_whose_hooks_keep_its_weights_is_refused_with_what_takes_them_off(
     runtime.shutdown()
 
 
+@pytest.mark.parametrize("runs", [False, True])
+@pytest.mark.parametrize("how", ["cpu", "disk", "device"])
+def test_model_that_hooks_take_over_while_it_streams_says_so_and_loses_nothing(
+    place, mode, how, runs, tmp_path
+):
+    """It ran, from then on without a budget, and was left on the meta device."""
+    if (how, place) == ("device", "cpu"):
+        pytest.skip("there such hooks move nothing")
+
+    def build():
+        return seeded(lambda: nn.Sequential(*(nn.Sequential(lin()) for _ in range(3))))
+
+    expected = run_resident(build(), place, batch())
+    model = build()
+    runtime = stream(model, place, mode)
+    with torch.no_grad():
+        if runs:
+            model(batch())
+        if how == "device":
+            accelerate.dispatch_model(model, {"": place}, force_hooks=True)
+        else:
+            kept(model, tmp_path, how)
+        for _ in range(2):
+            with pytest.raises(ConfigError, match=r"'0\.0\.weight' of .*shutdown\(\)"):
+                model(batch())
+    runtime.shutdown()
+    accelerate.hooks.remove_hook_from_module(model, recurse=True)
+    runtime = stream(model, place, mode)
+    with torch.no_grad():
+        assert_bitwise_equal(model(batch()), expected, "output")
+    runtime.shutdown()
+    assert_bitwise_equal(model.to("cpu").state_dict(), build().state_dict(), "weights")
+
+
+def test_hooks_that_leave_weights_where_they_are_do_not_matter(sim):
+    """Nor is what joins a model with new hooks, or is made anew by old ones."""
+    model = seeded(lambda: nn.Sequential(*(nn.Sequential(lin()) for _ in range(3))))
+    hook = accelerate.hooks.AlignDevicesHook(io_same_device=True)
+    accelerate.hooks.add_hook_to_module(model[1][0], hook)
+    runtime = stream(model, "hpu", "layers")
+    accelerate.hooks.add_hook_to_module(
+        model, accelerate.hooks.AlignDevicesHook(io_same_device=True)
+    )
+    model[1][0].weight = nn.Parameter(torch.ones(WIDTH, WIDTH))
+    model[2].append(nn.Linear(WIDTH, WIDTH))
+    runtime.set_budget("1MB")
+    expected = run_resident(model, "hpu", batch())
+    with torch.no_grad():
+        assert_bitwise_equal(model(batch()), expected, "output")
+    runtime.shutdown()
+
+
 # Buffers and modules with a state
 
 
