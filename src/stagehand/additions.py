@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from stagehand.assembly import Parts
     from stagehand.wires import Wires
 
-__all__ = ["Additions"]
+__all__ = ["Additions", "refuse_sharded"]
 
 _END = (object(),)  # no module and no tensor: it tells where a list of these ends
 
@@ -89,7 +89,7 @@ class Additions:
         if model is None:
             return False
         unknown = self._unknown(model)
-        self._refuse_hooked(model, unknown)
+        self._refuse_taken_over(model, unknown)
         new = [tensor for tensor in unknown if not tensor.is_meta]
         self._refuse_computed(new)
         self._note(model)
@@ -115,7 +115,7 @@ class Additions:
         """
         model = self._model()
         if model is not None:
-            self._refuse_hooked(model, self._unknown(model))
+            self._refuse_taken_over(model, self._unknown(model))
             self._note(model)
 
     def may_have_joined(self) -> bool:
@@ -159,6 +159,11 @@ class Additions:
                     f" streams: expected it on {place}; move it there first, where"
                     " autograd sees it"
                 )
+
+    def _refuse_taken_over(self, model: nn.Module, unknown: list[torch.Tensor]) -> None:
+        if unknown:
+            refuse_sharded(model)
+            self._refuse_hooked(model, unknown)
 
     def _refuse_hooked(self, model: nn.Module, unknown: list[torch.Tensor]) -> None:
         """Refuse what hooks that are new have made of tensors that streamed.
@@ -227,6 +232,33 @@ class Additions:
             needed_bytes=needed,
             limit_bytes=limit,
         )
+
+
+def refuse_sharded(model: nn.Module) -> None:
+    """Refuse a model whose weights `torch.distributed` divides between processes."""
+    for name, module in model.named_modules():
+        if any(_is_distributed(kind, "fsdp") for kind in type(module).__mro__):
+            what = f"module {name!r}" if name else "it"
+            raise ConfigError(_shared_out(model, f"{what} is one of FSDP"))
+    for name, parameter in model.named_parameters():
+        kind = type(parameter).__name__
+        if getattr(parameter, "_is_flat_param", False):
+            kind = "FlatParameter of FSDP"
+        elif not _is_distributed(type(parameter)):
+            continue
+        raise ConfigError(_shared_out(model, f"{name!r} is a {kind}"))
+
+
+def _is_distributed(kind: type, part: str = "") -> bool:
+    return kind.__module__.startswith(f"torch.distributed.{part}")
+
+
+def _shared_out(model: nn.Module, what: str) -> str:
+    return (
+        f"{type(model).__name__} cannot be streamed: {what}, which divides weights"
+        " between processes; expected plain tensors: stream the plain model, whole in"
+        " each process"
+    )
 
 
 def _hook_of(module: nn.Module) -> Any:

@@ -429,6 +429,10 @@ class Runtime(Passing, Sharing, Storing, Conduct):
             A function that ends the subscription.
         """
         self._check_open()
+        if not callable(listener):
+            raise ConfigError(
+                f"listener is {listener!r}: expected a function that takes parameters"
+            )
         if self._gradients is None:
             return lambda: None
         return self._gradients.when_home(listener)
@@ -591,6 +595,10 @@ class Runtime(Passing, Sharing, Storing, Conduct):
     def at_shutdown(self, call: Callable[[nn.Module], None]) -> None:
         """Call something with the plain model at the end of the shutdown."""
         self._check_open()
+        if not callable(call):
+            raise ConfigError(
+                f"call is {call!r}: expected a function that takes the model"
+            )
         self._at_shutdown.append(call)
 
     def _end(self, *, keep_pool: bool) -> None:

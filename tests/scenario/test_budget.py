@@ -180,7 +180,10 @@ def test_what_stays_is_counted_once_in_the_error(sim):
     [
         ({"model": "a model"}, "the model is 'a model': expected a torch.nn.Module"),
         ({"model": nn.Linear}, "expected a torch.nn.Module"),
+        ({"model": {"unet": uneven()}}, "the model is a dict: .* pipeline"),
         ({"dtype": "bfloat16"}, "dtype is 'bfloat16': expected one of torch's"),
+        ({"dtype": torch.int8}, "dtype is torch.int8: expected a floating-point type"),
+        ({"device": 10**30}, "device is 10{30}: "),
         ({"prefetch_k": "3"}, "prefetch_k is '3': expected an int"),
         ({"pool": 3}, "pool is 3: expected what shutdown_keep_pool"),
         ({"opaque": 3}, "opaque is 3: expected a list or a tuple, each a class"),
@@ -196,7 +199,8 @@ def test_what_stays_is_counted_once_in_the_error(sim):
         ({"vram_budget": 1, "ram_budget": "1MB"}, "the budget is 1 B, but"),
     ],
     ids=[
-        *("a name", "a class", "a name of a type", "a text", "pool", "opaque"),
+        *("a name", "a class", "models", "a name of a type", "a type of numbers"),
+        *("no such device", "a text", "pool", "opaque"),
         *("a class that is opaque", "its name", "telemetry", "name", "shared"),
         *("trace", "inference", "check", "ram", "vram"),
     ],

@@ -8,6 +8,13 @@ import accelerate
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import (
+    FullyShardedDataParallel,
+    ShardingStrategy,
+    fully_shard,
+)
+from torch.distributed.tensor import distribute_module
 from torch.nn.utils import parametrizations, parametrize, spectral_norm, weight_norm
 
 import stagehand
@@ -502,6 +509,55 @@ def test_hooks_that_leave_weights_where_they_are_do_not_matter(sim):
     expected = run_resident(model, "hpu", batch())
     with torch.no_grad():
         assert_bitwise_equal(model(batch()), expected, "output")
+    runtime.shutdown()
+
+
+# Models that are divided between processes
+
+
+@pytest.fixture
+def group(tmp_path):
+    """One process, which is all of its group."""
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    torch.distributed.destroy_process_group()
+
+
+def sharded(model, how, mesh):
+    if how == "FSDP2":
+        return fully_shard(model, mesh=mesh)
+    if how == "FSDP":
+        whole, host = ShardingStrategy.NO_SHARD, torch.device("cpu")
+        return FullyShardedDataParallel(model, None, whole, device_id=host)
+    return distribute_module(model, mesh)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("how", ["FSDP2", "FSDP", "DTensor"])
+def test_weights_that_are_divided_between_processes_are_refused(
+    place, mode, how, group
+):
+    """All of them stayed on the device, and torch complained of another one there."""
+    model = sharded(repeated(lin)(), how, group)
+    before = Shape.of(model)
+    with pytest.raises(
+        ConfigError, match=f"cannot be streamed: .*{how[:4]}.*processes"
+    ):
+        stream(model, place, mode)
+    assert Shape.of(model) == before
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("how", ["FSDP2", "FSDP", "DTensor"])
+def test_model_that_is_divided_between_processes_while_it_streams_says_so(
+    place, mode, how, group
+):
+    model = repeated(lin)()
+    runtime = stream(model, place, mode)
+    other = sharded(model, how, group)
+    with torch.no_grad(), pytest.raises(ConfigError, match="between processes"):
+        other(batch())
     runtime.shutdown()
 
 
