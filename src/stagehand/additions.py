@@ -15,6 +15,7 @@ from operator import is_
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
+from stagehand.core.layout import relocate
 from stagehand.errors import ConfigError, StagehandOOMError
 from stagehand.residency.blocks import tensor_bytes
 from stagehand.residency.finding import how_to_raise
@@ -194,7 +195,7 @@ class Additions:
         parts = self._parts
         number = next(i for i, other in enumerate(parts.odd) if other is tensor)
         if number < len(parts.odd_origin):
-            tensor.data = tensor.data.to(parts.odd_origin.pop(number))
+            relocate(tensor, parts.odd_origin.pop(number))
         del parts.odd[number], self._joined[id(tensor)]
 
     def _make_place(self, new: list[torch.Tensor]) -> None:

@@ -1,7 +1,7 @@
 """Builds the parts of one runtime from a divided model, and takes them down."""
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,7 +12,7 @@ from torch import nn
 from stagehand.core.arena import Arena
 from stagehand.core.device import Device
 from stagehand.core.hidden_gradients import take_along
-from stagehand.core.layout import layout_of, moved
+from stagehand.core.layout import layout_of, relocate
 from stagehand.core.ledger import Grant, SubAccount, Watermarks
 from stagehand.core.telemetry import Counters
 from stagehand.core.transfer import TransferEngine
@@ -196,7 +196,7 @@ class Parts:
             raise self._no_room_for_odd(self.odd_bytes)
         for tensor in self.odd[len(self.odd_origin) :]:
             self.odd_origin.append(tensor.device)
-            tensor.data = moved(tensor.data, self.device.torch_device)
+            relocate(tensor, self.device.torch_device)
         return True
 
     def _no_room_for_odd(self, nbytes: int) -> StagehandOOMError:
@@ -219,7 +219,7 @@ class Parts:
     def take_home_odd(self) -> None:
         """Move it back to where it came from."""
         for tensor, origin in zip(self.odd, self.odd_origin, strict=False):
-            tensor.data = moved(tensor.data, origin)
+            relocate(tensor, origin)
         self.odd_origin = []
         if self.odd_grant is not None:
             self.odd_grant.release()
@@ -298,8 +298,8 @@ def assemble(
         order=order,
         counters=counters,
     )
-    odd = [t for t in finding.rest.tensors.values() if not can_stream(t)]
-    odd_bytes = _odd_bytes(odd, device)
+    odd = {n: t for n, t in finding.rest.tensors.items() if not can_stream(t)}
+    odd_bytes = _odd_bytes(odd.values(), device)
     streamed = [block for block in blocks[1:] if not block.hosted]
     wire_bytes = _most_wire_bytes(streamed, settings)
     try:
@@ -320,6 +320,7 @@ def assemble(
             wire_bytes=wire_bytes,
             name=_name_of_budget(settings),
             advice=_raise_marks if settings.watermarks else _raise_budget,
+            why=_why_they_stay(odd, odd_bytes),
         ) from None
     pinners = WorkerGroup("pinner", 1, device.claim_thread)
     masters = Masters(pinned_arena, pinners, device.page_locked)
@@ -340,7 +341,7 @@ def assemble(
         masters=masters,
         scheduler=scheduler,
         steering=steering,
-        odd=odd,
+        odd=[*odd.values()],
         wire_bytes=wire_bytes,
     )
     sites = [
@@ -402,6 +403,16 @@ def _name_of_budget(settings: Settings) -> str:
     return "budget"
 
 
+def _why_they_stay(odd: Mapping[str, torch.Tensor], nbytes: int) -> str:
+    if not odd:
+        return ""
+    name, tensor = next(iter(odd.items()))
+    return (
+        f", of which {format_bytes(nbytes)} are in {len(odd)} tensors that are no plain"
+        f" memory ({name!r}, a {type(tensor.data).__name__}, is the first),"
+    )
+
+
 def _raise_budget(needed_bytes: int) -> str:
     return f"raise it to at least {format_at_least(needed_bytes)}"
 
@@ -420,6 +431,7 @@ def _too_small(
     wire_bytes: int,
     advice: Callable[[int], str],
     name: str = "budget",
+    why: str = "",
 ) -> StagehandOOMError:
     """Return the error for a budget that cannot work.
 
@@ -432,6 +444,7 @@ def _too_small(
         wire_bytes: What is set aside to decode.
         advice: Returns what to do, for the smallest budget that works.
         name: The budget's, as users know it.
+        why: Why some of it stays.
     """
     needed = slots_bytes + odd_bytes + wire_bytes
     kept = sum(block.slot_nbytes for block in stay) + odd_bytes
@@ -450,7 +463,7 @@ def _too_small(
     return StagehandOOMError(
         f"the {name} is {format_limit(limit_bytes, needed)}, but"
         f" {format_at_least(needed)} must be on the device at once:"
-        f" {format_bytes(kept)} that stay there{most};"
+        f" {format_bytes(kept)} that stay there{why}{most};"
         f" {advice(needed)}",
         needed_bytes=needed,
         limit_bytes=limit_bytes,

@@ -29,6 +29,7 @@ from scenario.small import (
     values,
 )
 from stagehand.errors import ConfigError
+from stagehand.units import format_bytes
 from streamed import Shape
 
 
@@ -510,6 +511,74 @@ def test_hooks_that_leave_weights_where_they_are_do_not_matter(sim):
     with torch.no_grad():
         assert_bitwise_equal(model(batch()), expected, "output")
     runtime.shutdown()
+
+
+# Weights that are no plain memory
+
+
+class Coded(torch.Tensor):
+    """INT8 codes and a scale a row, as quantized weights of other libraries are."""
+
+    @staticmethod
+    def __new__(cls, codes, scales):
+        return torch.Tensor._make_wrapper_subclass(
+            cls, codes.shape, dtype=scales.dtype, device=codes.device
+        )
+
+    def __init__(self, codes, scales):
+        self.codes, self.scales = codes, scales
+
+    def __tensor_flatten__(self):
+        return ["codes", "scales"], None
+
+    @staticmethod
+    def __tensor_unflatten__(parts, context, size, stride):
+        return Coded(**parts)
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.detach.default:
+            return cls(args[0].codes, args[0].scales)
+        if func is torch.ops.aten._to_copy.default:
+            place = kwargs["device"]
+            return cls(args[0].codes.to(place), args[0].scales.to(place))
+        plain = (a.codes * a.scales if isinstance(a, cls) else a for a in args)
+        return func(*plain, **(kwargs or {}))
+
+
+def coded():
+    """Four layers, of which two have such weights."""
+    model = seeded(repeated(lin))
+    for layer in model[:2]:
+        weight = layer.weight.detach()
+        scales = weight.abs().amax(dim=1, keepdim=True) / 127
+        codes = (weight / scales).round().to(torch.int8)
+        layer.weight = nn.Parameter(Coded(codes, scales), requires_grad=False)
+    return model
+
+
+def test_weights_that_are_made_of_several_tensors_stay_on_the_device_whole(place, mode):
+    """Only what is seen of them went there, and torch complained of the rest."""
+    model = coded()
+    with torch.no_grad():
+        expected = coded().to(place)(batch().to(place))
+        runtime = stream(model, place, mode)
+        for _ in range(2):
+            assert_bitwise_equal(model(batch()), expected, "output")
+        assert model[0].weight.codes.device.type == place
+    runtime.shutdown()
+    assert model[0].weight.codes.device.type == model[0].weight.device.type == "cpu"
+    with torch.no_grad():
+        model(batch())
+
+
+def test_error_says_what_stays_because_it_is_no_plain_memory(place):
+    there = 2 * (WIDTH * WIDTH + 4 * WIDTH)
+    with pytest.raises(stagehand.StagehandOOMError) as error:
+        stagehand.layer(coded(), vram_budget=there, device=place)
+    assert f"{format_bytes(there)} are in 2 tensors that are no pl" in str(error.value)
+    assert "('0.weight', a Coded, is the first)" in str(error.value)
+    assert error.value.needed_bytes < there + 2 * LAYER_BYTES
 
 
 # Models that are divided between processes
