@@ -13,10 +13,13 @@ import weakref
 from itertools import chain
 from operator import is_
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
+from stagehand.core.layout import relocate
 from stagehand.errors import ConfigError, StagehandOOMError
 from stagehand.residency.blocks import tensor_bytes
-from stagehand.units import format_at_least, format_bytes, format_limit
+from stagehand.residency.finding import how_to_raise
+from stagehand.units import format_bytes, format_limit
 
 if TYPE_CHECKING:
     from collections.abc import ValuesView
@@ -27,7 +30,7 @@ if TYPE_CHECKING:
     from stagehand.assembly import Parts
     from stagehand.wires import Wires
 
-__all__ = ["Additions"]
+__all__ = ["Additions", "refuse_sharded"]
 
 _END = (object(),)  # no module and no tensor: it tells where a list of these ends
 
@@ -59,6 +62,7 @@ class Additions:
         self._held: list[Any] = []
         self._buffers: list[dict[str, Any]] = []
         self._counts: list[int] = []
+        self._hooks = WeakSet(filter(None, map(_hook_of, model.modules())))
         self._note(model)
 
     def __repr__(self) -> str:
@@ -78,13 +82,15 @@ class Additions:
             Whether there was something; the plan is another one then.
 
         Raises:
-            ConfigError: If autograd would expect its gradient elsewhere.
+            ConfigError: If autograd would expect its gradient elsewhere, or if hooks of
+                `accelerate` have put it in place of what streamed.
             StagehandOOMError: If the budget is too small for it.
         """
         model = self._model()
         if model is None:
             return False
         unknown = self._unknown(model)
+        self._refuse_taken_over(model, unknown)
         new = [tensor for tensor in unknown if not tensor.is_meta]
         self._refuse_computed(new)
         self._note(model)
@@ -101,6 +107,17 @@ class Additions:
             self._parts.odd.append(tensor)
         self._make_place(new)
         return True
+
+    def look(self) -> None:
+        """Look what has joined where nothing is brought: the device is the host.
+
+        Raises:
+            ConfigError: If hooks of `accelerate` keep what streamed.
+        """
+        model = self._model()
+        if model is not None:
+            self._refuse_taken_over(model, self._unknown(model))
+            self._note(model)
 
     def may_have_joined(self) -> bool:
         """Whether modules or tensors of the model are others than at the last look."""
@@ -144,11 +161,41 @@ class Additions:
                     " autograd sees it"
                 )
 
+    def _refuse_taken_over(self, model: nn.Module, unknown: list[torch.Tensor]) -> None:
+        if unknown:
+            refuse_sharded(model)
+            self._refuse_hooked(model, unknown)
+
+    def _refuse_hooked(self, model: nn.Module, unknown: list[torch.Tensor]) -> None:
+        """Refuse what hooks that are new have made of tensors that streamed.
+
+        `accelerate` sets them, and its own tensors in their place: on the device, or on
+        meta as long as they are not used.
+        """
+        new = set(map(id, unknown))
+        for name, module in model.named_modules():
+            hook = _hook_of(module)
+            if hook is None or hook in self._hooks:
+                continue
+            for key, tensor in chain(module.named_parameters(), module.named_buffers()):
+                if id(tensor) in new and (tensor.is_meta or "." not in key):
+                    place = f"{name}.{key}".removeprefix(".")
+                    raise ConfigError(
+                        f"hooks of accelerate have put {place!r} of"
+                        f" {self._parts.weights.name} on {tensor.device} while the"
+                        " model streams, as cpu_offload(), dispatch_model() or"
+                        " enable_sequential_cpu_offload() of a pipeline does; call"
+                        " runtime.shutdown(), take them off, with"
+                        " accelerate.hooks.remove_hook_from_module(model,"
+                        " recurse=True) or pipeline.remove_all_hooks(), and stream"
+                        " the model again"
+                    )
+
     def _leave(self, tensor: torch.Tensor) -> None:
         parts = self._parts
         number = next(i for i, other in enumerate(parts.odd) if other is tensor)
         if number < len(parts.odd_origin):
-            tensor.data = tensor.data.to(parts.odd_origin.pop(number))
+            relocate(tensor, parts.odd_origin.pop(number))
         del parts.odd[number], self._joined[id(tensor)]
 
     def _make_place(self, new: list[torch.Tensor]) -> None:
@@ -181,8 +228,40 @@ class Additions:
         return StagehandOOMError(
             f"{len(new)} tensors of {format_bytes(sum(map(tensor_bytes, new)))} have"
             " joined the model since it streams, and the budget of"
-            f" {format_limit(limit, needed)} has no room for them; raise it to at least"
-            f" {format_at_least(needed)} with runtime.set_budget()",
+            f" {format_limit(limit, needed)} has no room for them;"
+            f" {how_to_raise(needed)}",
             needed_bytes=needed,
             limit_bytes=limit,
         )
+
+
+def refuse_sharded(model: nn.Module) -> None:
+    """Refuse a model whose weights `torch.distributed` divides between processes."""
+    for name, module in model.named_modules():
+        if any(_is_distributed(kind, "fsdp") for kind in type(module).__mro__):
+            what = f"module {name!r}" if name else "it"
+            raise ConfigError(_shared_out(model, f"{what} is one of FSDP"))
+    for name, parameter in model.named_parameters():
+        kind = type(parameter).__name__
+        if getattr(parameter, "_is_flat_param", False):
+            kind = "FlatParameter of FSDP"
+        elif not _is_distributed(type(parameter)):
+            continue
+        raise ConfigError(_shared_out(model, f"{name!r} is a {kind}"))
+
+
+def _is_distributed(kind: type, part: str = "") -> bool:
+    return kind.__module__.startswith(f"torch.distributed.{part}")
+
+
+def _shared_out(model: nn.Module, what: str) -> str:
+    return (
+        f"{type(model).__name__} cannot be streamed: {what}, which divides weights"
+        " between processes; expected plain tensors: stream the plain model, whole in"
+        " each process"
+    )
+
+
+def _hook_of(module: nn.Module) -> Any:
+    """Return what `accelerate` has hooked to a module, or None."""
+    return module.__dict__.get("_hf_hook")

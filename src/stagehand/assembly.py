@@ -1,7 +1,7 @@
 """Builds the parts of one runtime from a divided model, and takes them down."""
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,7 +12,7 @@ from torch import nn
 from stagehand.core.arena import Arena
 from stagehand.core.device import Device
 from stagehand.core.hidden_gradients import take_along
-from stagehand.core.layout import layout_of, moved
+from stagehand.core.layout import layout_of, relocate
 from stagehand.core.ledger import Grant, SubAccount, Watermarks
 from stagehand.core.telemetry import Counters
 from stagehand.core.transfer import TransferEngine
@@ -20,7 +20,7 @@ from stagehand.core.workers import WorkerGroup
 from stagehand.errors import StagehandOOMError
 from stagehand.guards import Checks
 from stagehand.residency.blocks import Block, can_stream, tensor_bytes
-from stagehand.residency.finding import Finding, Group
+from stagehand.residency.finding import Finding, Group, how_to_raise
 from stagehand.residency.host_loader import HostLoader
 from stagehand.residency.lane_loader import LaneLoader
 from stagehand.residency.loader import Loader
@@ -141,15 +141,33 @@ class Parts:
         try:
             self.steering.set_budget(limit_bytes - self.apart_bytes)
         except StagehandOOMError as error:
-            must_stay = self.steering.must_stay
-            raise _too_small(
-                limit_bytes,
-                error.needed_bytes,
-                stay=[self.blocks[index] for index in must_stay],
-                away=[b for b in self.streamed if b.index not in must_stay],
-                odd_bytes=self.odd_bytes,
-                wire_bytes=self.wire_bytes,
-            ) from None
+            raise self._too_small(limit_bytes, error, ()) from None
+
+    def keep(self, blocks: Sequence[Block]) -> None:
+        """Let more blocks stay on the device, from the next pass on.
+
+        Raises:
+            StagehandOOMError: If the budget is too small for that; nothing changes.
+        """
+        try:
+            self.steering.keep(blocks)
+        except StagehandOOMError as error:
+            raise self._too_small(self.weights.limit_bytes, error, blocks) from None
+
+    def _too_small(
+        self, limit_bytes: int, error: StagehandOOMError, more: Iterable[Block]
+    ) -> StagehandOOMError:
+        """Return an error of the planner for what users know as the budget."""
+        must_stay = self.steering.must_stay.union(block.index for block in more)
+        return _too_small(
+            limit_bytes,
+            error.needed_bytes,
+            stay=[self.blocks[index] for index in must_stay],
+            away=[b for b in self.streamed if b.index not in must_stay],
+            odd_bytes=self.odd_bytes,
+            wire_bytes=self.wire_bytes,
+            advice=how_to_raise,
+        )
 
     def grant_odd(self) -> bool:
         """Have memory for what is in no block; False if there is none."""
@@ -178,7 +196,7 @@ class Parts:
             raise self._no_room_for_odd(self.odd_bytes)
         for tensor in self.odd[len(self.odd_origin) :]:
             self.odd_origin.append(tensor.device)
-            tensor.data = moved(tensor.data, self.device.torch_device)
+            relocate(tensor, self.device.torch_device)
         return True
 
     def _no_room_for_odd(self, nbytes: int) -> StagehandOOMError:
@@ -187,8 +205,7 @@ class Parts:
         return StagehandOOMError(
             f"tensors in no block need {format_bytes(nbytes)} of device memory, but of"
             f" {format_limit(account.limit_bytes, needed)} only"
-            f" {format_bytes(account.free_bytes)} are free; raise the budget to at"
-            f" least {format_at_least(needed)}",
+            f" {format_bytes(account.free_bytes)} are free; {how_to_raise(needed)}",
             needed_bytes=needed,
             limit_bytes=account.limit_bytes,
         )
@@ -202,7 +219,7 @@ class Parts:
     def take_home_odd(self) -> None:
         """Move it back to where it came from."""
         for tensor, origin in zip(self.odd, self.odd_origin, strict=False):
-            tensor.data = moved(tensor.data, origin)
+            relocate(tensor, origin)
         self.odd_origin = []
         if self.odd_grant is not None:
             self.odd_grant.release()
@@ -281,8 +298,8 @@ def assemble(
         order=order,
         counters=counters,
     )
-    odd = [t for t in finding.rest.tensors.values() if not can_stream(t)]
-    odd_bytes = _odd_bytes(odd, device)
+    odd = {n: t for n, t in finding.rest.tensors.items() if not can_stream(t)}
+    odd_bytes = _odd_bytes(odd.values(), device)
     streamed = [block for block in blocks[1:] if not block.hosted]
     wire_bytes = _most_wire_bytes(streamed, settings)
     try:
@@ -302,6 +319,8 @@ def assemble(
             odd_bytes=odd_bytes,
             wire_bytes=wire_bytes,
             name=_name_of_budget(settings),
+            advice=_raise_marks if settings.watermarks else _raise_budget,
+            why=_why_they_stay(odd, odd_bytes),
         ) from None
     pinners = WorkerGroup("pinner", 1, device.claim_thread)
     masters = Masters(pinned_arena, pinners, device.page_locked)
@@ -322,7 +341,7 @@ def assemble(
         masters=masters,
         scheduler=scheduler,
         steering=steering,
-        odd=odd,
+        odd=[*odd.values()],
         wire_bytes=wire_bytes,
     )
     sites = [
@@ -377,9 +396,29 @@ def _odd_bytes(tensors: Iterable[torch.Tensor], device: Device) -> int:
 
 
 def _name_of_budget(settings: Settings) -> str:
+    if settings.watermarks:
+        return "budget, vram_high_watermark_mb,"
     if settings.device.is_host and settings.pinned_bytes <= settings.budget_bytes:
         return "ram_budget, which counts where there is no accelerator,"
     return "budget"
+
+
+def _why_they_stay(odd: Mapping[str, torch.Tensor], nbytes: int) -> str:
+    if not odd:
+        return ""
+    name, tensor = next(iter(odd.items()))
+    return (
+        f", of which {format_bytes(nbytes)} are in {len(odd)} tensors that are no plain"
+        f" memory ({name!r}, a {type(tensor.data).__name__}, is the first),"
+    )
+
+
+def _raise_budget(needed_bytes: int) -> str:
+    return f"raise it to at least {format_at_least(needed_bytes)}"
+
+
+def _raise_marks(needed_bytes: int) -> str:
+    return f"raise it to at least {-(-needed_bytes * 100 // MIB) / 100} MiB"
 
 
 def _too_small(
@@ -390,7 +429,9 @@ def _too_small(
     away: Iterable[Block],
     odd_bytes: int,
     wire_bytes: int,
+    advice: Callable[[int], str],
     name: str = "budget",
+    why: str = "",
 ) -> StagehandOOMError:
     """Return the error for a budget that cannot work.
 
@@ -401,7 +442,9 @@ def _too_small(
         away: Those that come and go.
         odd_bytes: What is in no block.
         wire_bytes: What is set aside to decode.
+        advice: Returns what to do, for the smallest budget that works.
         name: The budget's, as users know it.
+        why: Why some of it stays.
     """
     needed = slots_bytes + odd_bytes + wire_bytes
     kept = sum(block.slot_nbytes for block in stay) + odd_bytes
@@ -420,8 +463,8 @@ def _too_small(
     return StagehandOOMError(
         f"the {name} is {format_limit(limit_bytes, needed)}, but"
         f" {format_at_least(needed)} must be on the device at once:"
-        f" {format_bytes(kept)} that stay there{most}; raise it to at"
-        f" least {format_at_least(needed)}",
+        f" {format_bytes(kept)} that stay there{why}{most};"
+        f" {advice(needed)}",
         needed_bytes=needed,
         limit_bytes=limit_bytes,
     )

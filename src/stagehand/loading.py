@@ -6,6 +6,7 @@ import inspect
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stagehand.compact import Compact, expand
@@ -22,12 +23,11 @@ from stagehand.pretrained.sources import (
     naming_of,
     open_checkpoint,
 )
+from stagehand.settings import check_value
 from stagehand.sharing import HANDLE
 from stagehand.stores.checkpoint import key_of
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     import torch
     from torch import nn
 
@@ -93,6 +93,7 @@ def load(
     """
     inspect.signature(layer).bind(model, **options)  # an unknown one is an error now
     check_dtype(dtype)
+    check_value("scratch_dir", scratch_dir, str | Path | None)
     source = find_source(model, checkpoint_dir)
     checkpoint = open_checkpoint(source.path)
     folders: list[Path] = []

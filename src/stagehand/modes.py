@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.jit import ScriptModule
 
+from stagehand.additions import refuse_sharded
 from stagehand.assembly import Settings
 from stagehand.config import StagehandConfig, Transport
 from stagehand.core.arena import Arena
@@ -279,14 +280,21 @@ def check_dtype(dtype: torch.dtype | None) -> None:
             f"dtype is {dtype!r}: expected one of torch's, such as torch.bfloat16, or"
             " None"
         )
+    if dtype is not None and not (dtype.is_floating_point or dtype.is_complex):
+        raise ConfigError(
+            f"dtype is {dtype}: expected a floating-point type, such as torch.bfloat16,"
+            " or None; runtime.convert_registry_to_squareq_backed() streams INT8"
+        )
 
 
 def check_model(model: nn.Module, dtype: torch.dtype | None) -> None:
     """Refuse what cannot be streamed, and cast the rest."""
     if not isinstance(model, nn.Module):
+        named = isinstance(model, str | type | None)
         raise ConfigError(
-            f"the model is {model!r:.80}: expected a torch.nn.Module, such as a class"
-            " returns when it is called; load() opens a directory"
+            f"the model is {repr(model) if named else f'a {type(model).__name__}'}:"
+            " expected a torch.nn.Module, such as a class returns when it is called;"
+            " load() opens a directory, and pipeline() takes several models"
         )
     if isinstance(model, ScriptModule):
         raise ConfigError(
@@ -295,13 +303,17 @@ def check_model(model: nn.Module, dtype: torch.dtype | None) -> None:
         )
     check_dtype(dtype)
     for name, module in model.named_modules():
-        if module.__dict__.get(HANDLE) is not None or is_hooked(module):
+        if (has := module.__dict__.get(HANDLE) is not None) or is_hooked(module):
             where = f"its module {name!r}" if name else "it"
+            how, whose = "is streamed", "its"
+            if not has:
+                how, whose = "is a part of a model that is streamed", "that model's"
             raise ConfigError(
-                f"{type(model).__name__} cannot be streamed: {where} is streamed"
-                f" already; call {HANDLE}.shutdown() first"
+                f"{type(model).__name__} cannot be streamed: {where} {how} already;"
+                f" call {whose} {HANDLE}.shutdown() first"
             )
     _refuse_offloaded(model)
+    refuse_sharded(model)
     for name, parameter in model.named_parameters():
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             raise ConfigError(

@@ -164,11 +164,15 @@ class Passing(PassListener):
 
     def _take_additions(self) -> None:
         """Bring what has joined the model to the device, which has its own memory."""
-        if self._device.is_host or self._parts.scheduler.in_use:
+        if self._parts.scheduler.in_use:
             return
         additions = self._additions()
         if additions is None or not additions.may_have_joined():
             return
+        if self._device.is_host:
+            additions.look()
+            return
+        self._take_in()  # what cannot be had at any budget is refused first
         for reader in self._readers:
             reader.forget()
         self._strays.look_again()

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 from torch import nn
 
 from stagehand.core.device import find_device
-from stagehand.errors import ConfigError
-from stagehand.modes import device_budget, host_budget, layer
+from stagehand.errors import ConfigError, StagehandError, StagehandOOMError
+from stagehand.modes import check_model, device_budget, host_budget, layer
 from stagehand.residency.blocks import tensor_bytes
 from stagehand.residency.holds import ResidentPriority
 from stagehand.sharing import HANDLE
 
 if TYPE_CHECKING:
     import types
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     import torch
     from typing_extensions import Self
@@ -115,8 +115,8 @@ def pipeline(
             streamed already; if a model streams to another device; if all of them do
             so and there is a budget or another option; or if `shared` or `name` is
             among the options.
-        StagehandOOMError: If the budget is too small for one of them. Nothing is
-            changed then.
+        StagehandOOMError: If the budget is too small for one of them; it names the
+            smallest that works for all. Nothing is changed then.
 
     Example:
         >>> with stagehand.pipeline(pipe, vram_budget="12GB"):
@@ -138,6 +138,9 @@ def pipeline(
             f"all {len(runtimes)} models of the pipeline are streamed already: expected"
             " no budget and no option for them, or their shutdown() first"
         )
+    for name, model in models.items():
+        with _named(name):
+            check_model(model, None)
     sizes = {name: _weight_bytes(model) for name, model in models.items()}
     if runtimes and vram_budget is None:
         vram_budget = max(r._parts.budget_bytes for r in runtimes.values())
@@ -148,24 +151,42 @@ def pipeline(
     elif ram_budget is not None:
         pinned = _parts_of(ram_budget, sizes)
     undo: list[Callable[[], None]] = []
+    refused: list[StagehandOOMError] = []
     try:
         for name, model in models.items():
-            layer(
-                model,
-                vram_budget=budget,
-                ram_budget=pinned.get(name),
-                device=device,
-                name=name,
-                **options,
-            )
+            try:
+                with _named(name):
+                    layer(
+                        model,
+                        vram_budget=budget,
+                        ram_budget=pinned.get(name),
+                        device=device,
+                        name=name,
+                        **options,
+                    )
+            except StagehandOOMError as error:
+                refused.append(error)  # another one may need more
+                continue
             runtimes[name] = getattr(model, HANDLE)
             undo.append(runtimes[name].shutdown)
+        if refused:
+            raise max(refused, key=lambda error: error.needed_bytes)
         _keep_small(runtimes, sizes, budget)
         undo.extend(_place(pipe, place.torch_device) for pipe in pipes)
     except BaseException:
         Pipeline(runtimes, undo).shutdown()
         raise
     return Pipeline(runtimes, undo)
+
+
+@contextmanager
+def _named(name: str) -> Iterator[None]:
+    """Let errors say which model of a pipeline they are for."""
+    try:
+        yield
+    except StagehandError as error:
+        error.args = (f"for model {name!r} of the pipeline, {error}",)
+        raise
 
 
 def _models(pipe_or_dict: Any) -> dict[str, nn.Module]:

@@ -157,6 +157,7 @@ class Runtime(Passing, Sharing, Storing, Conduct):
             join=parts.scheduler.join,
             bring=parts.scheduler.before,
             leave=parts.scheduler.after,
+            take_in=parts.scheduler.take_in,
             is_torn=self._edges.is_torn,
             follow=self._follow,
         )
@@ -172,7 +173,7 @@ class Runtime(Passing, Sharing, Storing, Conduct):
             fill=self._casts.fill,
             let_go=parts.scheduler.after,
             is_torn=self._edges.is_torn,
-            keep=parts.steering.keep,
+            keep=parts.keep,
         )
         additions = Additions(model, parts, self._wires, self._home)
         self._additions = weakref.ref(additions)  # see `Moves`
@@ -428,6 +429,10 @@ class Runtime(Passing, Sharing, Storing, Conduct):
             A function that ends the subscription.
         """
         self._check_open()
+        if not callable(listener):
+            raise ConfigError(
+                f"listener is {listener!r}: expected a function that takes parameters"
+            )
         if self._gradients is None:
             return lambda: None
         return self._gradients.when_home(listener)
@@ -591,6 +596,10 @@ class Runtime(Passing, Sharing, Storing, Conduct):
     def at_shutdown(self, call: Callable[[nn.Module], None]) -> None:
         """Call something with the plain model at the end of the shutdown."""
         self._check_open()
+        if not callable(call):
+            raise ConfigError(
+                f"call is {call!r}: expected a function that takes the model"
+            )
         self._at_shutdown.append(call)
 
     def _end(self, *, keep_pool: bool) -> None:

@@ -6,13 +6,13 @@ import logging
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from torch import nn
+
 from stagehand.errors import ConfigError
 from stagehand.residency.holds import ResidentPriority
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-    from torch import nn
 
     from stagehand.tenancy import Tenancy
 
@@ -158,5 +158,10 @@ class Sharing:
             return self
         if isinstance(target, Sharing):
             return target
-        handle = getattr(target, "__dict__", {}).get(HANDLE)
+        if not isinstance(target, nn.Module):
+            raise ConfigError(
+                f"{target!r} is not streamed: expected a runtime, or a model after"
+                " stagehand.layer()"
+            )
+        handle = target.__dict__.get(HANDLE)
         return handle if isinstance(handle, Sharing) else None

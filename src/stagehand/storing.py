@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import weakref
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from stagehand.compact import Compact, expand, refuse_quantized, wire_blocks
 from stagehand.decoding import removal_of, scratch_folder
 from stagehand.files import back_by_files, check_key_map
 from stagehand.quantized_layers import quantized_model
+from stagehand.settings import check_value
 from stagehand.stores.checkpoint import Checkpoint, KeyMap, key_of
 from stagehand.stores.squareq import SquareQ
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
     from torch import nn
 
@@ -77,6 +78,9 @@ class Storing:
                 type, or a file is not sound; nothing has changed then.
         """
         model = self._check_open()
+        check_value("scratch_dir", scratch_dir, str | Path | None)
+        if not isinstance(directory, Checkpoint | Compact):
+            check_value("directory", directory, str | Path)
         self.park()
         if not isinstance(directory, Checkpoint | Compact):
             check_key_map(model, key_map)
@@ -135,6 +139,9 @@ class Storing:
             StagehandOOMError: If the budget has no room to decode a block.
         """
         model = self._check_open()
+        check_value("path", path, str | Path)
+        check_value("manifest", manifest, str | Path | None)
+        check_value("scratch_dir", scratch_dir, str | Path | None)
         self.park()
         slab = SquareQ.open(path, manifest)
         try:

@@ -85,13 +85,13 @@ def _parse_text(value: str, *, name: str, of: int | None) -> int:
             f"{name} is {value!r}: expected a number and a unit, such as '8GB', "
             "'7.5GiB', '512MB' or '80%'"
         )
-    if unit == "":
+    # Decimal: in binary floating point "1.001KB" is 1000.9999 and would lose a byte.
+    number = Decimal(match[1])
+    if unit == "" and number:
         raise ConfigError(
             f"{name} is {value!r}: a text needs a unit, such as "
             f"'{value.strip()}GB'; an int is bytes"
         )
-    # Decimal: in binary floating point "1.001KB" is 1000.9999 and would lose a byte.
-    number = Decimal(match[1])
     if unit != "%":
         return int(number * _FACTORS[unit])
     if of is None:

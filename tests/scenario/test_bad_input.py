@@ -318,6 +318,42 @@ def test_file_name_in_an_index_that_no_system_takes_is_an_error(folder):
         Checkpoint.open(folder)
 
 
+@pytest.mark.parametrize(
+    ("method", "arguments", "problem"),
+    [
+        ("convert_registry_to_file_backed_sharded", {"directory": 3}, "directory is 3"),
+        ("convert_registry_to_squareq_backed", {"path": None}, "path is None"),
+        ("convert_registry_to_squareq_backed", {"manifest": 3}, "manifest is 3"),
+        ("at_shutdown", {"call": 3}, "call is 3: expected a function"),
+        ("when_home", {"listener": None}, "listener is None: expected a function"),
+    ],
+)
+def test_argument_of_a_method_that_cannot_work_is_named(
+    place, folder, method, arguments, problem
+):
+    if "manifest" in arguments:
+        arguments["path"] = folder
+    model = stagehand.layer(stack(), vram_budget=4 * LAYER_BYTES, device=place)
+    with pytest.raises(ConfigError, match=problem):
+        getattr(runtime_of(model), method)(**arguments)
+    assert_passes_equal(model, run_resident(stack(), place, batch()), batch())
+    runtime_of(model).shutdown()
+
+
+@pytest.mark.parametrize("method", ["file_backed_sharded", "squareq_backed"])
+def test_scratch_dir_that_is_no_path_is_named_also_where_it_is_not_needed(
+    place, folder, method
+):
+    with pytest.raises(ConfigError, match="scratch_dir is 3: expected a text or a pa"):
+        stagehand.load(stack, folder, device=place, scratch_dir=3)
+    model = stagehand.layer(stack(), vram_budget=4 * LAYER_BYTES, device=place)
+    with pytest.raises(ConfigError, match="scratch_dir is 3: expected a text or a pa"):
+        getattr(runtime_of(model), f"convert_registry_to_{method}")(
+            folder, scratch_dir=3
+        )
+    runtime_of(model).shutdown()
+
+
 # Bytes changed at random.
 
 

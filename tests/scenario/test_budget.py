@@ -1,5 +1,7 @@
 """A budget that changes: the device never holds more than the present one allows."""
 
+import re
+
 import pytest
 import torch
 from small import WIDTH, batch, run_resident, runtime_of, smallest_budget
@@ -138,6 +140,27 @@ def test_the_smallest_budget_that_an_error_names_works(sim, joined):
     runtime.shutdown()
 
 
+@pytest.mark.parametrize("place", ["hpu", "cpu"])
+def test_block_mode_names_its_budget_in_its_own_unit_and_that_works(sim, place):
+    def stream(mib):
+        config = stagehand.StagehandConfig(
+            vram_high_watermark_mb=mib, vram_low_watermark_mb=0.9 * mib
+        )
+        return stagehand.StagehandRuntime(model, config, r"^\d$", device=place)
+
+    model, expected = uneven(), run_resident(uneven(), place, batch())
+    with pytest.raises(stagehand.StagehandOOMError) as caught:
+        stream(0.001)
+    [named] = re.findall(
+        r"the budget, vram_high_watermark_mb, is 1\.05 KB,.* at least (0\.0\d) MiB$",
+        str(caught.value),
+    )
+    runtime = stream(float(named))
+    with torch.no_grad():
+        assert_bitwise_equal(model(batch()), expected, "output")
+    runtime.shutdown()
+
+
 def test_what_stays_is_counted_once_in_the_error(sim):
     class Scaled(nn.Sequential):
         def __init__(self):
@@ -157,7 +180,10 @@ def test_what_stays_is_counted_once_in_the_error(sim):
     [
         ({"model": "a model"}, "the model is 'a model': expected a torch.nn.Module"),
         ({"model": nn.Linear}, "expected a torch.nn.Module"),
+        ({"model": {"unet": uneven()}}, "the model is a dict: .* pipeline"),
         ({"dtype": "bfloat16"}, "dtype is 'bfloat16': expected one of torch's"),
+        ({"dtype": torch.int8}, "dtype is torch.int8: expected a floating-point type"),
+        ({"device": 10**30}, "device is 10{30}: "),
         ({"prefetch_k": "3"}, "prefetch_k is '3': expected an int"),
         ({"pool": 3}, "pool is 3: expected what shutdown_keep_pool"),
         ({"opaque": 3}, "opaque is 3: expected a list or a tuple, each a class"),
@@ -173,7 +199,8 @@ def test_what_stays_is_counted_once_in_the_error(sim):
         ({"vram_budget": 1, "ram_budget": "1MB"}, "the budget is 1 B, but"),
     ],
     ids=[
-        *("a name", "a class", "a name of a type", "a text", "pool", "opaque"),
+        *("a name", "a class", "models", "a name of a type", "a type of numbers"),
+        *("no such device", "a text", "pool", "opaque"),
         *("a class that is opaque", "its name", "telemetry", "name", "shared"),
         *("trace", "inference", "check", "ram", "vram"),
     ],

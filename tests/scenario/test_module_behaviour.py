@@ -451,8 +451,12 @@ def test_streaming_a_model_twice_is_refused_and_changes_nothing(place, streamed)
 
 
 def test_streaming_a_part_of_a_streamed_model_is_refused(place, streamed):
-    with pytest.raises(stagehand.ConfigError, match="streamed already"):
+    """It has no handle of its own, whose shutdown could be called."""
+    whole = r"is a part of a model that is streamed already; call that model's .*shut"
+    with pytest.raises(stagehand.ConfigError, match=whole):
         stagehand.layer(streamed[1], vram_budget=BUDGET, device=place)
+    with pytest.raises(stagehand.ConfigError, match=f"its module '0' {whole}"):
+        stagehand.layer(nn.Sequential(streamed[1]), vram_budget=BUDGET, device=place)
     expect(streamed, place)
 
 

@@ -33,6 +33,7 @@ from scenario.small import (
     values,
 )
 from stagehand.core.transfer import TransferEngine
+from stagehand.errors import OrphanedParameterError
 from stagehand.residency.blocks import Block
 from stagehand.residency.mover import Mover
 from stagehand.torch_private import top_saved_hooks
@@ -896,6 +897,34 @@ def test_a_weight_assigned_in_another_form_is_refused_and_keeps_its_values(
         assert_bitwise_equal(model(batch()), expected, "after the refusal")
     runtime_of(model).shutdown()
     assert_bitwise_equal(values(model), values(plain), "after shutdown")
+
+
+class Reading(nn.Module):
+    """A table whose rows are looked up on the host, and layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(200, WIDTH)
+        self.layers = stack()
+
+    def forward(self, numbers):
+        return self.layers(self.table(numbers))
+
+
+def test_a_table_of_another_shape_is_refused_by_the_next_pass_not_by_the_shutdown(
+    place,
+):
+    """Its rows were looked up, and the shutdown took back what they had learned."""
+    model, numbers = Reading(), torch.arange(10)
+    expected = run_resident(model, place, numbers)
+    stagehand.layer(model, vram_budget=4 * LAYER_BYTES, device=place)
+    assert_passes_equal(model, expected, numbers)
+    model.table.weight.data = torch.zeros(208, WIDTH)
+    with torch.no_grad(), pytest.raises(OrphanedParameterError, match="'table'"):
+        model(numbers)
+    assert_passes_equal(model, expected, numbers)
+    runtime_of(model).shutdown()
+    assert model.table.weight.shape == (200, WIDTH)
 
 
 @pytest.mark.parametrize("leaves", [False, True], ids=["used again", "given up"])

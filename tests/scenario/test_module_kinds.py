@@ -8,6 +8,13 @@ import accelerate
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import (
+    FullyShardedDataParallel,
+    ShardingStrategy,
+    fully_shard,
+)
+from torch.distributed.tensor import distribute_module
 from torch.nn.utils import parametrizations, parametrize, spectral_norm, weight_norm
 
 import stagehand
@@ -22,6 +29,7 @@ from scenario.small import (
     values,
 )
 from stagehand.errors import ConfigError
+from stagehand.units import format_bytes
 from streamed import Shape
 
 
@@ -450,6 +458,175 @@ def test_model_whose_hooks_keep_its_weights_is_refused_with_what_takes_them_off(
     expected = run_resident(build(), place, batch())
     with torch.no_grad():
         assert_bitwise_equal(model(batch()), expected, "output")
+    runtime.shutdown()
+
+
+@pytest.mark.parametrize("runs", [False, True])
+@pytest.mark.parametrize("how", ["cpu", "disk", "device"])
+def test_model_that_hooks_take_over_while_it_streams_says_so_and_loses_nothing(
+    place, mode, how, runs, tmp_path
+):
+    """It ran, from then on without a budget, and was left on the meta device."""
+    if (how, place) == ("device", "cpu"):
+        pytest.skip("there such hooks move nothing")
+
+    def build():
+        return seeded(lambda: nn.Sequential(*(nn.Sequential(lin()) for _ in range(3))))
+
+    expected = run_resident(build(), place, batch())
+    model = build()
+    runtime = stream(model, place, mode)
+    with torch.no_grad():
+        if runs:
+            model(batch())
+        if how == "device":
+            accelerate.dispatch_model(model, {"": place}, force_hooks=True)
+        else:
+            kept(model, tmp_path, how)
+        for _ in range(2):
+            with pytest.raises(ConfigError, match=r"'0\.0\.weight' of .*shutdown\(\)"):
+                model(batch())
+    runtime.shutdown()
+    accelerate.hooks.remove_hook_from_module(model, recurse=True)
+    runtime = stream(model, place, mode)
+    with torch.no_grad():
+        assert_bitwise_equal(model(batch()), expected, "output")
+    runtime.shutdown()
+    assert_bitwise_equal(model.to("cpu").state_dict(), build().state_dict(), "weights")
+
+
+def test_hooks_that_leave_weights_where_they_are_do_not_matter(sim):
+    """Nor is what joins a model with new hooks, or is made anew by old ones."""
+    model = seeded(lambda: nn.Sequential(*(nn.Sequential(lin()) for _ in range(3))))
+    hook = accelerate.hooks.AlignDevicesHook(io_same_device=True)
+    accelerate.hooks.add_hook_to_module(model[1][0], hook)
+    runtime = stream(model, "hpu", "layers")
+    accelerate.hooks.add_hook_to_module(
+        model, accelerate.hooks.AlignDevicesHook(io_same_device=True)
+    )
+    model[1][0].weight = nn.Parameter(torch.ones(WIDTH, WIDTH))
+    model[2].append(nn.Linear(WIDTH, WIDTH))
+    runtime.set_budget("1MB")
+    expected = run_resident(model, "hpu", batch())
+    with torch.no_grad():
+        assert_bitwise_equal(model(batch()), expected, "output")
+    runtime.shutdown()
+
+
+# Weights that are no plain memory
+
+
+class Coded(torch.Tensor):
+    """INT8 codes and a scale a row, as quantized weights of other libraries are."""
+
+    @staticmethod
+    def __new__(cls, codes, scales):
+        return torch.Tensor._make_wrapper_subclass(
+            cls, codes.shape, dtype=scales.dtype, device=codes.device
+        )
+
+    def __init__(self, codes, scales):
+        self.codes, self.scales = codes, scales
+
+    def __tensor_flatten__(self):
+        return ["codes", "scales"], None
+
+    @staticmethod
+    def __tensor_unflatten__(parts, context, size, stride):
+        return Coded(**parts)
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.detach.default:
+            return cls(args[0].codes, args[0].scales)
+        if func is torch.ops.aten._to_copy.default:
+            place = kwargs["device"]
+            return cls(args[0].codes.to(place), args[0].scales.to(place))
+        plain = (a.codes * a.scales if isinstance(a, cls) else a for a in args)
+        return func(*plain, **(kwargs or {}))
+
+
+def coded():
+    """Four layers, of which two have such weights."""
+    model = seeded(repeated(lin))
+    for layer in model[:2]:
+        weight = layer.weight.detach()
+        scales = weight.abs().amax(dim=1, keepdim=True) / 127
+        codes = (weight / scales).round().to(torch.int8)
+        layer.weight = nn.Parameter(Coded(codes, scales), requires_grad=False)
+    return model
+
+
+def test_weights_that_are_made_of_several_tensors_stay_on_the_device_whole(place, mode):
+    """Only what is seen of them went there, and torch complained of the rest."""
+    model = coded()
+    with torch.no_grad():
+        expected = coded().to(place)(batch().to(place))
+        runtime = stream(model, place, mode)
+        for _ in range(2):
+            assert_bitwise_equal(model(batch()), expected, "output")
+        assert model[0].weight.codes.device.type == place
+    runtime.shutdown()
+    assert model[0].weight.codes.device.type == model[0].weight.device.type == "cpu"
+    with torch.no_grad():
+        model(batch())
+
+
+def test_error_says_what_stays_because_it_is_no_plain_memory(place):
+    there = 2 * (WIDTH * WIDTH + 4 * WIDTH)
+    with pytest.raises(stagehand.StagehandOOMError) as error:
+        stagehand.layer(coded(), vram_budget=there, device=place)
+    assert f"{format_bytes(there)} are in 2 tensors that are no pl" in str(error.value)
+    assert "('0.weight', a Coded, is the first)" in str(error.value)
+    assert error.value.needed_bytes < there + 2 * LAYER_BYTES
+
+
+# Models that are divided between processes
+
+
+@pytest.fixture
+def group(tmp_path):
+    """One process, which is all of its group."""
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    torch.distributed.destroy_process_group()
+
+
+def sharded(model, how, mesh):
+    if how == "FSDP2":
+        return fully_shard(model, mesh=mesh)
+    if how == "FSDP":
+        whole, host = ShardingStrategy.NO_SHARD, torch.device("cpu")
+        return FullyShardedDataParallel(model, None, whole, device_id=host)
+    return distribute_module(model, mesh)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("how", ["FSDP2", "FSDP", "DTensor"])
+def test_weights_that_are_divided_between_processes_are_refused(
+    place, mode, how, group
+):
+    """All of them stayed on the device, and torch complained of another one there."""
+    model = sharded(repeated(lin)(), how, group)
+    before = Shape.of(model)
+    with pytest.raises(
+        ConfigError, match=f"cannot be streamed: .*{how[:4]}.*processes"
+    ):
+        stream(model, place, mode)
+    assert Shape.of(model) == before
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("how", ["FSDP2", "FSDP", "DTensor"])
+def test_model_that_is_divided_between_processes_while_it_streams_says_so(
+    place, mode, how, group
+):
+    model = repeated(lin)()
+    runtime = stream(model, place, mode)
+    other = sharded(model, how, group)
+    with torch.no_grad(), pytest.raises(ConfigError, match="between processes"):
+        other(batch())
     runtime.shutdown()
 
 

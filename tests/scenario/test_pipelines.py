@@ -102,6 +102,29 @@ def test_a_budget_that_is_too_small_for_one_changes_nothing(sim):
         assert Shape.of(models[name]) == shape
 
 
+def test_the_budget_that_an_error_names_works_for_all_models(sim):
+    """It was that of the first that was refused; the next one needed more."""
+    widths = (WIDTH, 8 * WIDTH, 2 * WIDTH)
+    models = {
+        f"of {n}": nn.Sequential(*(nn.Linear(n, n) for _ in range(3))) for n in widths
+    }
+    shapes = {name: Shape.of(model) for name, model in models.items()}
+    with pytest.raises(stagehand.StagehandOOMError, match="model 'of 256' of") as error:
+        stagehand.pipeline(models, vram_budget="1KB", device="hpu")
+    assert {name: Shape.of(model) for name, model in models.items()} == shapes
+    budget = error.value.needed_bytes
+    with stagehand.pipeline(models, vram_budget=budget, device="hpu"), torch.no_grad():
+        for n in widths:
+            models[f"of {n}"](batch(4, n))
+
+
+def test_the_model_of_a_pipeline_that_cannot_be_streamed_is_named(sim):
+    models = {"first": nn.Linear(WIDTH, WIDTH), "lazy": nn.LazyLinear(WIDTH)}
+    with pytest.raises(stagehand.ConfigError, match="for model 'lazy' of the pipeline"):
+        stagehand.pipeline(models, device="hpu")
+    assert not hasattr(models["first"], "_stagehand_layer_runtime")
+
+
 @pytest.mark.parametrize(
     "pipe", [{}, {"scheduler": object()}, object(), nn.Linear(1, 1)]
 )

@@ -591,6 +591,8 @@ def test_requests_that_contradict_each_other_are_refused(crowd):
     for other in (nn.Linear(2, 2), 3):
         with pytest.raises(stagehand.ConfigError, match="not streamed"):
             host.reserve_for_resident(other)
+    with pytest.raises(stagehand.ConfigError, match="3 is not streamed: expected a"):
+        host.release_reservation(3)
     with pytest.raises(stagehand.ConfigError, match="priority is 'PRIMARY': expected"):
         host.reserve_for_resident(priority="PRIMARY")
     guest.shutdown()

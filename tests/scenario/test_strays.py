@@ -2,6 +2,8 @@
 
 import contextlib
 import functools
+import re
+import warnings
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -436,6 +438,46 @@ def test_passes_are_watched_as_long_as_there_is_no_room_for_what_was_found(
         assert_bitwise_equal(model(x), expected, "with room")
     assert runtime._strays.begin(model) is None, "there is room"
     runtime.shutdown()
+
+
+def test_budgets_named_where_there_is_no_room_for_what_was_found_work_at_once(
+    sim: ModuleType,
+) -> None:
+    """They were short of what had joined the model, and of what a new one keeps."""
+
+    def build() -> nn.Module:
+        model, _ = make(lambda: nn.Sequential(*(Transposed() for _ in range(8))))
+        for layer in model.before:
+            layer.bias = nn.Parameter(torch.full((WIDTH,), 0.25))
+        return model
+
+    def run(model: nn.Module, budget: int | str) -> list[str]:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            model._stagehand_layer_runtime.set_budget(budget)
+            for _ in range(2):
+                assert_bitwise_equal(model(x), expected, "output")
+        return [str(warning.message) for warning in caught]
+
+    _, x = make(Transposed)
+    expected = build().to("hpu")(x.to("hpu"))
+    model = build()
+    joined = model.before[1].bias
+    model.before[1].bias = None
+    least = LAYER_BYTES + 2 * joined.nbytes
+    stagehand.layer(model, vram_budget=least, device="hpu")
+    model.before[1].bias = joined
+    [said] = run(model, least + joined.nbytes)
+    named = re.search(
+        r"at least ([\d.]+ KB) with runtime\.set_budget\(\), or to ([\d.]+ KB) as"
+        r" vram_budget= of a new stagehand\.layer\(\)\)",
+        said,
+    )
+    assert run(model, named[1]) == []
+    model._stagehand_layer_runtime.shutdown()
+    model = stagehand.layer(build(), vram_budget=named[2], device="hpu")
+    assert run(model, named[2]) == []
+    model._stagehand_layer_runtime.shutdown()
 
 
 class Feedback(nn.Module):

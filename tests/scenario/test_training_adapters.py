@@ -3,6 +3,7 @@
 What is added after `layer()` is noticed by the next pass, or by `model.to(device)`.
 """
 
+import re
 import warnings
 from copy import deepcopy
 from dataclasses import replace
@@ -185,6 +186,40 @@ def test_adapters_without_room_are_refused_until_the_budget_is_raised(sim):
     assert train(model, "hpu")[0] == expected
     assert runtime.report().peak_device_bytes <= error.value.needed_bytes
     runtime.shutdown()
+
+
+@pytest.mark.parametrize("rank", [1, 8, 64])
+def test_budgets_named_for_adapters_without_room_work_at_once_where_they_are_for(
+    sim, rank
+):
+    """That for the present model was short by what a new one keeps for comfort."""
+
+    def widened(model):
+        torch.manual_seed(1)
+        chosen = peft.LoraConfig(r=rank, target_modules=["q_proj", "v_proj"])
+        return peft.get_peft_model(model, chosen)
+
+    expected, _ = train(widened(base()).to("hpu"), "hpu")
+    model, least = base(), smallest_budget(LLAMA, "layers", "hpu")
+    runtime = stream(model, LLAMA, "layers", "hpu", least)
+    model = widened(model)
+    with pytest.raises(stagehand.StagehandOOMError) as error:
+        train(model, "hpu")
+    runtime.shutdown()
+    named = re.search(
+        r"at least (.*) with runtime\.set_budget\(\), or to (.*) as vram_budget= of a"
+        r" new stagehand\.layer\(\)$",
+        str(error.value),
+    )
+    for when, budget in (("while it streams", named[1]), ("anew", named[2])):
+        model = base()
+        first = least if when == "while it streams" else budget
+        stagehand.layer(model, vram_budget=first, device="hpu")
+        runtime = model._stagehand_layer_runtime
+        model = widened(model)
+        runtime.set_budget(budget)
+        assert train(model, "hpu")[0] == expected, when
+        runtime.shutdown()
 
 
 def test_adapters_have_room_where_other_tensors_have_pushed_the_weights_out(sim):

@@ -14,7 +14,8 @@ from diffusers.training_utils import EMAModel
 from safetensors.torch import load_file, save_file
 
 from architectures import ARCHITECTURES, assert_bitwise_equal, flatten, to_device
-from architectures.language import LLAMA
+from architectures.language import GPT2, LLAMA
+from stagehand.errors import OrphanedParameterError
 from streamed import original, smallest_budget, stream, weight_bytes
 
 DIFFUSION = {a.name: a for a in ARCHITECTURES}
@@ -125,6 +126,43 @@ def test_trainer_trains_adapters(place, clip, tmp_path):
     model = adapted(model)
     assert fit(model, tmp_path / "streamed", clip=clip) == expected
     assert_same(model, resident)
+    runtime.shutdown()
+
+
+def resize(model):
+    """Train on four words more than the model knows."""
+    torch.manual_seed(1)
+    model.resize_token_embeddings(260, mean_resizing=False)
+
+
+def answer(model, highest, place):
+    numbers = torch.arange(highest - 8, highest, device=place)
+    with torch.no_grad():
+        return model(numbers[None]).logits
+
+
+@pytest.mark.parametrize("mode", ["layers", "blocks"])
+@pytest.mark.parametrize("architecture", [LLAMA, GPT2], ids=["untied", "tied"])
+@pytest.mark.parametrize("runs", [False, True])
+def test_what_is_advised_where_token_embeddings_were_resized_works_at_once(
+    place, mode, architecture, runs
+):
+    """A head that had joined was refused first, with a budget that was in vain."""
+    least = smallest_budget(architecture, mode, place)
+    model = model_of(architecture)
+    runtime = stream(model, architecture, mode, place, least)
+    if runs:
+        answer(model, 256, place)
+    resize(model)
+    with pytest.raises(OrphanedParameterError, match=r"call runtime\.shutdown\(\)"):
+        answer(model, 256, place)
+    runtime.shutdown()
+    resize(model)
+    plain = model_of(architecture)
+    resize(plain)
+    runtime = stream(model, architecture, mode, place, 2 * least)
+    expected = answer(plain.to(place), 260, place)
+    assert_bitwise_equal(answer(model, 260, place), expected, "answer")
     runtime.shutdown()
 
 

@@ -509,6 +509,26 @@ def test_element_types_that_cannot_work_are_refused(dtype, options, message):
         OffloadedAdamW([weight], **options)
 
 
+@pytest.mark.parametrize(
+    ("option", "value", "expected"),
+    [
+        ("lr", "1e-4", "a number"),
+        ("eps", None, "a number"),
+        ("weight_decay", "0.1", "a number"),
+        ("amsgrad", "no", "True or False"),
+        ("maximize", 0, "True or False"),
+        ("pin_states", "all", "True or False"),
+        ("seed", 1.5, "an int"),
+    ],
+)
+def test_options_of_another_type_are_named(option, value, expected):
+    """ "no" was taken for True, and a number in a text compared with a float."""
+    with pytest.raises(
+        ConfigError, match=f"{option} is {value!r}: expected {expected}"
+    ):
+        OffloadedAdamW(parameters(), **{option: value})
+
+
 @pytest.mark.parametrize("option", ["foreach", "capturable", "differentiable"])
 def test_what_is_not_offered_is_refused(option):
     params = parameters()

@@ -57,6 +57,7 @@ def test_decimal_fraction_loses_no_byte(nbytes):
         ("1e3MB", "expected a number and a unit"),
         ("", "expected a number and a unit"),
         ("0GB", "expected more than zero bytes"),
+        ("0", "expected more than zero bytes"),
         ("0.1B", "expected more than zero bytes"),
         (0, "expected more than zero bytes"),
         (-5, "expected more than zero bytes"),

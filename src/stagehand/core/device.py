@@ -589,7 +589,7 @@ def find_device(device: torch.device | str | int | None) -> Device:
         return HostDevice() if accelerator is None else AcceleratorDevice(accelerator)
     try:
         wanted = torch.device(device)
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:
         raise ConfigError(f"device is {device!r}: {error}") from None
     except TypeError:
         raise ConfigError(

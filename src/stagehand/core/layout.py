@@ -33,6 +33,7 @@ __all__ = [
     "placed",
     "placed_like",
     "plain_tensors",
+    "relocate",
     "same_bits",
     "spanned_bytes",
 ]
@@ -304,6 +305,19 @@ def moved(tensor: torch.Tensor, place: torch.device) -> torch.Tensor:
     """Return a tensor elsewhere; it is one of inference mode only if it was."""
     with torch.inference_mode(tensor.is_inference()):
         return tensor.to(place)
+
+
+def relocate(tensor: torch.Tensor, place: torch.device) -> None:
+    """Let a tensor lie elsewhere, with all that a subclass is made of."""
+    _follow(tensor, moved(tensor.data, place))
+
+
+def _follow(tensor: torch.Tensor, there: torch.Tensor) -> None:
+    """Point a tensor, and those that it wraps, to where a copy of it lies."""
+    if hasattr(tensor, "__tensor_flatten__"):
+        for name in tensor.__tensor_flatten__()[0]:
+            _follow(getattr(tensor, name), getattr(there, name))
+    tensor.data = there
 
 
 @contextmanager

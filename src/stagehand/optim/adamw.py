@@ -16,6 +16,7 @@ from stagehand.optim.overlap import EarlySteps, GradientSource, find_source
 from stagehand.optim.rounding import noise_seed
 from stagehand.optim.states import MOMENTS, StateMemory, check_shapes
 from stagehand.optim.update import ParameterStep, update
+from stagehand.settings import check_value
 
 __all__ = ["OffloadedAdamW"]
 
@@ -107,6 +108,14 @@ class OffloadedAdamW(torch.optim.AdamW):
                 f"state_dtype is {state_dtype}, expected torch.float32, torch.bfloat16,"
                 " or None for each parameter's own"
             )
+        check_value("amsgrad", amsgrad, bool)
+        check_value("maximize", maximize, bool)
+        check_value("pin_states", pin_states, bool)
+        check_value("seed", seed, int)
+        check_value("eps", eps, float)
+        check_value("weight_decay", weight_decay, float)
+        if not isinstance(lr, torch.Tensor):
+            check_value("lr", lr, float)
         source = None if overlap is None else find_source(overlap)
         self._settings = (state_dtype, pin_states, seed)
         self._prepare()

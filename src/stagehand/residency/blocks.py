@@ -470,7 +470,10 @@ def staged_bytes(block: Block) -> int:
 
 
 def tensor_bytes(tensor: torch.Tensor) -> int:
-    """Return the bytes of a tensor's elements."""
+    """Return the bytes of a tensor's elements, or of what a subclass is made of."""
+    if hasattr(tensor, "__tensor_flatten__"):
+        names = tensor.__tensor_flatten__()[0]
+        return sum(tensor_bytes(getattr(tensor, name)) for name in names)
     return tensor.numel() * tensor.element_size()
 
 

@@ -13,16 +13,24 @@ from torch.jit import ScriptModule
 from stagehand.core.layout import ALIGNMENT, overlapping, spanned_bytes
 from stagehand.errors import ConfigError
 from stagehand.residency.blocks import can_stream, tensor_bytes
-from stagehand.units import MIB, rounded_up
+from stagehand.units import MIB, format_at_least, rounded_up
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-__all__ = ["Finding", "Group", "find_blocks", "find_layers", "is_called"]
+__all__ = [
+    "Finding",
+    "Group",
+    "find_blocks",
+    "find_layers",
+    "how_to_raise",
+    "is_called",
+]
 
 _COPY_EFFICIENT_BYTES = 32 * MIB  # a larger copy is no faster on any link we know
 _SMALL_BYTES = MIB  # smaller ones stay on the device as long as they are few
 _ADAPTER_SHARE = 8  # adapters are at most this part of what they adapt
+_COMFORTS = 3
 _SHARE = 16  # small parameters, adapters, one coalesced block: 1/16 of the budget each
 
 
@@ -245,6 +253,23 @@ def find_layers(
     if _at_once(finding) <= budget_bytes:
         return finding
     return _divide(model, 0, opaque, on_host=on_host)
+
+
+def how_to_raise(needed_bytes: int) -> str:
+    """Return what to do where a model that streams turns out to need more.
+
+    Layer mode may keep more on the device for comfort, of a larger budget: a model that
+    is divided anew has less of it left for what turned out.
+
+    Args:
+        needed_bytes: The smallest budget that works for the present division.
+    """
+    anew = -(-needed_bytes * _SHARE // (_SHARE - _COMFORTS))
+    return (
+        f"raise it to at least {format_at_least(needed_bytes)} with"
+        f" runtime.set_budget(), or to {format_at_least(anew)} as vram_budget= of a new"
+        " stagehand.layer()"
+    )
 
 
 def _divide(

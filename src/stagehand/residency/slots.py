@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Protocol
 
 from stagehand.core.transfer import Slot, TransferEngine
 from stagehand.errors import StagehandOOMError
+from stagehand.residency.finding import how_to_raise
 from stagehand.torch_private import storage_use_count
-from stagehand.units import format_at_least, format_bytes, format_limit
+from stagehand.units import format_bytes, format_limit
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -132,8 +133,8 @@ class SlotMemory:
             f"block {block.name!r} needs {format_bytes(nbytes)} of device memory while"
             f" {', '.join(map(repr, used[:5])) or 'what stays'} is in use, and of"
             f" {format_limit(limit, needed)} only"
-            f" {format_bytes(self.account.free_bytes)} are free{others}; raise the"
-            f" budget to at least {format_at_least(needed)}",
+            f" {format_bytes(self.account.free_bytes)} are free{others};"
+            f" {how_to_raise(needed)}",
             needed_bytes=needed,
             limit_bytes=limit,
         )
@@ -155,8 +156,7 @@ class SlotMemory:
             f" one call, outside of their modules, and need {format_bytes(at_once)} of"
             f" device memory at once, beside {format_bytes(max(needed - at_once, 0))}"
             f" that stay or are in use, but the budget is"
-            f" {format_limit(error.limit_bytes, needed)}; raise it to at least"
-            f" {format_at_least(needed)}",
+            f" {format_limit(error.limit_bytes, needed)}; {how_to_raise(needed)}",
             needed_bytes=needed,
             limit_bytes=error.limit_bytes,
         )

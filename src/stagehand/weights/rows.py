@@ -35,6 +35,8 @@ class RowGather:
         join: Called with the block before a lookup in a table that is on the device.
         bring: Called with the block before a lookup that needs the table there.
         leave: Called with the block after either.
+        take_in: Called with the block before a lookup on the host: somebody may have
+            pointed the table elsewhere.
         is_torn: Whether it is left from a pass that was interrupted.
         follow: Called with a table and the node that goes back through a lookup, where
             others may have read the table before it in the same place.
@@ -50,6 +52,7 @@ class RowGather:
         join: Callable[[Block], None],
         bring: Callable[[Block], None],
         leave: Callable[[Block], None],
+        take_in: Callable[[Block], None],
         is_torn: Callable[[], bool],
         follow: Callable[[torch.Tensor, Node], None],
     ) -> None:
@@ -62,6 +65,7 @@ class RowGather:
         self._join = join
         self._bring = bring
         self._leave = leave
+        self._take_in = take_in
         self._is_torn = is_torn
         self._follow = follow
 
@@ -98,6 +102,8 @@ class RowGather:
                 return rows
             finally:
                 self._leave(block)
+        if block is not None:
+            self._take_in(block)
         if weight.device == input.device == self._device:
             return nn.functional.embedding(input, weight, *args, **kwargs)
         self._counters.gathers += 1

@@ -216,8 +216,9 @@ class Strays:
                 f"{len(found)} blocks, {found[0].name!r} first, are read by modules"
                 f" that do not own them and do not fit the budget together ({error}):"
                 f" every call is watched from now on{self._but()}, which is slow, and"
-                " in backward those in non-reentrant checkpoints; name the modules that"
-                " read them in opaque=, or raise the budget",
+                " in backward those in non-reentrant checkpoints, while in reentrant"
+                " ones they fail; give them that budget, or name the modules that read"
+                " them in opaque= of stagehand.layer()",
                 StagehandWarning,
                 stacklevel=2,
             )
