@@ -372,10 +372,12 @@ def _check_slabs(blocks: Iterable[Block], settings: Settings) -> None:
     largest = max(blocks, key=lambda b: b.nbytes, default=None)
     if limit is None or largest is None or largest.nbytes <= limit:
         return
+    mib = -(-largest.nbytes // MIB)
+    pool = " and pinned_pool_mb" if settings.pinned_bytes < mib * MIB else ""
     raise StagehandOOMError(
         f"block {largest.name!r} has {format_at_least(largest.nbytes)} but"
-        f" pinned_slab_mb allows {format_bytes(limit)}; set pinned_slab_mb to at least"
-        f" {-(-largest.nbytes // MIB)}, or use stagehand.layer(), which cuts finer",
+        f" pinned_slab_mb allows {format_bytes(limit)}; set pinned_slab_mb{pool} to at"
+        f" least {mib}, or use stagehand.layer(), which cuts finer",
         needed_bytes=largest.nbytes,
         limit_bytes=limit,
     )

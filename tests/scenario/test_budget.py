@@ -161,6 +161,27 @@ def test_block_mode_names_its_budget_in_its_own_unit_and_that_works(sim, place):
     runtime.shutdown()
 
 
+@pytest.mark.parametrize("pool", [0.001, 1.5])
+def test_what_is_advised_for_a_slab_that_is_too_small_works_at_once(sim, pool):
+    """A larger slab alone did not fit the pool."""
+    settings = {"pinned_slab_mb": 0.001, "pinned_pool_mb": pool}
+    config = stagehand.StagehandConfig(**settings)
+    with pytest.raises(stagehand.StagehandOOMError) as caught:
+        stagehand.StagehandRuntime(uneven(), config, r"^\d$", device="hpu")
+    [(advice, named)] = re.findall(
+        r"; set (pinned_slab_mb.*) to at least (\d+), or use", str(caught.value)
+    )
+    assert advice.split(" and ") == [n for n, mib in settings.items() if mib < 1]
+    settings.update(dict.fromkeys(advice.split(" and "), int(named)))
+    config = stagehand.StagehandConfig(**settings)
+    model = uneven()
+    runtime = stagehand.StagehandRuntime(model, config, r"^\d$", device="hpu")
+    expected = run_resident(uneven(), "hpu", batch())
+    with torch.no_grad():
+        assert_bitwise_equal(model(batch()), expected, "output")
+    runtime.shutdown()
+
+
 def test_what_stays_is_counted_once_in_the_error(sim):
     class Scaled(nn.Sequential):
         def __init__(self):
