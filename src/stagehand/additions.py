@@ -14,6 +14,7 @@ from itertools import chain
 from operator import is_
 from typing import TYPE_CHECKING, Any
 
+from stagehand.core.layout import moved
 from stagehand.errors import ConfigError, StagehandOOMError
 from stagehand.residency.blocks import tensor_bytes
 from stagehand.units import format_at_least, format_bytes, format_limit
@@ -59,6 +60,7 @@ class Additions:
         self._held: list[Any] = []
         self._buffers: list[dict[str, Any]] = []
         self._counts: list[int] = []
+        self._at_home: list[tuple[nn.Module, str]] = []  # buffers that were moved home
         self._note(model)
 
     def __repr__(self) -> str:
@@ -111,6 +113,28 @@ class Additions:
             or list(map(len, self._buffers)) != self._counts
         )
 
+    def take_home_buffers(self, home: torch.device) -> None:
+        """Move buffers that nobody has taken in, as those that a forward has made."""
+        model = self._model()
+        known = self._known()
+        for module in () if model is None else model.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is None or id(buffer) in known or buffer.is_meta:
+                    continue
+                if buffer.device != home:
+                    module._buffers[name] = moved(buffer, home)
+                    self._at_home.append((module, name))
+
+    def bring_buffers(self) -> None:
+        """Undo `take_home_buffers`."""
+        place = self._parts.device.torch_device
+        while self._at_home:
+            module, name = self._at_home[-1]
+            buffer = module._buffers.get(name)
+            if buffer is not None:
+                module._buffers[name] = moved(buffer, place)
+            self._at_home.pop()
+
     def _note(self, model: nn.Module) -> None:
         modules = list(model.modules())
         tables = [t for m in modules for t in (m._modules, m._parameters)]
@@ -123,14 +147,17 @@ class Additions:
         self._counts = list(map(len, self._buffers))
 
     def _unknown(self, model: nn.Module) -> list[torch.Tensor]:
-        parts = self._parts
-        known = {id(tensor) for block in parts.blocks for tensor in block.tensors}
-        known.update(map(id, parts.odd))
-        place = parts.device.torch_device
+        known = self._known()
+        place = self._parts.device.torch_device
         # A buffer that is on the device already was made there by a forward.
         buffers = (b for b in model.buffers() if b.device != place)
         tensors = (*model.parameters(), *buffers)
         return [tensor for tensor in tensors if id(tensor) not in known]
+
+    def _known(self) -> set[int]:
+        parts = self._parts
+        blocks = {id(tensor) for block in parts.blocks for tensor in block.tensors}
+        return blocks.union(map(id, parts.odd))
 
     def _refuse_computed(self, new: list[torch.Tensor]) -> None:
         """Refuse what autograd expects a gradient for where it was computed."""
@@ -147,9 +174,11 @@ class Additions:
     def _leave(self, tensor: torch.Tensor) -> None:
         parts = self._parts
         number = next(i for i, other in enumerate(parts.odd) if other is tensor)
-        if number < len(parts.odd_origin):
-            tensor.data = tensor.data.to(parts.odd_origin.pop(number))
-        del parts.odd[number], self._joined[id(tensor)]
+        if number < parts.odd_placed:
+            tensor.data = tensor.data.to(parts.odd_origin[number])
+            parts.odd_placed -= 1
+        del parts.odd[number], parts.odd_origin[number : number + 1]
+        del self._joined[id(tensor)]
 
     def _make_place(self, new: list[torch.Tensor]) -> None:
         """Plan with what is left of the budget, and move what has joined."""
