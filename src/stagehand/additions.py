@@ -208,8 +208,8 @@ class Additions:
         self._wires.plan_within(limit)
         self._held = [*_END]
         return StagehandOOMError(
-            f"{len(new)} tensors of {format_bytes(sum(map(tensor_bytes, new)))} have"
-            " joined the model since it streams, and the budget of"
+            f"{len(new)} tensors, {format_bytes(sum(map(tensor_bytes, new)))} together,"
+            " have joined the model since it streams, and the budget of"
             f" {format_limit(limit, needed)} has no room for them; raise it to at least"
             f" {format_at_least(needed)} with runtime.set_budget()",
             needed_bytes=needed,
