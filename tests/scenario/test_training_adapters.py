@@ -177,7 +177,7 @@ def test_adapters_without_room_are_refused_until_the_budget_is_raised(sim):
     runtime = stream(model, LLAMA, "layers", "hpu", least)
     model = adapted(model)
     for _ in range(2):
-        with pytest.raises(stagehand.StagehandOOMError, match="have joined") as error:
+        with pytest.raises(stagehand.StagehandOOMError, match="together") as error:
             train(model, "hpu")
     assert error.value.needed_bytes > least
     runtime.set_budget(error.value.needed_bytes)
