@@ -15,7 +15,7 @@ from operator import is_
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
-from stagehand.core.layout import relocate
+from stagehand.core.layout import moved, relocate
 from stagehand.errors import ConfigError, StagehandOOMError
 from stagehand.residency.blocks import tensor_bytes
 from stagehand.residency.finding import how_to_raise
@@ -63,6 +63,7 @@ class Additions:
         self._buffers: list[dict[str, Any]] = []
         self._counts: list[int] = []
         self._hooks = WeakSet(filter(None, map(_hook_of, model.modules())))
+        self._at_home: list[tuple[nn.Module, str]] = []  # buffers that were moved home
         self._note(model)
 
     def __repr__(self) -> str:
@@ -128,6 +129,28 @@ class Additions:
             or list(map(len, self._buffers)) != self._counts
         )
 
+    def take_home_buffers(self, home: torch.device) -> None:
+        """Move buffers that nobody has taken in, as those that a forward has made."""
+        model = self._model()
+        known = self._known()
+        for module in () if model is None else model.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is None or id(buffer) in known or buffer.is_meta:
+                    continue
+                if buffer.device != home:
+                    module._buffers[name] = moved(buffer, home)
+                    self._at_home.append((module, name))
+
+    def bring_buffers(self) -> None:
+        """Undo `take_home_buffers`."""
+        place = self._parts.device.torch_device
+        while self._at_home:
+            module, name = self._at_home[-1]
+            buffer = module._buffers.get(name)
+            if buffer is not None:
+                module._buffers[name] = moved(buffer, place)
+            self._at_home.pop()
+
     def _note(self, model: nn.Module) -> None:
         modules = list(model.modules())
         tables = [t for m in modules for t in (m._modules, m._parameters)]
@@ -140,14 +163,17 @@ class Additions:
         self._counts = list(map(len, self._buffers))
 
     def _unknown(self, model: nn.Module) -> list[torch.Tensor]:
-        parts = self._parts
-        known = {id(tensor) for block in parts.blocks for tensor in block.tensors}
-        known.update(map(id, parts.odd))
-        place = parts.device.torch_device
+        known = self._known()
+        place = self._parts.device.torch_device
         # A buffer that is on the device already was made there by a forward.
         buffers = (b for b in model.buffers() if b.device != place)
         tensors = (*model.parameters(), *buffers)
         return [tensor for tensor in tensors if id(tensor) not in known]
+
+    def _known(self) -> set[int]:
+        parts = self._parts
+        blocks = {id(tensor) for block in parts.blocks for tensor in block.tensors}
+        return blocks.union(map(id, parts.odd))
 
     def _refuse_computed(self, new: list[torch.Tensor]) -> None:
         """Refuse what autograd expects a gradient for where it was computed."""
@@ -194,9 +220,11 @@ class Additions:
     def _leave(self, tensor: torch.Tensor) -> None:
         parts = self._parts
         number = next(i for i, other in enumerate(parts.odd) if other is tensor)
-        if number < len(parts.odd_origin):
-            relocate(tensor, parts.odd_origin.pop(number))
-        del parts.odd[number], self._joined[id(tensor)]
+        if number < parts.odd_placed:
+            relocate(tensor, parts.odd_origin[number])
+            parts.odd_placed -= 1
+        del parts.odd[number], parts.odd_origin[number : number + 1]
+        del self._joined[id(tensor)]
 
     def _make_place(self, new: list[torch.Tensor]) -> None:
         """Plan with what is left of the budget, and move what has joined."""
@@ -226,8 +254,8 @@ class Additions:
         self._wires.plan_within(limit)
         self._held = [*_END]
         return StagehandOOMError(
-            f"{len(new)} tensors of {format_bytes(sum(map(tensor_bytes, new)))} have"
-            " joined the model since it streams, and the budget of"
+            f"{len(new)} tensors, {format_bytes(sum(map(tensor_bytes, new)))} together,"
+            " have joined the model since it streams, and the budget of"
             f" {format_limit(limit, needed)} has no room for them;"
             f" {how_to_raise(needed)}",
             needed_bytes=needed,

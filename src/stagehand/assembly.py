@@ -103,6 +103,9 @@ class Parts:
     odd: list[torch.Tensor] = field(default_factory=list)
     """Tensors that are in no block; they are on the device all the time."""
     odd_origin: list[torch.device] = field(default_factory=list)
+    """Where they came from, of those that have been moved."""
+    odd_placed: int = 0
+    """How many of them were brought to the device, the first of them."""
     odd_grant: Grant | None = None
     keep_pool: bool = False
     trains: bool = False
@@ -188,16 +191,21 @@ class Parts:
         Raises:
             StagehandOOMError: If there is no room, whoever is there.
         """
-        if len(self.odd) == len(self.odd_origin):
+        if len(self.odd) == self.odd_placed:
             return False
         if self.odd_grant is None and not self.grant_odd():
             if self.scheduler.others_are_busy():
                 return False
             raise self._no_room_for_odd(self.odd_bytes)
-        for tensor in self.odd[len(self.odd_origin) :]:
-            self.odd_origin.append(tensor.device)
+        self._note_origins()
+        for tensor in self.odd[self.odd_placed :]:
             relocate(tensor, self.device.torch_device)
+            self.odd_placed += 1
         return True
+
+    def _note_origins(self) -> None:
+        new = self.odd[len(self.odd_origin) :]
+        self.odd_origin += [tensor.device for tensor in new]
 
     def _no_room_for_odd(self, nbytes: int) -> StagehandOOMError:
         account = self.weights
@@ -217,13 +225,20 @@ class Parts:
             take_along(tensor)
 
     def take_home_odd(self) -> None:
-        """Move it back to where it came from."""
-        for tensor, origin in zip(self.odd, self.odd_origin, strict=False):
-            relocate(tensor, origin)
-        self.odd_origin = []
+        """Move it to the host, wherever it came from."""
+        self._note_origins()
+        self.odd_placed = 0
+        for tensor in self.odd:
+            if not tensor.is_meta:
+                relocate(tensor, torch.device("cpu"))
         if self.odd_grant is not None:
             self.odd_grant.release()
             self.odd_grant = None
+
+    def give_back_odd(self) -> None:
+        """Move it back to where it came from. Idempotent."""
+        for tensor, origin in zip(self.odd, self.odd_origin, strict=False):
+            relocate(tensor, origin)
 
     def close(self) -> None:
         """Stop threads and free memory without bringing anything home. Idempotent."""

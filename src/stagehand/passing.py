@@ -164,10 +164,11 @@ class Passing(PassListener):
 
     def _take_additions(self) -> None:
         """Bring what has joined the model to the device, which has its own memory."""
-        if self._parts.scheduler.in_use:
-            return
         additions = self._additions()
-        if additions is None or not additions.may_have_joined():
+        if additions is None:
+            return
+        additions.bring_buffers()
+        if self._parts.scheduler.in_use or not additions.may_have_joined():
             return
         if self._device.is_host:
             additions.look()

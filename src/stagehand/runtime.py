@@ -16,7 +16,6 @@ from stagehand.autocast import Casts
 from stagehand.compact import CompactFiles
 from stagehand.conducted import Conduct
 from stagehand.core.clock import Phase
-from stagehand.core.layout import moved
 from stagehand.core.limits import Bounds
 from stagehand.core.steps import Steps
 from stagehand.core.telemetry import Telemetry
@@ -472,6 +471,8 @@ class Runtime(Passing, Sharing, Storing, Conduct):
             self._clear_device()
             self._take_in()
             self._parts.take_home_odd()
+            if (additions := self._additions()) is not None:
+                additions.take_home_buffers(torch.device("cpu"))
             self._parts.take_gradients_along()
             self._parts.device_arena.trim()
 
@@ -626,7 +627,8 @@ class Runtime(Passing, Sharing, Storing, Conduct):
                 rest.callback(call, model)
             self._close_files(rest)
             rest.callback(parts.close)
-            rest.callback(self._take_home_new_buffers, model)
+            if (additions := self._additions()) is not None:
+                rest.callback(additions.take_home_buffers, self._home)
             _twice(rest, self._give_back, model)
             rest.callback(self._sum_up)
             if self._gradients is not None:
@@ -654,6 +656,7 @@ class Runtime(Passing, Sharing, Storing, Conduct):
             model.__dict__.pop(name, None)
         for block in parts.blocks:
             parts.masters.give_back(block)
+        parts.give_back_odd()
         self._finalizer.detach()
 
     def _lost_tensors(self) -> CheckpointError | None:
@@ -669,14 +672,6 @@ class Runtime(Passing, Sharing, Storing, Conduct):
             " what it was, and to read what it has lost ends the process: put it back,"
             f" or do not use them ({lost[0][1]})"
         )
-
-    def _take_home_new_buffers(self, model: nn.Module) -> None:
-        """Move buffers that a forward made anew to where the model came from."""
-        place = self.torch_device
-        for module in model.modules():
-            for name, buffer in module._buffers.items():
-                if buffer is not None and buffer.device == place:
-                    module._buffers[name] = moved(buffer, self._home)
 
     def _check_open(self) -> nn.Module:
         model = self._model_ref()

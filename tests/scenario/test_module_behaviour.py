@@ -753,6 +753,24 @@ def test_buffer_made_anew_in_forward_comes_home_with_the_model(sim):
     model(torch.randn(2, 64))
 
 
+@pytest.mark.parametrize("home", ["cpu", "hpu"])
+def test_buffers_made_anew_in_forward_go_where_the_model_is_moved(sim, home):
+    model = nn.Sequential(*(Counting() for _ in range(4))).to(home)
+    stagehand.layer(model, vram_budget=45_000, device="hpu")
+    with torch.no_grad():
+        model(torch.randn(2, 64))
+        copied = deepcopy(model)
+        for one in (copied, model.to("cpu")):
+            tensors = (*one.parameters(), *one.buffers())
+            assert {tensor.device.type for tensor in tensors} == {"cpu"}
+        copied(torch.randn(2, 64))
+        model(torch.randn(2, 64))
+        model.to("cpu")
+    model._stagehand_layer_runtime.shutdown()
+    assert {t.device.type for t in (*model.parameters(), *model.buffers())} == {home}
+    assert all(bool((part.calls == 2).all()) for part in model)
+
+
 def test_block_must_be_taken_before_it_is_given_back(sim):
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
     stagehand.layer(model, vram_budget=40_000, device="hpu")

@@ -519,9 +519,11 @@ def test_a_guest_is_gone_after_an_exception_and_at_the_end_of_the_outermost_with
 
 
 @places
-def test_what_joined_a_guest_is_gone_on_exit_too(sim, place):
-    """As the adapters do that a library adds to a streamed model."""
-    guest = stagehand.layer(varied(4, 1), vram_budget=4 * LAYER_BYTES, device=place)
+@pytest.mark.parametrize("was_there", [False, True])
+def test_what_joined_a_guest_is_gone_on_exit_too(sim, place, was_there):
+    """As the adapters do that a library adds, wherever the model came from."""
+    plain = varied(4, 1).to(place if was_there else "cpu")
+    guest = stagehand.layer(plain, vram_budget=4 * LAYER_BYTES, device=place)
     host = stagehand.layer(varied(3, 0), vram_budget=4 * LAYER_BYTES, device=place)
     guest.append(nn.Linear(WIDTH, WIDTH))
     plain = deepcopy(guest)

@@ -178,7 +178,7 @@ def test_adapters_without_room_are_refused_until_the_budget_is_raised(sim):
     runtime = stream(model, LLAMA, "layers", "hpu", least)
     model = adapted(model)
     for _ in range(2):
-        with pytest.raises(stagehand.StagehandOOMError, match="have joined") as error:
+        with pytest.raises(stagehand.StagehandOOMError, match="together") as error:
             train(model, "hpu")
     assert error.value.needed_bytes > least
     runtime.set_budget(error.value.needed_bytes)
@@ -289,6 +289,45 @@ def test_adapters_merge_and_unmerge_once_the_model_is_on_the_cpu(place, kind, wh
         assert_bitwise_equal(answer(model, place), answer(resident, place), change)
     assert_same(model, resident)
     runtime.shutdown()
+
+
+@pytest.mark.parametrize("kind", ["lora", "vera"])
+def test_adapters_of_a_model_that_was_on_the_device_come_to_the_cpu_with_it(sim, kind):
+    """They stayed where the model had come from, and could not be merged."""
+    resident = adapted(base(), kind).to("hpu")
+    model = base().to("hpu")
+    runtime = stream(model, LLAMA, "layers", "hpu", budget_of("hpu"))
+    model = adapted(model, kind)
+    for one in (model, resident):
+        train(one, "hpu")
+        one.to("cpu").merge_adapter()
+        assert {t.device.type for t in (*one.parameters(), *one.buffers())} == {"cpu"}
+    resident.to("hpu")
+    assert_bitwise_equal(answer(model, "hpu"), answer(resident, "hpu"), "merged")
+    runtime.shutdown()
+    assert {t.device.type for t in (*model.parameters(), *model.buffers())} == {"hpu"}
+
+
+def test_adapters_loaded_beside_weights_that_stay_come_to_the_cpu_with_them(
+    sim, tmp_path
+):
+    """They are loaded to where the weights are, and the buffers among them stayed."""
+    model = base()
+    stream(model, LLAMA, "layers", "hpu", weight_bytes(model) * 9 // 10)
+    kind = peft.OFTConfig(r=0, oft_block_size=4, target_modules=["q_proj"])
+    model = peft.get_peft_model(model, kind)
+    model.save_pretrained(tmp_path)
+    for _ in range(3):
+        answer(model, "hpu")
+    layers = model.base_model.model.model.layers
+    assert "hpu" in {layer.self_attn.q_proj.weight.device.type for layer in layers}
+    model.load_adapter(tmp_path, "other")
+    model.set_adapter("other")
+    expected = answer(model, "hpu")
+    model.to("cpu")
+    assert {t.device.type for t in (*model.parameters(), *model.buffers())} == {"cpu"}
+    assert_bitwise_equal(answer(model, "hpu"), expected, "moved back")
+    model._stagehand_layer_runtime.shutdown()
 
 
 def test_merging_into_weights_on_the_other_side_fails_and_changes_nothing(sim):

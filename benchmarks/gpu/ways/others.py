@@ -126,9 +126,9 @@ def _ramtorch_linear(at: Setting) -> None:
     """Its linear layers, which it would rather not have used any more; but its blocks
     are trained whole. Backward makes gradients of frozen weights, and sends them home.
     """
+    needs_cuda(at)  # its helpers ask for one when they are imported
     from ramtorch.helpers import replace_linear_with_ramtorch
 
-    needs_cuda(at)
     for model in at.task.models:
         pin_in_place(model)
         replace_linear_with_ramtorch(model, device=str(at.place))
@@ -141,9 +141,9 @@ def _ramtorch_linear(at: Setting) -> None:
 
 def _mmgp(at: Setting) -> None:
     """Half of the budget, for it takes twice what it is given."""
+    needs_cuda(at)  # and its import changes other libraries
     from mmgp import offload
 
-    needs_cuda(at)
     for model in at.task.models:
         budget = max(1, int(at.share(model) / 2 / MIB))
         offload.all(
