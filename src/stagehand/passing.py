@@ -101,6 +101,13 @@ class Passing(PassListener):
     def check(self) -> None:
         """See `PassListener.check`."""
         self._device.refuse_capture("a pass of a streamed model")
+        exports = torch.compiler.is_exporting()
+        if exports or torch.jit.is_tracing():  # type: ignore[no-untyped-call]
+            raise ConfigError(
+                f"torch.{'export' if exports else 'jit.trace'} cannot record a streamed"
+                f" model, {self._parts.weights.name}, whose weights come and go:"
+                " expected the plain model; call the runtime's shutdown() first"
+            )
         transform = func_transform()
         if transform is not None:
             raise ConfigError(

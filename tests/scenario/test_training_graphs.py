@@ -711,6 +711,33 @@ def test_a_transform_that_cannot_go_through_is_refused_and_leaves_nothing(
     runtime_of(model).shutdown()
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace")
+@pytest.mark.parametrize("place", ["cpu", "hpu"])
+@pytest.mark.parametrize("passes", [0, 1])
+@pytest.mark.parametrize(
+    ("record", "name"),
+    [(torch.export.export, r"torch\.export"), (torch.jit.trace, r"torch\.jit\.trace")],
+)
+def test_what_records_a_model_is_refused_and_takes_it_after_the_shutdown(
+    sim, record, name, passes, place
+):
+    """Exporting was told of tensors that had joined, or failed somewhere inside."""
+    model = stack(4)
+    x = batch()[0]
+    with torch.no_grad():
+        expected = model(x)
+        stagehand.layer(model, vram_budget=2 * LAYER_BYTES, device=place)
+        for _ in range(passes):
+            model(x)
+        with pytest.raises(ConfigError, match=f"{name} .*shutdown"):
+            record(model, (x,))
+        assert model(x).device.type == place
+        runtime_of(model).shutdown()
+        recorded = record(model, (x,))
+        module = recorded.module() if record is torch.export.export else recorded
+        assert_bitwise_equal(module(x), expected, "recorded")
+
+
 @pytest.mark.parametrize("place", ["cpu", "hpu"])
 def test_weights_given_for_one_call_are_differentiated_or_refused(sim, place):
     model = stack(4)
