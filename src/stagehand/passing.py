@@ -102,7 +102,7 @@ class Passing(PassListener):
         """See `PassListener.check`."""
         self._device.refuse_capture("a pass of a streamed model")
         exports = torch.compiler.is_exporting()
-        if exports or torch.jit.is_tracing():  # type: ignore[no-untyped-call]
+        if exports or torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
             raise ConfigError(
                 f"torch.{'export' if exports else 'jit.trace'} cannot record a streamed"
                 f" model, {self._parts.weights.name}, whose weights come and go:"
