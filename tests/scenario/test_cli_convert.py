@@ -3,6 +3,7 @@
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 import stagehand
@@ -110,6 +111,17 @@ def test_quantized_model_is_frozen_and_runs_without_more_ado(invoke, source, tmp
     assert not {name for name in trained if "proj" in name}
     assert "model.norm.weight" in trained
     runtime_of(model).shutdown()
+
+
+def test_copy_that_is_no_smaller_is_said_to_be_none(invoke, tmp_path):
+    path = tmp_path / "model.safetensors"
+    save_file({"a": torch.ones(64, 64)}, path)
+    result = invoke("--packed", path, tmp_path / "packed")
+    assert result.exit_code == 0, result.output
+    assert "no smaller: --packed packs weights of bfloat16" in result.stderr
+    assert torch.equal(
+        load_file(tmp_path / "packed" / path.name)["a"], torch.ones(64, 64)
+    )
 
 
 @pytest.mark.parametrize("options", [("--packed",), ()])

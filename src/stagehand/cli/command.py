@@ -260,6 +260,12 @@ def convert(
         f" {'packed' if packed else 'quantized'}, {written.plain} as they were;"
         f" {format_bytes(written.nbytes)} of {format_bytes(written.source_bytes)}"
     )
+    if not written.smaller:
+        typer.echo(
+            "stagehand: the copy is no smaller: --packed packs weights of bfloat16"
+            " that shrink, and found none",
+            err=True,
+        )
 
 
 def _device_name(value: str) -> str | None:

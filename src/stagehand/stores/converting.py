@@ -104,18 +104,12 @@ def convert_to_packed(
         progress: Told after each tensor.
 
     Raises:
-        CheckpointError: If the source is not sound, holds nothing to pack, or the
-            target cannot be written: nothing is left of it then.
+        CheckpointError: If the source is not sound, or the target cannot be written:
+            nothing is left of it then.
         ConfigError: If the source is in a smaller form already, or a size is none.
     """
     most = parse_bytes(max_shard_size, name="max_shard_size")
     with _opened(source) as tensors, _folder(target) as folder:
-        kinds = {like.dtype for like in tensors.sizes.values() if like.numel()}
-        if torch.bfloat16 not in kinds:
-            raise CheckpointError(
-                f"{tensors.path} has nothing to pack: expected weights of"
-                f" {torch.bfloat16}, found {', '.join(sorted(map(str, kinds)))}"
-            )
         path = folder / tensors.file_name
         check_room(folder, int(_LEAST_SHARE * tensors.nbytes))
         with _replacing(path, tensors) as files:
