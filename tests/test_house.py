@@ -90,7 +90,8 @@ PLAN: dict[int, dict[str, tuple[str, ...]]] = {
     },
     5: {
         "": (
-            *("config", "report", "assembly", "wires", "additions", "measure", "files"),
+            *("config", "report", "assembly", "wires", "foreign"),
+            *("additions", "measure", "files"),
             *("moves", "decoding", "compact", "quantized_layers", "host_memory"),
             *("tenancy", "sharing", "storing", "passing"),
             *("conducted", "runtime", "modes", "loading", "pipelines"),

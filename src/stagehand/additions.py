@@ -17,6 +17,7 @@ from weakref import WeakSet
 
 from stagehand.core.layout import moved, relocate
 from stagehand.errors import ConfigError, StagehandOOMError
+from stagehand.foreign import TAKE_OFF, hook_of, hooked_tensors, refuse_sharded
 from stagehand.residency.blocks import tensor_bytes
 from stagehand.residency.finding import how_to_raise
 from stagehand.units import format_bytes, format_limit
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from stagehand.assembly import Parts
     from stagehand.wires import Wires
 
-__all__ = ["Additions", "refuse_sharded"]
+__all__ = ["Additions"]
 
 _END = (object(),)  # no module and no tensor: it tells where a list of these ends
 
@@ -62,7 +63,7 @@ class Additions:
         self._held: list[Any] = []
         self._buffers: list[dict[str, Any]] = []
         self._counts: list[int] = []
-        self._hooks = WeakSet(filter(None, map(_hook_of, model.modules())))
+        self._hooks = WeakSet(filter(None, map(hook_of, model.modules())))
         self._at_home: list[tuple[nn.Module, str]] = []  # buffers that were moved home
         self._note(model)
 
@@ -199,23 +200,18 @@ class Additions:
         meta as long as they are not used.
         """
         new = set(map(id, unknown))
-        for name, module in model.named_modules():
-            hook = _hook_of(module)
-            if hook is None or hook in self._hooks:
+        for hook, place, is_own, tensor in hooked_tensors(model):
+            if hook in self._hooks or id(tensor) not in new:
                 continue
-            for key, tensor in chain(module.named_parameters(), module.named_buffers()):
-                if id(tensor) in new and (tensor.is_meta or "." not in key):
-                    place = f"{name}.{key}".removeprefix(".")
-                    raise ConfigError(
-                        f"hooks of accelerate have put {place!r} of"
-                        f" {self._parts.weights.name} on {tensor.device} while the"
-                        " model streams, as cpu_offload(), dispatch_model() or"
-                        " enable_sequential_cpu_offload() of a pipeline does; call"
-                        " runtime.shutdown(), take them off, with"
-                        " accelerate.hooks.remove_hook_from_module(model,"
-                        " recurse=True) or pipeline.remove_all_hooks(), and stream"
-                        " the model again"
-                    )
+            if tensor.is_meta or is_own:
+                raise ConfigError(
+                    f"hooks of accelerate have put {place!r} of"
+                    f" {self._parts.weights.name} on {tensor.device} while the"
+                    " model streams, as cpu_offload(), dispatch_model() or"
+                    " enable_sequential_cpu_offload() of a pipeline does; call"
+                    f" runtime.shutdown(), take them off, with {TAKE_OFF}, and stream"
+                    " the model again"
+                )
 
     def _leave(self, tensor: torch.Tensor) -> None:
         parts = self._parts
@@ -261,35 +257,3 @@ class Additions:
             needed_bytes=needed,
             limit_bytes=limit,
         )
-
-
-def refuse_sharded(model: nn.Module) -> None:
-    """Refuse a model whose weights `torch.distributed` divides between processes."""
-    for name, module in model.named_modules():
-        if any(_is_distributed(kind, "fsdp") for kind in type(module).__mro__):
-            what = f"module {name!r}" if name else "it"
-            raise ConfigError(_shared_out(model, f"{what} is one of FSDP"))
-    for name, parameter in model.named_parameters():
-        kind = type(parameter).__name__
-        if getattr(parameter, "_is_flat_param", False):
-            kind = "FlatParameter of FSDP"
-        elif not _is_distributed(type(parameter)):
-            continue
-        raise ConfigError(_shared_out(model, f"{name!r} is a {kind}"))
-
-
-def _is_distributed(kind: type, part: str = "") -> bool:
-    return kind.__module__.startswith(f"torch.distributed.{part}")
-
-
-def _shared_out(model: nn.Module, what: str) -> str:
-    return (
-        f"{type(model).__name__} cannot be streamed: {what}, which divides weights"
-        " between processes; expected plain tensors: stream the plain model, whole in"
-        " each process"
-    )
-
-
-def _hook_of(module: nn.Module) -> Any:
-    """Return what `accelerate` has hooked to a module, or None."""
-    return module.__dict__.get("_hf_hook")

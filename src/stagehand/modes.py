@@ -11,7 +11,6 @@ import torch
 from torch import nn
 from torch.jit import ScriptModule
 
-from stagehand.additions import refuse_sharded
 from stagehand.assembly import Settings
 from stagehand.config import StagehandConfig, Transport
 from stagehand.core.arena import Arena
@@ -19,6 +18,7 @@ from stagehand.core.device import Device, find_device
 from stagehand.core.layout import can_cast
 from stagehand.core.machine import free_host_bytes, host_bytes
 from stagehand.errors import ConfigError
+from stagehand.foreign import refuse_offloaded, refuse_sharded
 from stagehand.guards import Checks
 from stagehand.residency.blocks import tensor_bytes
 from stagehand.residency.finding import find_blocks, find_layers
@@ -312,7 +312,7 @@ def check_model(model: nn.Module, dtype: torch.dtype | None) -> None:
                 f"{type(model).__name__} cannot be streamed: {where} {how} already;"
                 f" call {whose} {HANDLE}.shutdown() first"
             )
-    _refuse_offloaded(model)
+    refuse_offloaded(model)
     refuse_sharded(model)
     for name, parameter in model.named_parameters():
         if isinstance(parameter, nn.parameter.UninitializedParameter):
@@ -329,28 +329,3 @@ def check_model(model: nn.Module, dtype: torch.dtype | None) -> None:
                 " that torch casts it to; dtype=None leaves every tensor as it is"
             )
     nn.Module.to(model, dtype)
-
-
-def _refuse_offloaded(model: nn.Module) -> None:
-    """Refuse a model whose hooks, `accelerate`'s, keep weights elsewhere."""
-    hooked = {
-        name: module
-        for name, module in model.named_modules()
-        if getattr(module, "_hf_hook", None) is not None
-    }
-    away = (
-        (name, key)
-        for name, module in hooked.items()
-        for key, tensor in chain(module.named_parameters(), module.named_buffers())
-        if tensor.is_meta
-    )
-    for name, key in away:
-        tensor = f"{name}.{key}".removeprefix(".")
-        raise ConfigError(
-            f"{type(model).__name__} cannot be streamed: hooks of accelerate keep"
-            f" {tensor!r} elsewhere and leave it on the meta device, as cpu_offload()"
-            " and device_map= of from_pretrained() or enable_sequential_cpu_offload()"
-            " of a pipeline set them; take them off first, with"
-            " accelerate.hooks.remove_hook_from_module(model, recurse=True) or"
-            " pipeline.remove_all_hooks(), or load the model without device_map"
-        )

@@ -30,8 +30,8 @@ __all__ = [
 _COPY_EFFICIENT_BYTES = 32 * MIB  # a larger copy is no faster on any link we know
 _SMALL_BYTES = MIB  # smaller ones stay on the device as long as they are few
 _ADAPTER_SHARE = 8  # adapters are at most this part of what they adapt
-_COMFORTS = 3
 _SHARE = 16  # small parameters, adapters, one coalesced block: 1/16 of the budget each
+_COMFORTS = 3  # these
 
 
 @dataclass(slots=True)

@@ -1,0 +1,87 @@
+"""What other libraries have made of a model, and which of that cannot be streamed."""
+
+from __future__ import annotations
+
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+from stagehand.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import torch
+    from torch import nn
+
+__all__ = [
+    "TAKE_OFF",
+    "hook_of",
+    "hooked_tensors",
+    "refuse_offloaded",
+    "refuse_sharded",
+]
+
+TAKE_OFF = (
+    "accelerate.hooks.remove_hook_from_module(model, recurse=True) or"
+    " pipeline.remove_all_hooks()"
+)
+"""What takes the hooks of `accelerate` off, for errors."""
+
+
+def hook_of(module: nn.Module) -> Any:
+    """Return what `accelerate` has hooked to a module, or None."""
+    return module.__dict__.get("_hf_hook")
+
+
+def hooked_tensors(model: nn.Module) -> Iterator[tuple[Any, str, bool, torch.Tensor]]:
+    """Yield the tensors in modules that `accelerate` has hooked.
+
+    Each with the hook, its name in the model, and whether it is that module's own.
+    """
+    for name, module in model.named_modules():
+        hook = hook_of(module)
+        if hook is None:
+            continue
+        for key, tensor in chain(module.named_parameters(), module.named_buffers()):
+            yield hook, f"{name}.{key}".removeprefix("."), "." not in key, tensor
+
+
+def refuse_offloaded(model: nn.Module) -> None:
+    """Refuse a model whose hooks, `accelerate`'s, keep weights elsewhere."""
+    for _, place, _, tensor in hooked_tensors(model):
+        if not tensor.is_meta:
+            continue
+        raise ConfigError(
+            f"{type(model).__name__} cannot be streamed: hooks of accelerate keep"
+            f" {place!r} elsewhere and leave it on the meta device, as cpu_offload()"
+            " and device_map= of from_pretrained() or enable_sequential_cpu_offload()"
+            f" of a pipeline set them; take them off first, with {TAKE_OFF}, or load"
+            " the model without device_map"
+        )
+
+
+def refuse_sharded(model: nn.Module) -> None:
+    """Refuse a model whose weights `torch.distributed` divides between processes."""
+    for name, module in model.named_modules():
+        if any(_is_distributed(kind, "fsdp") for kind in type(module).__mro__):
+            what = f"module {name!r}" if name else "it"
+            raise ConfigError(_shared_out(model, f"{what} is one of FSDP"))
+    for name, parameter in model.named_parameters():
+        kind = type(parameter).__name__
+        if getattr(parameter, "_is_flat_param", False):
+            kind = "FlatParameter of FSDP"
+        elif not _is_distributed(type(parameter)):
+            continue
+        raise ConfigError(_shared_out(model, f"{name!r} is a {kind}"))
+
+
+def _is_distributed(kind: type, part: str = "") -> bool:
+    return kind.__module__.startswith(f"torch.distributed.{part}")
+
+
+def _shared_out(model: nn.Module, what: str) -> str:
+    return (
+        f"{type(model).__name__} cannot be streamed: {what}, which divides weights"
+        " between processes; expected plain tensors: stream the plain model, whole in"
+        " each process"
+    )
