@@ -10,7 +10,7 @@ from inspect import CO_OPTIMIZED
 from types import FrameType
 from typing import Any
 
-__all__ = ["awaits_thread", "frames_of"]
+__all__ = ["awaits_thread", "frames_of", "objects_in"]
 
 # Reentrant: the garbage collector may run before it is switched off.
 _switch = threading.RLock()
@@ -52,6 +52,12 @@ def awaits_thread(thread: Any, worker: Any) -> bool:
                 isinstance(awaited, Future) and _computes(worker, awaited)
             )
     return False
+
+
+def objects_in(thread: int) -> list[Any]:
+    """Return whose methods a thread is in, by its number, innermost first."""
+    found = [_local(frame, "self") for frame in frames_of(thread)]
+    return [one for one in found if one is not None]
 
 
 def _computes(worker: Any, future: Future[Any]) -> bool:

@@ -274,6 +274,31 @@ def test_pass_in_which_nothing_joins_looks_at_no_tensor(sim, monkeypatch):
     runtime.shutdown()
 
 
+def test_dora_trains_in_a_small_budget_where_its_reader_is_named_as_the_warning_says(
+    place,
+):
+    """Its weights are read beside their layers, and had no room together."""
+
+    def wrapped():
+        torch.manual_seed(1)
+        kind = peft.LoraConfig(r=2, target_modules="all-linear", use_dora=True)
+        return peft.get_peft_model(base(), kind)
+
+    resident, model = wrapped().to(place), wrapped()
+    budget = weight_bytes(model) // 2
+    stagehand.layer(model, vram_budget=budget, device=place)
+    reader = r"\(peft\.tuners\.lora\.layer\.Linear\) in opaque="
+    with pytest.warns(stagehand.StagehandWarning, match=reader):
+        answer(model, place)
+    model._stagehand_layer_runtime.shutdown()
+    opaque = [peft.tuners.lora.layer.Linear]
+    stagehand.layer(model.cpu(), vram_budget=budget, device=place, opaque=opaque)
+    expected, _ = train(resident, place)
+    assert train(model, place)[0] == expected
+    assert_same(model, resident)
+    model._stagehand_layer_runtime.shutdown()
+
+
 # Merging
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 import weakref
 from typing import TYPE_CHECKING, Any
@@ -11,6 +12,7 @@ from torch import nn
 from torch.compiler import is_dynamo_compiling
 
 from stagehand.errors import StagehandOOMError, StagehandWarning
+from stagehand.frames import objects_in
 from stagehand.torch_private import (
     WeakMode,
     in_function_of,
@@ -94,6 +96,7 @@ class Strays:
         self._found: list[Block] = []
         self._roomless: set[Block] = set()  # found, and there is no room to keep them
         self._has_warned = False
+        self._readers: dict[str, None] = {}  # classes that read what was found
         self._given: set[Block] = set()  # to functions: warned of
 
     def __repr__(self) -> str:
@@ -180,11 +183,28 @@ class Strays:
             if self._kind[1] and not (torch.is_grad_enabled() or block.bound):
                 self._look_for_function(block, weight)
         self._bring([*read])
-        for block in read:
+        for block, weight in read.items():
             block.read_elsewhere = True
             self._fill(block)
             if block not in self._found:
                 self._found.append(block)
+                if not self._has_warned:
+                    self._note_reader(weight)
+
+    def _note_reader(self, weight: torch.Tensor) -> None:
+        """Note the class of the module that reads a weight of one inside of it.
+
+        None that has most blocks: these would be one.
+        """
+        running = (
+            m for m in objects_in(threading.get_ident()) if isinstance(m, nn.Module)
+        )
+        has_it = (m for m in running if any(p is weight for p in m.parameters()))
+        if (reader := next(has_it, None)) is not None:
+            inside = {self._owners.get(id(p)) for p in reader.parameters()} - {None}
+            if 2 * len(inside) <= len({*self._owners.values()}):
+                kind = type(reader)
+                self._readers[f"{kind.__module__}.{kind.__qualname__}"] = None
 
     def _look_for_function(self, block: Block, weight: torch.Tensor) -> None:
         """Warn of a gradient that autograd expects on the host.
@@ -212,13 +232,15 @@ class Strays:
     def _warn(self, found: Sequence[Block], error: StagehandOOMError) -> None:
         if not self._has_warned:
             self._has_warned = True
+            readers = f" ({', '.join(self._readers)})" if self._readers else ""
             warnings.warn(
                 f"{len(found)} blocks, {found[0].name!r} first, are read by modules"
                 f" that do not own them and do not fit the budget together ({error}):"
                 f" every call is watched from now on{self._but()}, which is slow, and"
                 " in backward those in non-reentrant checkpoints, while in reentrant"
-                " ones they fail; give them that budget, or name the modules that read"
-                " them in opaque= of stagehand.layer()",
+                " ones they fail; give them that budget, or name the classes of the"
+                f" modules that read them{readers} in opaque= of a new"
+                " stagehand.layer(): each such module is one block then",
                 StagehandWarning,
                 stacklevel=2,
             )
