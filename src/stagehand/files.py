@@ -127,15 +127,8 @@ def _give_values(
 ) -> None:
     """Make `meta` tensors real, in place: the same objects, with values."""
     for tensor in block.tensors:
-        if not tensor.is_meta:
-            continue
-        name = names[id(tensor)]
-        if name not in found:
-            raise MissingTensorError(
-                f"tensor {name!r} of {tensor.dtype} {list(tensor.shape)} has no values:"
-                " it is on the meta device and in no file; give it values first"
-            )
-        make_real([tensor], [host_tensor(files, found[name])])
+        if tensor.is_meta:
+            give_value(tensor, host_tensor(files, found[names[id(tensor)]]))
 
 
 def make_real(tensors: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:

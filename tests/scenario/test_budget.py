@@ -206,6 +206,7 @@ def test_what_stays_is_counted_once_in_the_error(sim):
         ({"dtype": torch.int8}, "dtype is torch.int8: expected a floating-point type"),
         ({"device": 10**30}, "device is 10{30}: "),
         ({"prefetch_k": "3"}, "prefetch_k is '3': expected an int"),
+        ({"prefetch_k": -1}, "prefetch_k is -1: expected 0 or more"),
         ({"pool": 3}, "pool is 3: expected what shutdown_keep_pool"),
         ({"opaque": 3}, "opaque is 3: expected a list or a tuple, each a class"),
         ({"opaque": nn.Linear}, "opaque is .*Linear.*: expected a list or a tuple"),
@@ -221,7 +222,7 @@ def test_what_stays_is_counted_once_in_the_error(sim):
     ],
     ids=[
         *("a name", "a class", "models", "a name of a type", "a type of numbers"),
-        *("no such device", "a text", "pool", "opaque"),
+        *("no such device", "a text", "negative", "pool", "opaque"),
         *("a class that is opaque", "its name", "telemetry", "name", "shared"),
         *("trace", "inference", "check", "ram", "vram"),
     ],

@@ -778,6 +778,8 @@ def test_block_must_be_taken_before_it_is_given_back(sim):
     name = runtime.block_ids[0]
     with pytest.raises(stagehand.ConfigError, match="not in use"):
         runtime.after_block(name)
+    with pytest.raises(stagehand.ConfigError, match=r"no block '4'.* are '0', '1'"):
+        runtime.before_block("4")
     runtime.before_block(name)
     with pytest.raises(stagehand.ConfigError, match="is in use"):
         runtime.park()

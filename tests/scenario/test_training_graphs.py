@@ -229,6 +229,19 @@ def test_backward_into_a_few_streamed_weights_leaves_others_alone(sim, setting, 
 
 
 @over(FEW)
+def test_backward_into_a_hidden_tensor_and_a_streamed_weight_finds_both(sim, setting):
+    def script(run):
+        hidden = run.model.blocks[0](run.batch())
+        hidden.retain_grad()
+        loss = run.model.blocks[1](hidden).square().mean()
+        inputs = [hidden, run.model.blocks[1].up.weight]
+        run.backward(loss, inputs=stagehand.gradient_edges(loss, inputs))
+        run.note("hidden", [hidden.grad])
+
+    assert_trains_equally(net, script, setting)
+
+
+@over(FEW)
 def test_a_penalty_on_gradients_of_streamed_weights_is_differentiated(sim, setting):
     def script(run):
         optimizer = sgd(run)

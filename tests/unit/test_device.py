@@ -580,6 +580,33 @@ def test_copy_never_spans_two_registrations(sim, cudart, monkeypatch):
     gc.collect()
 
 
+@pytest.mark.parametrize("is_alike", [True, False])
+def test_copy_of_a_large_tensor_goes_in_pieces_however_it_lies(
+    sim, cudart, monkeypatch, is_alike
+):
+    """A gradient that lay otherwise than its place was copied at once."""
+    monkeypatch.setattr(device_module, "_REGISTER_CHUNK", 2 * MIB)
+    copied = []
+    copy_ = torch.Tensor.copy_
+
+    def spy(self, source, **options):
+        if self.device.type == "cpu":
+            copied.append(self.nbytes)
+        return copy_(self, source, **options)
+
+    device = registering()
+    place = device.pinned(5 * MIB).view(torch.float32).view(-1, 1024)
+    grad = torch.arange(place.numel(), dtype=torch.float32, device=HPU)
+    grad = grad.view_as(place) if is_alike else grad.view(1024, -1).t()
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.Tensor, "copy_", spy)
+        device.copy(place, grad)
+    assert copied == [2 * MIB, 2 * MIB, MIB]
+    assert torch.equal(place, grad.cpu())
+    del place
+    gc.collect()
+
+
 def test_memory_that_cannot_be_locked_is_unmapped_without_a_sync(sim, cudart):
     cudart.refuse_from = 0
     with warnings.catch_warnings():

@@ -325,11 +325,13 @@ class AcceleratorDevice:
                 self._copy(target, source)
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        if target.numel() * target.element_size() <= _REGISTER_CHUNK:
+        if target.nbytes <= _REGISTER_CHUNK:
             target.copy_(source, non_blocking=True)
             return
-        if target.dtype != torch.uint8 and target.stride() == source.stride():
-            target, source = _bytes_of(target), _bytes_of(source)
+        if target.stride() != source.stride():  # torch would do that, and copy at once
+            alike = torch.empty_like(target, device=source.device)
+            source = alike.copy_(source)
+        target, source = _bytes_of(target), _bytes_of(source)
         for start in range(0, target.numel(), _REGISTER_CHUNK):
             piece = slice(start, start + _REGISTER_CHUNK)
             target[piece].copy_(source[piece], non_blocking=True)

@@ -153,7 +153,7 @@ class Seats:
         self._shares: dict[int, Share] | None = None
 
     def __repr__(self) -> str:
-        return "; ".join(str(self.holding(seat)) for seat in self.all())
+        return f"Seats({len(self)} taken of {self.account!r})"
 
     def __len__(self) -> int:
         """How many tenants there are."""
