@@ -65,7 +65,6 @@ def measure(cell: Cell, card: Card, folder: Path | None = None) -> dict[str, Any
         rates = Rates.of(card, disk=_disk_rate(cell, found, Path(files)))
         card.empty_cache()
         cap = _cap(cell, card, found)
-        capped.enter_context(card.capped(cap))
         setting = Setting(
             cell=cell,
             room=_room(cell, card, found, cap),
@@ -73,7 +72,8 @@ def measure(cell: Cell, card: Card, folder: Path | None = None) -> dict[str, Any
             place=card.place,
             folder=Path(files),
         )
-        card.empty_cache()  # of what blocks were made with
+        card.empty_cache()  # of what blocks were made with: that may be above the cap
+        capped.enter_context(card.capped(cap))
         first = _kept(setting)
         with setting.ends:
             line = _away(setting, card, found, rates, first)

@@ -178,6 +178,21 @@ def test_a_gibibyte_holds_enough_of_a_model_whose_head_comes_in_parts(sim):
     assert line["h2d_bytes"] < 1.02 * (line["weight_bytes"] - table)
 
 
+def test_cap_is_that_of_the_steps_and_not_of_what_makes_the_weights(sim):
+    """A table is made on the card, its values beside it: 2.2 GB where 1 GiB is left."""
+    from benchmarks.gpu.card import SimulatedCard
+    from benchmarks.gpu.cells import Cell
+    from benchmarks.gpu.worker import attempt
+
+    sizes = {"divide": 32, "steps": 2, "settling": 3}
+    cell = Cell(kind="inference", shape="qwen2.5-7b-parted", cap="900KB", **sizes)
+    table = 2 * (152064 // 32) * (3584 // 32)
+    line = attempt(cell, SimulatedCard())
+    assert line["equal"]
+    assert line["cap_bytes"] < table
+    assert line["device_bytes"] <= line["cap_bytes"]
+
+
 @pytest.mark.parametrize("kind", ["inference", "lora", "full", "pair"])
 def test_every_way_is_measured_or_says_why_not(rehearse, kind):
     from benchmarks.gpu.ways.every import WAYS, ways_of
