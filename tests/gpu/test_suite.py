@@ -81,11 +81,6 @@ MEASURED = {
 ONE = ["--cells", "inference/llama-3-8b/8GiB/stagehand"]
 
 
-@pytest.fixture(autouse=True)
-def root_on_path(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT))
-
-
 # Of a block that is divided by 64 some layers are too small to shrink.
 pytestmark = pytest.mark.filterwarnings("ignore:.*would not shrink")
 
@@ -895,14 +890,19 @@ def test_command_wants_a_device_unless_it_rehearses(capsys):
 
 
 def test_gpu_tests_are_collected_without_the_simulated_device():
-    """Beside it torch has no other accelerator: it stood before the GPU."""
+    """Beside it torch has no other accelerator: it stood before the GPU.
+
+    As by the command `pytest`, which does not put its folder on the path.
+    """
     code = (
-        "import pytest, sys; pytest.main(['-m', 'gpu', '--collect-only', '-q', *{}]);"
+        "import sys; sys.path.remove('');"
+        "import pytest; pytest.main(['-m', 'gpu', '--collect-only', '-q', *{}]);"
         "print('simulated' in [name.split('.')[0] for name in sys.modules])"
     )
     command = [sys.executable, "-c", code.replace("{}", str([str(ROOT / "tests")]))]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True)
     *_, collected, loaded = done.stdout.strip().splitlines()
     assert "tests collected" in collected
+    assert "error" not in collected, done.stdout
     assert "[rehearsal" not in done.stdout  # it needs that device
     assert loaded == "False"
