@@ -889,6 +889,28 @@ def test_command_wants_a_device_unless_it_rehearses(capsys):
     assert "--dry" in capsys.readouterr().out
 
 
+REPORTS = {
+    "measured": ("passed", [("overlap", 0.97)], None, "PASSED (overlap: 0.97)"),
+    "failed": ("failed", [], "assert 1 < 0\nmore", "FAILED (assert 1 < 0)"),
+    "both": ("failed", [("rate", 2)], "too slow", "FAILED (rate: 2; too slow)"),
+    "as ever": ("passed", [], None, None),
+}
+
+
+@pytest.mark.parametrize("name", REPORTS)
+def test_what_was_measured_and_why_a_test_failed_is_said_at_once(name):
+    from gpu.conftest import pytest_report_teststatus
+
+    outcome, properties, message, said = REPORTS[name]
+    report = pytest.TestReport(
+        "a test", ("", 0, ""), {}, outcome, None, "call", user_properties=properties
+    )
+    if message is not None:
+        report.longrepr = SimpleNamespace(reprcrash=SimpleNamespace(message=message))
+    found = pytest_report_teststatus(report)
+    assert (found and found[2]) == said
+
+
 def test_gpu_tests_are_collected_without_the_simulated_device():
     """Beside it torch has no other accelerator: it stood before the GPU.
 
