@@ -713,14 +713,22 @@ def test_process_that_runs_one_cell_writes_its_line(sim, tmp_path):
     assert (line["kind"], line["device"]) == ("link", "simulated")
 
 
-def test_ballast_leaves_what_it_shall_and_ends_with_its_parent():
-    command = [sys.executable, "-m", "benchmarks.gpu.ballast", "1000000", "--dry"]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with subprocess.Popen(command, cwd=ROOT, text=True, **pipes) as process:
-        assert int(process.stdout.readline()) == pytest.approx(1e6, rel=0.01)
-        assert process.poll() is None
-        process.stdin.close()
-        assert process.wait(60) == 0
+def test_ballast_leaves_what_it_shall_and_ends_when_it_is_left():
+    from benchmarks.gpu.ballast import ballast
+
+    with ballast(1_000_000, dry=True) as held:  # then waits for its end
+        assert held == pytest.approx(1e6, rel=0.01)
+
+
+def test_ballast_that_could_not_is_an_error(monkeypatch):
+    from benchmarks.gpu import ballast as module
+
+    monkeypatch.setattr(module.sys, "executable", "false")
+    with (
+        pytest.raises(RuntimeError, match="could not leave 1000 bytes"),
+        module.ballast(1000),
+    ):
+        pass
 
 
 def test_cap_holds_while_it_lasts_and_is_told_by_the_driver(sim):
