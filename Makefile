@@ -34,7 +34,7 @@ test: $(VENV)/.dev
 
 # In one process: timings want the device to themselves.
 test-gpu: $(VENV)/.dev
-	$(BIN)/python -m pytest -m gpu $(ARGS)
+	$(BIN)/python -m pytest -m gpu -v $(ARGS)
 
 # What the library costs the host, and virtual time; fails where a target is missed.
 bench: $(VENV)/.dev

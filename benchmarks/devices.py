@@ -197,14 +197,14 @@ def _cells(line: Line) -> list[str]:
             return [f"{word}: {line[name].replace('|', '/')}", *[""] * 11]
     step = {name: value * 1e3 for name, value in line["step"].items()}
     memory = ("allocated", "reserved", "device", "pinned", "host")
-    stall = line["stall_ms"]
+    stall, copies = line["stall_ms"], line["h2d_copies"]
     return [
         f"{step['median']:.2f} ({step['p10']:.2f} to {step['p90']:.2f};"
         f" {line['timed_steps']} steps)" + ("" if line["equal"] else ", other bits"),
         f"{line['over_bound']:.3f}",
         f"{line['over_resident']:.3f}",
         *(format_bytes(line[f"{name}_bytes"]) for name in memory),
-        f"{line['h2d_copies']} + {line['d2h_copies']}",
+        "" if copies is None else f"{copies} + {line['d2h_copies']}",
         "" if stall is None else f"{stall:.2f}",
         f"{line['startup']:.1f}",
         f"{line['pinned']:.1f}" if line.get("pinned") else "",

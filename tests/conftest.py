@@ -18,7 +18,7 @@ import hypothesis
 import pytest
 import torch
 
-from stagehand.torch_private import pop_saved_hooks, top_saved_hooks
+from stagehand.torch_private import dispatch_modes, pop_saved_hooks, top_saved_hooks
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -121,13 +121,15 @@ def no_thread_left() -> Iterator[None]:
 def no_mode_left() -> Iterator[None]:
     """Fail a test that leaves a mode of torch's or hooks for saved tensors active.
 
-    Under a function mode attention is not fused, in tests to come either.
+    Under a function mode attention is not fused, in tests to come either. What was
+    there before any test stays: torch's sanitizer is, from the import of torch on.
     """
+    before = dispatch_modes()
     yield
     left: list[object] = []
     while torch._C._len_torch_function_stack():
         left.append(torch._C._pop_torch_function_stack())
-    while torch._C._len_torch_dispatch_stack():
+    while dispatch_modes() > before:
         left.append(torch._C._pop_torch_dispatch_stack(None))
     while (hooks := top_saved_hooks()) is not None:
         left.append(hooks)

@@ -127,10 +127,12 @@ def _sentence(line: dict[str, Any]) -> str:
         return f"left out: {line['left_out']}"
     if "failed" in line:
         return f"failed: {line['failed']}"
+    unseen = "; the profiler saw none of its copies: it wants rights to use CUPTI"
     return (
         f"{line['step']['median'] * 1e3:.3f} ms a step,"
         f" {line['over_bound']:.3f} of the bound, {line['over_resident']:.3f} of"
         f" resident, {format_bytes(line['device_bytes'])} on the device"
+        + (unseen if line["h2d_copies"] is None else "")
     )
 
 

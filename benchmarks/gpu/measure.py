@@ -6,7 +6,7 @@ import os
 import tempfile
 import time
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, astuple
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -65,7 +65,6 @@ def measure(cell: Cell, card: Card, folder: Path | None = None) -> dict[str, Any
         rates = Rates.of(card, disk=_disk_rate(cell, found, Path(files)))
         card.empty_cache()
         cap = _cap(cell, card, found)
-        capped.enter_context(card.capped(cap))
         setting = Setting(
             cell=cell,
             room=_room(cell, card, found, cap),
@@ -73,7 +72,8 @@ def measure(cell: Cell, card: Card, folder: Path | None = None) -> dict[str, Any
             place=card.place,
             folder=Path(files),
         )
-        card.empty_cache()  # of what blocks were made with
+        card.empty_cache()  # of what blocks were made with: that may be above the cap
+        capped.enter_context(card.capped(cap))
         first = _kept(setting)
         with setting.ends:
             line = _away(setting, card, found, rates, first)
@@ -206,7 +206,7 @@ def _checked(
     Of weights that were trained, when they are again what they were at first.
     """
     cell, task = setting.cell, setting.task
-    line: dict[str, Any] = _copied(card.copies(task.step))
+    line = _copied(card.copies(task.step))
     if not task.trains or first:
         with torch.no_grad():
             for weight, value in zip(task.trained, first, strict=True):
@@ -297,13 +297,11 @@ def _stall_ms(runtime: Runtime) -> float:
     return runtime.telemetry.totals()["stall_time_ms"] or 0.0
 
 
-def _copied(copies: Copies) -> dict[str, int]:
-    return {
-        "h2d_copies": copies.h2d,
-        "d2h_copies": copies.d2h,
-        "h2d_bytes": copies.h2d_bytes,
-        "d2h_bytes": copies.d2h_bytes,
-    }
+def _copied(copies: Copies | None) -> dict[str, Any]:
+    names = ("h2d_copies", "d2h_copies", "h2d_bytes", "d2h_bytes")
+    if copies is None:
+        return dict.fromkeys(names)
+    return dict(zip(names, astuple(copies), strict=True))
 
 
 def _check_step(

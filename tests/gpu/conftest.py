@@ -11,6 +11,22 @@ from torch.utils.checkpoint import set_checkpoint_early_stop
 from gpu.places import ON_GPU, Gpu, Place, Rehearsal
 
 
+def pytest_report_teststatus(report: pytest.TestReport) -> tuple[str, str, str] | None:
+    """With -v, say at once what was measured, and why a test failed.
+
+    The rest is said when all are done: a machine may be gone before.
+    """
+    if report.when != "call" or report.skipped:
+        return None
+    said = [f"{name}: {value}" for name, value in report.user_properties]
+    if (crash := getattr(report.longrepr, "reprcrash", None)) is not None:
+        said.append(crash.message.partition("\n")[0])
+    if not said:
+        return None
+    letter = "." if report.passed else "F"
+    return report.outcome, letter, f"{report.outcome.upper()} ({'; '.join(said)})"
+
+
 @pytest.fixture(autouse=True)
 def _regions_run_to_their_end() -> Iterator[None]:
     """Under TORCH_CUDA_SANITIZER no exception may pass by a tensor of the device.

@@ -225,10 +225,18 @@ class Gpu(Place):
         """Bytes that tensors take now and did not take before."""
         self.synchronize()
         if self.allocated_bytes() > before:
-            # Autograd's thread lets go of its last graph when it takes up the next one.
-            torch.ones(1, device=self.name, requires_grad=True).sum().backward()
+            self._clear_autograds_thread()
             gc.collect()
         return self.allocated_bytes() - before
+
+    def _clear_autograds_thread(self) -> None:
+        """It lets go of its last graph when it takes up the next one.
+
+        What the matrix library keeps is each thread's own in newer versions of torch.
+        """
+        one = torch.ones(1, device=self.name, requires_grad=True)
+        one.register_hook(lambda _: torch._C._cuda_clearCublasWorkspaces())
+        one.sum().backward()
 
     def spans(self, run: Callable[[], object]) -> list[Span]:
         """See `Place`. What saw nothing of the device shows nothing, and fails."""

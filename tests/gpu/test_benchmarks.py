@@ -14,11 +14,6 @@ from torch import nn
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.fixture(autouse=True)
-def root_on_path(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT))
-
-
 ROWS = (
     "host overhead a block, 30 blocks, none resident",
     "overhead at 100 over 10 blocks, all resident",

@@ -1,10 +1,12 @@
 """Device and pinned memory are what the formulas say, and stay so."""
 
+import threading
+
 import pytest
 import torch
 
 from gpu.models import batch, block_bytes, passes, resident, settle, stack, streamed
-from gpu.places import MIB
+from gpu.places import MIB, Gpu
 from stagehand.core import device as device_module
 from stagehand.core.device import find_device
 
@@ -108,3 +110,26 @@ def test_many_passes_grow_neither_device_nor_pinned_memory(place, mode):
     place.synchronize()
     assert held() == before
     runtime.shutdown()
+
+
+def test_what_the_matrix_library_keeps_for_autograds_thread_is_none_of_a_tests(
+    sim, monkeypatch
+):
+    kept = {}
+
+    def compute(_):
+        kept[threading.get_ident()] = torch.empty(1000, device="hpu")
+
+    def clear():
+        kept.pop(threading.get_ident(), None)
+
+    monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", clear, raising=False)
+    monkeypatch.setattr(Gpu, "name", "hpu")
+    gpu, x = Gpu(), torch.ones(1, device="hpu", requires_grad=True)
+    before = gpu.allocated_bytes()
+    x.register_hook(compute)
+    x.sum().backward()
+    x.grad = None
+    assert gpu.allocated_bytes() > before
+    assert gpu.left_bytes(before) == 0
+    assert not kept

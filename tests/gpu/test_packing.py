@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from gpu.places import ON_GPU
 from stagehand.core.layout import layout_of, same_bits
 from stagehand.stores.packing import pack, pack_image
 from stagehand.stores.unpacking import decoder_of, unpack_image, unpack_into
@@ -45,6 +46,6 @@ def test_tensor_is_decoded_to_the_bits_of_the_host(place):
     assert same_bits(found.cpu(), tensor)
 
 
-@pytest.mark.gpu
-def test_gpu_decodes_with_kernels():
-    assert decoder_of("cuda") is not None
+@pytest.mark.parametrize("place", [ON_GPU], indirect=True)
+def test_gpu_decodes_with_kernels(place):
+    assert decoder_of(place.name) is not None

@@ -81,11 +81,6 @@ MEASURED = {
 ONE = ["--cells", "inference/llama-3-8b/8GiB/stagehand"]
 
 
-@pytest.fixture(autouse=True)
-def root_on_path(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT))
-
-
 # Of a block that is divided by 64 some layers are too small to shrink.
 pytestmark = pytest.mark.filterwarnings("ignore:.*would not shrink")
 
@@ -176,6 +171,21 @@ def test_a_gibibyte_holds_enough_of_a_model_whose_head_comes_in_parts(sim):
     assert line["allocated_bytes"] < 1.1 * line["budget_bytes"]
     table = 2 * (152064 // 32) * (3584 // 32)
     assert line["h2d_bytes"] < 1.02 * (line["weight_bytes"] - table)
+
+
+def test_cap_is_that_of_the_steps_and_not_of_what_makes_the_weights(sim):
+    """A table is made on the card, its values beside it: 2.2 GB where 1 GiB is left."""
+    from benchmarks.gpu.card import SimulatedCard
+    from benchmarks.gpu.cells import Cell
+    from benchmarks.gpu.worker import attempt
+
+    sizes = {"divide": 32, "steps": 2, "settling": 3}
+    cell = Cell(kind="inference", shape="qwen2.5-7b-parted", cap="900KB", **sizes)
+    table = 2 * (152064 // 32) * (3584 // 32)
+    line = attempt(cell, SimulatedCard())
+    assert line["equal"]
+    assert line["cap_bytes"] < table
+    assert line["device_bytes"] <= line["cap_bytes"]
 
 
 @pytest.mark.parametrize("kind", ["inference", "lora", "full", "pair"])
@@ -703,14 +713,22 @@ def test_process_that_runs_one_cell_writes_its_line(sim, tmp_path):
     assert (line["kind"], line["device"]) == ("link", "simulated")
 
 
-def test_ballast_leaves_what_it_shall_and_ends_with_its_parent():
-    command = [sys.executable, "-m", "benchmarks.gpu.ballast", "1000000", "--dry"]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with subprocess.Popen(command, cwd=ROOT, text=True, **pipes) as process:
-        assert int(process.stdout.readline()) == pytest.approx(1e6, rel=0.01)
-        assert process.poll() is None
-        process.stdin.close()
-        assert process.wait(60) == 0
+def test_ballast_leaves_what_it_shall_and_ends_when_it_is_left():
+    from benchmarks.gpu.ballast import ballast
+
+    with ballast(1_000_000, dry=True) as held:  # then waits for its end
+        assert held == pytest.approx(1e6, rel=0.01)
+
+
+def test_ballast_that_could_not_is_an_error(monkeypatch):
+    from benchmarks.gpu import ballast as module
+
+    monkeypatch.setattr(module.sys, "executable", "false")
+    with (
+        pytest.raises(RuntimeError, match="could not leave 1000 bytes"),
+        module.ballast(1000),
+    ):
+        pass
 
 
 def test_cap_holds_while_it_lasts_and_is_told_by_the_driver(sim):
@@ -731,7 +749,9 @@ def test_cap_holds_while_it_lasts_and_is_told_by_the_driver(sim):
 
 
 def test_real_card_asks_torch_for_what_torch_has(sim, monkeypatch):
+    from benchmarks.devices import device_section
     from benchmarks.gpu import card as module
+    from benchmarks.gpu.__main__ import _sentence
     from benchmarks.gpu.worker import attempt, measure_link
 
     peak = {"allocated_bytes.peak": 12345}
@@ -746,9 +766,6 @@ def test_real_card_asks_torch_for_what_torch_has(sim, monkeypatch):
     monkeypatch.setattr(module, "ballast", lambda _: module.contextlib.nullcontext())
     activities = (torch.profiler.ProfilerActivity.CPU,)
     monkeypatch.setattr(module.Card, "_profiled", activities)
-    with pytest.raises(RuntimeError, match="saw no work of the device"):
-        module.Card().copies(lambda: torch.ones(2, device="hpu"))
-    monkeypatch.setattr(module, "check_seen", lambda _: None)
     monkeypatch.setattr("benchmarks.gpu.worker._SIZES", (4096,))
     monkeypatch.setattr("benchmarks.gpu.rates._COPIED", 4096)
     monkeypatch.setattr("benchmarks.gpu.rates._HOST_COPIED", 4096)
@@ -757,6 +774,13 @@ def test_real_card_asks_torch_for_what_torch_has(sim, monkeypatch):
     line = attempt(_small("stagehand", cap="75%"), card)
     assert line["equal"]
     assert line["pinned_bytes"] == 12345
+    # As in a container without rights: the rest of the line counts.
+    assert line["h2d_copies"] is line["d2h_bytes"] is None
+    assert line["equal_at_end"]
+    assert "rights to use CUPTI" in _sentence(line)
+    page = "".join(device_section("a card", [line]))
+    assert "2 steps" in page
+    assert "None +" not in page
 
 
 def test_rate_of_host_memory_is_the_usual_one_of_more_than_caches_hold(monkeypatch):
@@ -842,13 +866,15 @@ def test_fsdp_that_copies_ahead_gives_the_gradients_of_the_one_that_does_not():
 
 
 def test_copies_are_counted_in_the_profilers_trace():
-    from benchmarks.gpu.card import Copies, check_seen, count_copies
+    from benchmarks.gpu.card import Copies, count_copies
 
     up = {"name": "Memcpy HtoD (Pinned -> Device)", "args": {"bytes": 100}}
     down = {"name": "Memcpy DtoH (Device -> Pinned)", "args": {"bytes": 7}}
     other = [{"name": "Memcpy DtoD (Device -> Device)", "args": {"bytes": 5}}, {}]
-    assert count_copies([up, down, up, *other]) == Copies(2, 1, 200, 7)
-    check_seen([{}, {"name": "gemm", "cat": "kernel"}])
+    kernel = {"name": "gemm", "cat": "kernel"}
+    assert count_copies([up, kernel, down, up, *other]) == Copies(2, 1, 200, 7)
+    assert count_copies([{}, kernel]) == Copies(0, 0, 0, 0)
+    assert count_copies([{}]) is None
 
 
 def test_names_of_cells_are_printed_and_unique(capsys):
@@ -879,15 +905,42 @@ def test_command_wants_a_device_unless_it_rehearses(capsys):
     assert "--dry" in capsys.readouterr().out
 
 
+REPORTS = {
+    "measured": ("passed", [("overlap", 0.97)], None, "PASSED (overlap: 0.97)"),
+    "failed": ("failed", [], "assert 1 < 0\nmore", "FAILED (assert 1 < 0)"),
+    "both": ("failed", [("rate", 2)], "too slow", "FAILED (rate: 2; too slow)"),
+    "as ever": ("passed", [], None, None),
+}
+
+
+@pytest.mark.parametrize("name", REPORTS)
+def test_what_was_measured_and_why_a_test_failed_is_said_at_once(name):
+    from gpu.conftest import pytest_report_teststatus
+
+    outcome, properties, message, said = REPORTS[name]
+    report = pytest.TestReport(
+        "a test", ("", 0, ""), {}, outcome, None, "call", user_properties=properties
+    )
+    if message is not None:
+        report.longrepr = SimpleNamespace(reprcrash=SimpleNamespace(message=message))
+    found = pytest_report_teststatus(report)
+    assert (found and found[2]) == said
+
+
 def test_gpu_tests_are_collected_without_the_simulated_device():
-    """Beside it torch has no other accelerator: it stood before the GPU."""
+    """Beside it torch has no other accelerator: it stood before the GPU.
+
+    As by the command `pytest`, which does not put its folder on the path.
+    """
     code = (
-        "import pytest, sys; pytest.main(['-m', 'gpu', '--collect-only', '-q', *{}]);"
+        "import sys; sys.path.remove('');"
+        "import pytest; pytest.main(['-m', 'gpu', '--collect-only', '-q', *{}]);"
         "print('simulated' in [name.split('.')[0] for name in sys.modules])"
     )
     command = [sys.executable, "-c", code.replace("{}", str([str(ROOT / "tests")]))]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True)
     *_, collected, loaded = done.stdout.strip().splitlines()
     assert "tests collected" in collected
+    assert "error" not in collected, done.stdout
     assert "[rehearsal" not in done.stdout  # it needs that device
     assert loaded == "False"

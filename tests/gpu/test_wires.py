@@ -62,9 +62,9 @@ def test_quantized_block_is_decoded_to_the_bits_of_the_host(place, seed):
     assert same_bits(image.cpu(), expected)
 
 
-@pytest.mark.gpu
-def test_gpu_decodes_quantized_weights_with_kernels():
-    assert decoder_of("cuda") is not None
+@pytest.mark.parametrize("place", [ON_GPU], indirect=True)
+def test_gpu_decodes_quantized_weights_with_kernels(place):
+    assert decoder_of(place.name) is not None
 
 
 def test_packed_transport_is_exact(place):
