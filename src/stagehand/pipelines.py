@@ -116,7 +116,8 @@ def pipeline(
             so and there is a budget or another option; or if `shared` or `name` is
             among the options.
         StagehandOOMError: If the budget is too small for one of them; it names the
-            smallest that works for all. Nothing is changed then.
+            smallest that works for all. Nothing is changed then, but models are cast
+            that were given a `dtype`.
 
     Example:
         >>> with stagehand.pipeline(pipe, vram_budget="12GB"):
@@ -140,7 +141,7 @@ def pipeline(
         )
     for name, model in models.items():
         with _named(name):
-            check_model(model, None)
+            check_model(model, options.get("dtype"))
     sizes = {name: _weight_bytes(model) for name, model in models.items()}
     if runtimes and vram_budget is None:
         vram_budget = max(r._parts.budget_bytes for r in runtimes.values())
@@ -312,13 +313,35 @@ def _placed(own: type, place: torch.device) -> type:
     Pipelines of diffusers make tensors where they find their weights, which come and
     go. Only a member of the class can tell them otherwise.
     """
-    there = property(lambda _: place)
+
+    def execution_device(pipe: Any) -> torch.device:
+        _refuse_elsewhere(pipe, place)
+        return place
+
     members = {
-        "device": there,
-        "_execution_device": there,
-        "_get_execution_device": lambda _: place,  # Cosmos3 asks its first model
+        "device": property(lambda _: place),
+        "_execution_device": property(execution_device),
+        "_get_execution_device": execution_device,  # Cosmos3 asks its first model
         **{name: getattr(own, name) for name in ("__doc__", "__module__")},
     }
     placed = type(own.__name__, (own, _Placed), members)
     placed.__qualname__ = own.__qualname__
     return placed
+
+
+def _refuse_elsewhere(pipe: Any, place: torch.device) -> None:
+    """Refuse models that came after the pipeline was streamed, and where not."""
+    for name, part in vars(pipe).items():
+        if not isinstance(part, nn.Module) or HANDLE in part.__dict__:
+            continue
+        tensor = next(part.parameters(), None)
+        if tensor is None or tensor.device == place:
+            continue
+        if not any(HANDLE in module.__dict__ for module in part.modules()):
+            raise ConfigError(
+                f"{name!r} of the {type(pipe).__name__}, a {type(part).__name__} on"
+                f" {tensor.device}, is not streamed: it was put there since the"
+                f" pipeline streams, or its runtime was shut down; call"
+                f" stagehand.layer(pipe.{name}, vram_budget=...), or shutdown() of what"
+                " pipeline() has returned, and pipeline() again"
+            )

@@ -65,7 +65,9 @@
 - `Module._forward_hooks` and the like: take a hook off whose registration was
   interrupted before its handle was there. Of those that are missing nothing is taken.
 - `torch._disable_dynamo`: leave a function out of compiled graphs without importing the
-  compiler. Without it, compiled blocks warn of what they cannot trace.
+  compiler. Without it, compiled blocks warn of what they cannot trace. Two attributes
+  of what it returns, `_torchdynamo_disable` and `..._msg`, say why; where the compiler
+  does not read them, it says so in its own words.
 
 Tried with torch 2.10 (on Python 3.10), 2.11 (3.12), 2.13 (3.11) and 2.15 (3.13).
 """
@@ -607,11 +609,25 @@ def skipped(function: _Function) -> _Function:
     return function
 
 
-def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that compiled code calls as it is."""
-    disable = getattr(torch, "_disable_dynamo", None)
-    wrapped: Callable[..., Any] = function if disable is None else disable(function)
-    return wrapped
+def untraced(
+    why: str,
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Let compiled code call a function as it is.
+
+    Args:
+        why: For who wants one graph, with `fullgraph=True` or an export: it is refused.
+    """
+
+    def mark(function: Callable[..., Any]) -> Callable[..., Any]:
+        disable = getattr(torch, "_disable_dynamo", None)
+        if disable is None:
+            return function
+        wrapped: Callable[..., Any] = disable(function)
+        wrapped._torchdynamo_disable = True  # type: ignore[attr-defined]
+        wrapped._torchdynamo_disable_msg = why  # type: ignore[attr-defined]
+        return wrapped
+
+    return mark
 
 
 class Seer(Protocol):

@@ -125,6 +125,21 @@ def test_the_model_of_a_pipeline_that_cannot_be_streamed_is_named(sim):
     assert not hasattr(models["first"], "_stagehand_layer_runtime")
 
 
+@pytest.mark.parametrize("vram_budget", ["1MB", "much"])
+def test_nothing_is_cast_where_a_later_model_cannot_be(sim, vram_budget):
+    """Those before it were cast, and so was one whose budget could not be read."""
+    models = {"first": nn.Linear(WIDTH, WIDTH), "whole": nn.Linear(WIDTH, WIDTH)}
+    if vram_budget == "1MB":
+        pairs = torch.zeros(4, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
+        models["whole"].register_buffer("pairs", pairs)
+    with pytest.raises(stagehand.ConfigError, match=r"pairs|much"):
+        stagehand.pipeline(models, vram_budget=vram_budget, dtype=torch.bfloat16)
+    with pytest.raises(stagehand.ConfigError, match=r"pairs|much"):
+        stagehand.layer(models["whole"], vram_budget=vram_budget, dtype=torch.bfloat16)
+    for model in models.values():
+        assert model.weight.dtype == torch.float32
+
+
 @pytest.mark.parametrize(
     "pipe", [{}, {"scheduler": object()}, object(), nn.Linear(1, 1)]
 )
@@ -252,6 +267,33 @@ def test_a_pipeline_that_asks_its_model_where_it_is_is_told_the_device(sim):
     with stagehand.pipeline(pipe, vram_budget="400KB", device="hpu"):
         assert_bitwise_equal(make_image(pipe), expected, "image")
         assert Asking._get_execution_device(pipe).type == "cpu"
+
+
+def compiled(model):
+    return torch.compile(model, backend="eager")
+
+
+def test_a_model_that_came_since_the_pipeline_streams_is_named(sim):
+    """It was torch's error, of tensors on two devices."""
+    pipe = Asking(**diffusion_pipeline().components)
+    pipe.set_progress_bar_config(disable=True)
+    expected = make_image(deepcopy(pipe).to("hpu"))
+    streamed = pipe.unet
+    with stagehand.pipeline(pipe, vram_budget="400KB", device="hpu"):
+        for put in (streamed, deepcopy(streamed).to("hpu"), compiled(streamed)):
+            pipe.unet = put
+            assert pipe._execution_device.type == "hpu"
+        pipe.unet = diffusion_pipeline().unet
+        for _ in range(2):
+            with pytest.raises(stagehand.ConfigError, match="'unet' of the Asking, a"):
+                make_image(pipe)
+        stagehand.layer(pipe.unet, vram_budget="400KB", device="hpu")
+        assert_bitwise_equal(make_image(pipe), expected, "image of the other")
+        pipe.unet._stagehand_layer_runtime.shutdown()
+        with pytest.raises(stagehand.ConfigError, match="its runtime was shut down"):
+            make_image(pipe)
+        pipe.unet = streamed
+        assert_bitwise_equal(make_image(pipe), expected, "image")
 
 
 class Combined(diffusers.DiffusionPipeline):

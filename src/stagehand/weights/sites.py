@@ -50,7 +50,11 @@ def _nothing(*_: Any) -> None:
     """Stand where a hook was in a copy of the model: the copy is a plain model."""
 
 
-@untraced
+@untraced(
+    "a streamed model's weights come and go, and no single graph can have them: compile"
+    " without fullgraph=True; torch.export takes the plain model, after the runtime's"
+    " shutdown()"
+)
 def _call_untraced(hook: Callable[..., Any], *args: Any) -> Any:
     """Run a hook of a compiled module: it belongs to no graph."""
     return hook(*args)
