@@ -1,7 +1,7 @@
 """`stagehand.pipeline()`: several models in one line, under one budget."""
 
 import runpy
-from copy import deepcopy
+from copy import copy, deepcopy
 from pathlib import Path
 
 import diffusers
@@ -393,11 +393,29 @@ def test_a_pipeline_inside_with_models_of_its_own_is_left_alone(sim):
 def test_a_copy_of_a_streamed_pipeline_is_one_like_others(sim):
     pipe = diffusion_pipeline()
     with stagehand.pipeline(pipe, vram_budget="400KB"):
-        expected, copy = make_image(pipe), deepcopy(pipe)
-    with stagehand.pipeline(copy, vram_budget="400KB"):
-        assert_bitwise_equal(make_image(copy), expected, "image")
-    assert type(copy) is type(pipe)
-    assert copy.device.type == "cpu"
+        expected, other = make_image(pipe), deepcopy(pipe)
+    with stagehand.pipeline(other, vram_budget="400KB"):
+        assert_bitwise_equal(make_image(other), expected, "image")
+    assert type(other) is type(pipe)
+    assert other.device.type == "cpu"
+
+
+def test_a_copy_of_a_streamed_pipeline_is_where_its_models_are(sim):
+    """One with models of its own said that it was on the device, and failed."""
+    pipe = Asking(**diffusion_pipeline().components)
+    pipe.set_progress_bar_config(disable=True)
+    on_host = make_image(pipe)
+    with stagehand.pipeline(pipe, vram_budget="400KB", device="hpu"):
+        expected = make_image(pipe)
+        alone, sharing = deepcopy(pipe), copy(pipe)
+        assert alone.device == alone._execution_device == torch.device("cpu")
+        assert_bitwise_equal(make_image(alone), on_host, "on the host")
+        alone.to("hpu")
+        assert_bitwise_equal(make_image(alone), expected, "resident")
+        assert alone.device.type == alone._execution_device.type == "hpu"
+        assert sharing.device.type == sharing._execution_device.type == "hpu"
+        assert_bitwise_equal(make_image(sharing), expected, "with the same models")
+    assert sharing.device == torch.device("cpu")
 
 
 def test_a_shutdown_that_failed_can_be_repeated(sim):
