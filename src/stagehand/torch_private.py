@@ -46,7 +46,8 @@
   is put on this thread's stack directly: entering it also sets flags that are seen by
   all threads. Without them, importing the library fails.
 - `torch._C._dynamo.eval_frame.set_code_exec_strategy`: let the compiler skip functions
-  that are called by autograd. Without it, compiled blocks are compiled more often.
+  that autograd and modules call. Without it, they and compiled blocks are compiled, and
+  more often.
 - `torch._C._accelerator_{getDeviceStats,isAllocatorInitialized}`: how many bytes are
   allocated, without turning all statistics into a flat table. Without them, asking
   takes several times as long.
@@ -596,7 +597,7 @@ def is_compiled_for() -> bool:
 
 
 def skipped(function: _Function) -> _Function:
-    """Mark a function that autograd or a mode calls while compiled code runs.
+    """Mark a function that autograd, a mode or a module calls while compiled code runs.
 
     The compiler looks at every Python frame then: at this one and all below, no more.
     Unlike `untraced` it costs a call nothing.
