@@ -98,6 +98,7 @@ class StagehandRuntime(Runtime):
         _check_pool(pool)
         place = find_device(device)
         check_model(model, dtype)
+        _cast(model, dtype)
         settings = Settings(
             device=place,
             budget_bytes=int(config.vram_high_watermark_mb * MIB),
@@ -203,6 +204,7 @@ def layer(
     place = find_device(device)
     check_model(model, dtype)
     budget, pinned = _budgets(model, place, vram_budget, ram_budget)
+    _cast(model, dtype)
     settings = Settings(
         device=place,
         budget_bytes=budget,
@@ -288,7 +290,7 @@ def check_dtype(dtype: torch.dtype | None) -> None:
 
 
 def check_model(model: nn.Module, dtype: torch.dtype | None) -> None:
-    """Refuse what cannot be streamed, and cast the rest."""
+    """Refuse what cannot be streamed, or not be cast to an element type."""
     if not isinstance(model, nn.Module):
         named = isinstance(model, str | type | None)
         raise ConfigError(
@@ -328,4 +330,9 @@ def check_model(model: nn.Module, dtype: torch.dtype | None) -> None:
                 f"tensor {name!r} is {tensor.dtype}, dtype is {dtype}: expected a type"
                 " that torch casts it to; dtype=None leaves every tensor as it is"
             )
-    nn.Module.to(model, dtype)
+
+
+def _cast(model: nn.Module, dtype: torch.dtype | None) -> None:
+    """Cast a model that was checked: last, for nothing takes that back."""
+    if dtype is not None:
+        nn.Module.to(model, dtype)

@@ -39,7 +39,7 @@ class Moves:
 
     Moving to the device brings what always stays there, with adapters that were added
     since, and nothing else; moving to the CPU brings everything home until the next
-    pass; casting is refused.
+    pass; casting is refused, and so is another memory format.
 
     Args:
         runtime: Of the model.
@@ -55,9 +55,15 @@ class Moves:
         runtime = self._runtime
         model = runtime.model
         place = runtime.torch_device
-        for dtype in {p.dtype for p in model.parameters()}:
-            probe = torch.empty(0, dtype=dtype, device="cpu")
+        for dtype, shape, form in set(map(_kind, model.parameters())):
+            probe = torch.empty(shape, dtype=dtype, device="cpu", memory_format=form)
             result = fn(probe)
+            if not result.is_contiguous(memory_format=form):
+                raise ConfigError(
+                    f"{type(model).__name__} is streamed and its weights cannot have"
+                    f" another memory format than {form}; call the runtime's"
+                    " shutdown(), change it, and stream the model again"
+                )
             if result.dtype != dtype:
                 raise ConfigError(
                     f"{type(model).__name__} is streamed and cannot be cast from"
@@ -85,3 +91,16 @@ class Moves:
         """Give the pickled model the ordinary method. It is pickled last."""
         self._runtime.resume()
         return getattr, (self._runtime.model, "_apply")
+
+
+_CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+
+
+def _kind(tensor: torch.Tensor) -> tuple[torch.dtype, tuple[int, ...], Any]:
+    """Return what a move makes a difference by, with the smallest such shape."""
+    form = _CHANNELS_LAST.get(tensor.dim())
+    if form is None:
+        return tensor.dtype, (0,), torch.contiguous_format
+    if tensor.is_contiguous() or not tensor.is_contiguous(memory_format=form):
+        form = torch.contiguous_format
+    return tensor.dtype, tuple(min(size, 2) for size in tensor.shape), form

@@ -116,7 +116,8 @@ def pipeline(
             so and there is a budget or another option; or if `shared` or `name` is
             among the options.
         StagehandOOMError: If the budget is too small for one of them; it names the
-            smallest that works for all. Nothing is changed then.
+            smallest that works for all. Nothing is changed then, but models are cast
+            that were given a `dtype`.
 
     Example:
         >>> with stagehand.pipeline(pipe, vram_budget="12GB"):
@@ -140,7 +141,7 @@ def pipeline(
         )
     for name, model in models.items():
         with _named(name):
-            check_model(model, None)
+            check_model(model, options.get("dtype"))
     sizes = {name: _weight_bytes(model) for name, model in models.items()}
     if runtimes and vram_budget is None:
         vram_budget = max(r._parts.budget_bytes for r in runtimes.values())
@@ -310,15 +311,56 @@ def _placed(own: type, place: torch.device) -> type:
     """Return a class of the same name whose pipelines say that they are on a device.
 
     Pipelines of diffusers make tensors where they find their weights, which come and
-    go. Only a member of the class can tell them otherwise.
+    go. Only a member of the class can tell them otherwise. Copies whose models do not
+    stream are asked as before.
     """
-    there = property(lambda _: place)
+
+    def device(pipe: Any) -> Any:
+        return super(placed, pipe).device if _is_plain(pipe) else place
+
+    def execution_device(pipe: Any) -> Any:
+        if _is_plain(pipe):
+            return super(placed, pipe)._execution_device
+        _refuse_elsewhere(pipe, place)
+        return place
+
     members = {
-        "device": there,
-        "_execution_device": there,
-        "_get_execution_device": lambda _: place,  # Cosmos3 asks its first model
+        "device": property(device),
+        "_execution_device": property(execution_device),
+        "_get_execution_device": execution_device,  # Cosmos3 asks its first model
         **{name: getattr(own, name) for name in ("__doc__", "__module__")},
     }
-    placed = type(own.__name__, (own, _Placed), members)
+    placed: type[Any] = type(own.__name__, (own, _Placed), members)
     placed.__qualname__ = own.__qualname__
     return placed
+
+
+def _is_plain(pipe: Any) -> bool:
+    """Whether it is a copy that has no streamed model; one that is shared may be."""
+    return pipe not in _PLACED and not any(_streams(m) for _, m in _modules(pipe))
+
+
+def _modules(pipe: Any) -> Iterator[tuple[str, nn.Module]]:
+    for name, part in vars(pipe).items():
+        if isinstance(part, nn.Module):
+            yield name, part
+
+
+def _streams(model: nn.Module) -> bool:
+    """Whether a model, or what it wraps, is streamed."""
+    return any(part.__dict__.get(HANDLE) is not None for part in model.modules())
+
+
+def _refuse_elsewhere(pipe: Any, place: torch.device) -> None:
+    """Refuse models that are not on the device, and not streamed to it."""
+    for name, model in _modules(pipe):
+        tensor = next(model.parameters(), None)
+        if tensor is None or tensor.device == place or _streams(model):
+            continue
+        raise ConfigError(
+            f"{name!r} of the {type(pipe).__name__}, a {type(model).__name__} on"
+            f" {tensor.device}, is not streamed: it was put there since the pipeline"
+            f" streams, or its runtime was shut down; call stagehand.layer(pipe.{name},"
+            " vram_budget=...), or shutdown() of what pipeline() has returned, and"
+            " pipeline() again"
+        )

@@ -481,7 +481,10 @@ class Runtime(Passing, Sharing, Storing, Conduct):
         """Have the lock while neither the model runs nor a block is in use."""
         self._check_open()
         if self._edges.running():
-            raise ConfigError("the model cannot be moved or copied while it runs")
+            raise ConfigError(
+                "the model cannot be moved, copied or given back while it runs: do"
+                " that when its pass is over"
+            )
         with self._edges.lock:
             self._parts.scheduler.release_fetched()
             if used := self._parts.scheduler.in_use:

@@ -46,7 +46,8 @@
   is put on this thread's stack directly: entering it also sets flags that are seen by
   all threads. Without them, importing the library fails.
 - `torch._C._dynamo.eval_frame.set_code_exec_strategy`: let the compiler skip functions
-  that are called by autograd. Without it, compiled blocks are compiled more often.
+  that autograd and modules call. Without it, they and compiled blocks are compiled, and
+  more often.
 - `torch._C._accelerator_{getDeviceStats,isAllocatorInitialized}`: how many bytes are
   allocated, without turning all statistics into a flat table. Without them, asking
   takes several times as long.
@@ -65,7 +66,9 @@
 - `Module._forward_hooks` and the like: take a hook off whose registration was
   interrupted before its handle was there. Of those that are missing nothing is taken.
 - `torch._disable_dynamo`: leave a function out of compiled graphs without importing the
-  compiler. Without it, compiled blocks warn of what they cannot trace.
+  compiler. Without it, compiled blocks warn of what they cannot trace. Two attributes
+  of what it returns, `_torchdynamo_disable` and `..._msg`, say why; where the compiler
+  does not read them, it says so in its own words.
 
 Tried with torch 2.10 (on Python 3.10), 2.11 (3.12), 2.13 (3.11) and 2.15 (3.13).
 """
@@ -594,7 +597,7 @@ def is_compiled_for() -> bool:
 
 
 def skipped(function: _Function) -> _Function:
-    """Mark a function that autograd or a mode calls while compiled code runs.
+    """Mark a function that autograd, a mode or a module calls while compiled code runs.
 
     The compiler looks at every Python frame then: at this one and all below, no more.
     Unlike `untraced` it costs a call nothing.
@@ -607,11 +610,25 @@ def skipped(function: _Function) -> _Function:
     return function
 
 
-def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that compiled code calls as it is."""
-    disable = getattr(torch, "_disable_dynamo", None)
-    wrapped: Callable[..., Any] = function if disable is None else disable(function)
-    return wrapped
+def untraced(
+    why: str,
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Let compiled code call a function as it is.
+
+    Args:
+        why: For who wants one graph, with `fullgraph=True` or an export: it is refused.
+    """
+
+    def mark(function: Callable[..., Any]) -> Callable[..., Any]:
+        disable = getattr(torch, "_disable_dynamo", None)
+        if disable is None:
+            return function
+        wrapped: Callable[..., Any] = disable(function)
+        wrapped._torchdynamo_disable = True  # type: ignore[attr-defined]
+        wrapped._torchdynamo_disable_msg = why  # type: ignore[attr-defined]
+        return wrapped
+
+    return mark
 
 
 class Seer(Protocol):

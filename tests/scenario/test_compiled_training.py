@@ -314,3 +314,20 @@ def test_equal_blocks_are_compiled_once_and_not_once_each(sim, place):
             model(batch())
     assert backend.frame_count == 2, "with and without watching"
     runtime.shutdown()
+
+
+def test_the_compiler_leaves_the_hooks_of_a_model_that_is_compiled_as_a_whole(sim):
+    """It compiled them for each kind of pass and input, up to its limit, and warned."""
+    model = stack()
+    resident = deepcopy(model).to("hpu")
+    stagehand.layer(model, vram_budget=2 * LAYER_BYTES)
+    compiled = torch.compile(model, backend="eager")
+    usual = {"recompile_limit": 8, "fail_on_recompile_limit_hit": True}
+    with torch._dynamo.config.patch(**usual):
+        for mode in (torch.no_grad, torch.inference_mode, torch.enable_grad):
+            for rows, place in ((4, "cpu"), (2, "cpu"), (4, "hpu")):
+                x = batch()[:rows].to(place)
+                with mode():
+                    found, expected = compiled(x), resident(x.to("hpu"))
+                assert_bitwise_equal(found, expected, f"{mode}, {rows} from {place}")
+    runtime_of(model).shutdown()

@@ -22,6 +22,7 @@ from architectures.trees import assert_bitwise_equal
 from scenario.small import (
     LAYER_BYTES,
     WIDTH,
+    assert_passes_equal,
     batch,
     run_resident,
     runtime_of,
@@ -252,6 +253,43 @@ def test_channels_last_weights_stay_channels_last(place, mode):
     model = check(build, place, mode, x)
     for layer in model:
         assert layer.weight.is_contiguous(memory_format=torch.channels_last)
+
+
+CONVOLUTIONS = [
+    (lambda: nn.Conv2d(8, 8, 3, padding=1), (2, 8, 6, 6), torch.channels_last),
+    (lambda: nn.Conv3d(8, 8, 3, padding=1), (1, 8, 4, 4, 4), torch.channels_last_3d),
+]
+
+
+@pytest.mark.parametrize(("conv", "shape", "form"), CONVOLUTIONS, ids=["2d", "3d"])
+def test_another_memory_format_is_refused_and_the_same_one_is_not(
+    place, mode, conv, shape, form
+):
+    """The request was passed over in silence, and results had other last bits."""
+    x = batch(*shape)
+    for before, other in [
+        (torch.contiguous_format, form),
+        (form, torch.contiguous_format),
+    ]:
+        model = seeded(repeated(conv)).to(memory_format=before)
+        expected = run_resident(model, place, x)
+        runtime = stream(model, place, mode)
+        model.to(memory_format=before).to(place, memory_format=before)
+        for _ in range(2):
+            with pytest.raises(ConfigError, match=r"memory format.*shutdown\(\)"):
+                model.to(memory_format=other)
+            assert_passes_equal(model, expected, x)
+        runtime.shutdown()
+        assert model[0].weight.is_contiguous(memory_format=before)
+
+
+def test_a_memory_format_that_makes_no_difference_is_not_refused(place, mode):
+    """As of convolutions of one element, or of one channel in a group."""
+    for conv in (nn.Conv2d(8, 8, 1), nn.Conv2d(8, 8, 3, padding=1, groups=8), lin()):
+        model = nn.Sequential(conv, nn.Identity())
+        runtime = stream(model, place, mode, pattern=r"^0$")
+        model.to(memory_format=torch.channels_last)
+        runtime.shutdown()
 
 
 @pytest.mark.parametrize(

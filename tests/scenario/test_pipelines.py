@@ -1,7 +1,7 @@
 """`stagehand.pipeline()`: several models in one line, under one budget."""
 
 import runpy
-from copy import deepcopy
+from copy import copy, deepcopy
 from pathlib import Path
 
 import diffusers
@@ -123,6 +123,21 @@ def test_the_model_of_a_pipeline_that_cannot_be_streamed_is_named(sim):
     with pytest.raises(stagehand.ConfigError, match="for model 'lazy' of the pipeline"):
         stagehand.pipeline(models, device="hpu")
     assert not hasattr(models["first"], "_stagehand_layer_runtime")
+
+
+@pytest.mark.parametrize("vram_budget", ["1MB", "much"])
+def test_nothing_is_cast_where_a_later_model_cannot_be(sim, vram_budget):
+    """Those before it were cast, and so was one whose budget could not be read."""
+    models = {"first": nn.Linear(WIDTH, WIDTH), "whole": nn.Linear(WIDTH, WIDTH)}
+    if vram_budget == "1MB":
+        pairs = torch.zeros(4, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
+        models["whole"].register_buffer("pairs", pairs)
+    with pytest.raises(stagehand.ConfigError, match=r"pairs|much"):
+        stagehand.pipeline(models, vram_budget=vram_budget, dtype=torch.bfloat16)
+    with pytest.raises(stagehand.ConfigError, match=r"pairs|much"):
+        stagehand.layer(models["whole"], vram_budget=vram_budget, dtype=torch.bfloat16)
+    for model in models.values():
+        assert model.weight.dtype == torch.float32
 
 
 @pytest.mark.parametrize(
@@ -254,6 +269,33 @@ def test_a_pipeline_that_asks_its_model_where_it_is_is_told_the_device(sim):
         assert Asking._get_execution_device(pipe).type == "cpu"
 
 
+def compiled(model):
+    return torch.compile(model, backend="eager")
+
+
+def test_a_model_that_came_since_the_pipeline_streams_is_named(sim):
+    """It was torch's error, of tensors on two devices."""
+    pipe = Asking(**diffusion_pipeline().components)
+    pipe.set_progress_bar_config(disable=True)
+    expected = make_image(deepcopy(pipe).to("hpu"))
+    streamed = pipe.unet
+    with stagehand.pipeline(pipe, vram_budget="400KB", device="hpu"):
+        for put in (streamed, deepcopy(streamed).to("hpu"), compiled(streamed)):
+            pipe.unet = put
+            assert pipe._execution_device.type == "hpu"
+        pipe.unet = diffusion_pipeline().unet
+        for _ in range(2):
+            with pytest.raises(stagehand.ConfigError, match="'unet' of the Asking, a"):
+                make_image(pipe)
+        stagehand.layer(pipe.unet, vram_budget="400KB", device="hpu")
+        assert_bitwise_equal(make_image(pipe), expected, "image of the other")
+        pipe.unet._stagehand_layer_runtime.shutdown()
+        with pytest.raises(stagehand.ConfigError, match="its runtime was shut down"):
+            make_image(pipe)
+        pipe.unet = streamed
+        assert_bitwise_equal(make_image(pipe), expected, "image")
+
+
 class Combined(diffusers.DiffusionPipeline):
     """Has a pipeline that it runs, as those have that take a prior along."""
 
@@ -351,11 +393,29 @@ def test_a_pipeline_inside_with_models_of_its_own_is_left_alone(sim):
 def test_a_copy_of_a_streamed_pipeline_is_one_like_others(sim):
     pipe = diffusion_pipeline()
     with stagehand.pipeline(pipe, vram_budget="400KB"):
-        expected, copy = make_image(pipe), deepcopy(pipe)
-    with stagehand.pipeline(copy, vram_budget="400KB"):
-        assert_bitwise_equal(make_image(copy), expected, "image")
-    assert type(copy) is type(pipe)
-    assert copy.device.type == "cpu"
+        expected, other = make_image(pipe), deepcopy(pipe)
+    with stagehand.pipeline(other, vram_budget="400KB"):
+        assert_bitwise_equal(make_image(other), expected, "image")
+    assert type(other) is type(pipe)
+    assert other.device.type == "cpu"
+
+
+def test_a_copy_of_a_streamed_pipeline_is_where_its_models_are(sim):
+    """One with models of its own said that it was on the device, and failed."""
+    pipe = Asking(**diffusion_pipeline().components)
+    pipe.set_progress_bar_config(disable=True)
+    on_host = make_image(pipe)
+    with stagehand.pipeline(pipe, vram_budget="400KB", device="hpu"):
+        expected = make_image(pipe)
+        alone, sharing = deepcopy(pipe), copy(pipe)
+        assert alone.device == alone._execution_device == torch.device("cpu")
+        assert_bitwise_equal(make_image(alone), on_host, "on the host")
+        alone.to("hpu")
+        assert_bitwise_equal(make_image(alone), expected, "resident")
+        assert alone.device.type == alone._execution_device.type == "hpu"
+        assert sharing.device.type == sharing._execution_device.type == "hpu"
+        assert_bitwise_equal(make_image(sharing), expected, "with the same models")
+    assert sharing.device == torch.device("cpu")
 
 
 def test_a_shutdown_that_failed_can_be_repeated(sim):

@@ -341,6 +341,21 @@ def test_a_reservation_that_does_not_fit_is_refused_with_what_is_missing(crowd):
     some.run(0, 1, 2, 0, 1, 2)
 
 
+def test_a_reservation_that_a_smaller_budget_leaves_alone_is_named(crowd):
+    """While it was not on the device, the other model was told of a budget of zero."""
+    made = crowd("hpu", [6, 4], 10 * LAYER_BYTES)
+    reserving, _ = made.runtimes
+    reserving.reserve_for_resident()
+    for runtime in made.runtimes:
+        runtime.set_budget(6 * LAYER_BYTES)
+    for _ in range(2):
+        with pytest.raises(stagehand.StagehandOOMError, match=r"\(reserved, PRIMARY\)"):
+            made.run(1)
+        made.run(0)
+    reserving.release_reservation()
+    made.run(1, 0, 1)
+
+
 def test_a_secondary_reservation_is_evicted_only_for_a_load_that_could_not_be_met(
     crowd,
 ):

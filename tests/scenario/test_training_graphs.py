@@ -751,6 +751,30 @@ def test_what_records_a_model_is_refused_and_takes_it_after_the_shutdown(
         assert_bitwise_equal(module(x), expected, "recorded")
 
 
+@pytest.mark.parametrize(
+    "one_graph",
+    [
+        partial(torch.export.export, args=(batch(),), strict=True),
+        lambda model: torch.compile(model, backend="eager", fullgraph=True)(batch()),
+    ],
+    ids=["export", "compile"],
+)
+def test_the_compiler_says_why_a_streamed_model_is_no_single_graph(sim, one_graph):
+    """It named a function of the library's, and advised to report that to PyTorch."""
+    torch.compiler.reset()
+    model = stack(4)
+    with torch.no_grad():
+        expected = model(batch())
+        stagehand.layer(model, vram_budget=2 * LAYER_BYTES)
+        reason = r"streamed model's weights.*shutdown\(\)"
+        with pytest.raises(torch._dynamo.exc.Unsupported, match=reason):
+            one_graph(model)
+        assert_bitwise_equal(model(batch()), expected, "streamed")
+        runtime_of(model).shutdown()
+        one_graph(model)
+    torch.compiler.reset()
+
+
 @pytest.mark.parametrize("place", ["cpu", "hpu"])
 def test_weights_given_for_one_call_are_differentiated_or_refused(sim, place):
     model = stack(4)

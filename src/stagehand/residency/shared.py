@@ -233,10 +233,11 @@ class SharedDevice:
                 try:
                     self._wait(seat)
                 except StagehandOOMError:  # others use blocks that they need not keep
-                    there = seats.there(seat)
-                    if there < seat.claim.floor:
+                    share = max(limit, seats.share_of(seat).limit)
+                    limit = min(share, seats.there(seat))
+                    if limit < seat.claim.floor:
                         raise
-                    return min(seats.share_of(seat).limit, there)
+                    return limit
         finally:
             seat.end_wait()
 

@@ -27,6 +27,7 @@ from stagehand.torch_private import (
     in_backward,
     pop_saved_hooks,
     remove_hooks,
+    skipped,
     take_off,
     untraced,
 )
@@ -50,7 +51,11 @@ def _nothing(*_: Any) -> None:
     """Stand where a hook was in a copy of the model: the copy is a plain model."""
 
 
-@untraced
+@untraced(
+    "a streamed model's weights come and go, and no single graph can have them: compile"
+    " without fullgraph=True; torch.export takes the plain model, after the runtime's"
+    " shutdown()"
+)
 def _call_untraced(hook: Callable[..., Any], *args: Any) -> Any:
     """Run a hook of a compiled module: it belongs to no graph."""
     return hook(*args)
@@ -180,6 +185,7 @@ class _EdgeBegin(_Hook):
         self._rise = rise
         self._settle = settle
 
+    @skipped
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if is_dynamo_compiling():
             return _call_untraced(self, module, args, kwargs)
@@ -206,6 +212,7 @@ class _EdgeEnd(_Hook):
     def __init__(self, edges: Edges) -> None:
         self._edges = edges
 
+    @skipped
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         if is_dynamo_compiling():
             _call_untraced(self, module, args, output)
@@ -232,6 +239,7 @@ class _ExtraBegin(_EdgeBegin):
         super().__init__(edges, _rise_never, settle)
         self._is_extra = is_extra
 
+    @skipped
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if is_dynamo_compiling():
             return _call_untraced(self, module, args, kwargs)
@@ -291,6 +299,7 @@ class _SiteBegin(_SiteHook):
         self._before = before
         self._track = track
 
+    @skipped
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if is_dynamo_compiling():
             return _call_untraced(self, module, args, kwargs)
@@ -329,6 +338,7 @@ class _SiteEnd(_SiteHook):
         super().__init__(block, edges, reader)
         self._untrack = untrack
 
+    @skipped
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         if is_dynamo_compiling():
             _call_untraced(self, module, args, output)
@@ -356,6 +366,7 @@ class _Look(_Hook):
     def __init__(self, look: Callable[[Any, Any], None]) -> None:
         self._look = look
 
+    @skipped
     def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if is_dynamo_compiling():
             _call_untraced(self, module, args, kwargs, output)
@@ -371,6 +382,7 @@ class _Spared(_Hook):
     def __init__(self, act: Callable[[], None]) -> None:
         self._act = act
 
+    @skipped
     def __call__(self, *_: Any) -> None:
         if is_dynamo_compiling():
             _call_untraced(self)
