@@ -143,7 +143,7 @@ class Runtime(Passing, Sharing, Storing, Conduct):
             untrack=self._untrack,
             settle=self._settle,
             resume=self.resume,
-            await_reads=parts.loader.await_reads,
+            await_copies=parts.loader.await_copies,
         )
         if not self._device.is_host:  # there it is read where it is
             parts.scheduler.tell_of_leave(_weakly(self._add_edges))

@@ -870,8 +870,13 @@ def test_an_optimizer_steps_when_copies_have_read_what_it_changes(reads):
     runtime_of(model).shutdown()
 
 
-def test_a_state_dict_is_loaded_when_copies_have_read_what_was_there(reads):
-    model, plain = streamed_stack("hpu", prefetch_k=0, inference_mode=True)
+@pytest.mark.parametrize("ahead", [0, 3])
+def test_a_state_dict_is_loaded_when_copies_have_read_what_was_there(reads, ahead):
+    """It did not wait for those that the next pass needs first."""
+    model, plain = streamed_stack("hpu", prefetch_k=ahead, inference_mode=True)
+    for _ in range(3):
+        model(batch())
+    torch.accelerator.synchronize()
     seen = []
     model.register_load_state_dict_pre_hook(lambda *_: seen.append(reads.left()))
     output = model(batch())

@@ -126,6 +126,9 @@ class HostLoader:
     def await_reads(self) -> None:
         """See `Loader.await_reads`."""
 
+    def await_copies(self) -> None:
+        """See `Loader.await_copies`."""
+
     def staged(self) -> list[Block]:
         """See `Loader.staged`. There is no stage between store and slot."""
         return []

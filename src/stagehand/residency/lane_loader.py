@@ -381,6 +381,10 @@ class LaneLoader:
         """See `Loader.await_reads`."""
         self._reads.synchronize()
 
+    def await_copies(self) -> None:
+        """See `Loader.await_copies`."""
+        self._engine.h2d.stream.synchronize()
+
     def staged(self) -> list[Block]:
         """See `Loader.staged`."""
         return [slab.block for slab in self._staged.values() if slab.block is not None]

@@ -69,6 +69,9 @@ class Loader(Protocol):
         For any thread.
         """
 
+    def await_copies(self) -> None:
+        """The same for all copies, also those that the next pass needs first."""
+
     def save(self, block: Block, *, only_if_different: bool = False) -> None:
         """Bring the slot's bytes home to the store before returning."""
 

@@ -128,17 +128,17 @@ class _StateLoading(_Hook):
     must not come before copies that read them.
     """
 
-    __slots__ = ("_await_reads", "_known", "places")
+    __slots__ = ("_await_copies", "_known", "places")
 
-    def __init__(self, model: nn.Module, await_reads: Callable[[], None]) -> None:
-        self._await_reads = await_reads
+    def __init__(self, model: nn.Module, await_copies: Callable[[], None]) -> None:
+        self._await_copies = await_copies
         self._known = {
             id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())
         }
         self.places: list[tuple[nn.Module, str, torch.Tensor]] = []
 
     def __call__(self, module: nn.Module, *_: Any) -> None:
-        self._await_reads()
+        self._await_copies()
         self.places = [
             (part, name, tensor)
             for part in module.modules()
@@ -507,7 +507,7 @@ class SiteHooks:
         untrack: Called with both, and what the site returns, when it ends.
         settle: Brings every tensor home before the model is copied.
         resume: Called when it was.
-        await_reads: Called before others write weights on the host.
+        await_copies: Called before others write weights on the host.
     """
 
     def __init__(
@@ -520,10 +520,10 @@ class SiteHooks:
         untrack: Callable[[Block, Reader, Any], None],
         settle: Callable[[], None],
         resume: Callable[[], None],
-        await_reads: Callable[[], None],
+        await_copies: Callable[[], None],
     ) -> None:
         self._edges = edges
-        self._await_reads = await_reads
+        self._await_copies = await_copies
         self._before = before
         self._track = track
         self._untrack = untrack
@@ -550,7 +550,7 @@ class SiteHooks:
         for edge in _entrances(models, sites):
             begin = _EdgeBegin(self._edges, self._rise, self._settle)
             self._hook_edge(edge, begin, self._handles)
-        loading = _StateLoading(model, self._await_reads)
+        loading = _StateLoading(model, self._await_copies)
         asking = _StateAsked(self._edges, self._settle)
         given = _StateGiven(asking, self._resume)
         add = partial(add_hook, self._handles)
