@@ -38,6 +38,8 @@ from stagehand.core.arena import live_leases
 from stagehand.core.states import BlockState
 from stagehand.core.transfer import TransferEngine
 from stagehand.errors import ConfigError
+from stagehand.residency import blocks
+from stagehand.residency.blocks import Block
 from stagehand.residency.slots import SlotMemory
 from stagehand.torch_private import DispatchMode
 from streamed import Shape
@@ -574,6 +576,25 @@ _HOOKING = (
     "torch.utils.hooks",
     *(value for name, value in vars(nn.Module).items() if "register_" in name),
 )
+
+
+def test_an_interrupt_while_blocks_get_their_stores_is_not_another_error(place):
+    """What undid the rest found blocks that had a store, and not its tensors yet."""
+    model = stack()
+    expected = values(model)
+    for number in itertools.count(1):
+        interrupted = False
+        try:
+            with interrupted_at(number, Block.set_store, blocks._fitting):
+                stagehand.layer(model, vram_budget=BUDGET, device=place)
+        except KeyboardInterrupt:
+            interrupted = True
+        if not interrupted:
+            break
+        assert "_stagehand_layer_runtime" not in vars(model)
+        assert_bitwise_equal(values(model), expected, f"after line {number}")
+    assert number > 50
+    end(model)
 
 
 @pytest.mark.parametrize("when", ["made", "shut down"])
