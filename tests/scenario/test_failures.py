@@ -357,16 +357,19 @@ def test_a_change_made_before_an_exception_is_kept(place):
 
 
 def test_an_interrupt_while_slots_get_their_memory_loses_nothing(sim, place):
-    memory = SlotMemory.settle_in, SlotMemory._furnish, TransferEngine.adopt
+    memory = [SlotMemory.settle_in, SlotMemory._furnish, TransferEngine.adopt]
+    memory.append(Block.set_views)
     expected = run_resident(stack(), place, batch())
     held = sim.allocated_bytes()
-    for number in range(1, 41):  # the first three slots, line by line
+    for number in range(1, 61):  # the first three slots, line by line
         model = streamed_stack(place)
         interrupt = interrupted_at(number, *memory)
         with torch.no_grad(), pytest.raises(KeyboardInterrupt), interrupt:
             model(batch())
         assert_passes_equal(model, expected, batch())
         assert_whole(model, place)
+        runtime_of(model).park()
+        assert runtime_of(model).report().abandoned_slots == 0, number
         end(model)
     gc.collect()
     assert live_leases() == 0

@@ -95,8 +95,13 @@ class SlotMemory:
             return True
         # Not counted again later: a reader thread may be filling the slot then.
         before = storage_use_count(slot.storage)
-        block.set_views(slot)
-        slot.alone += storage_use_count(slot.storage) - before
+        try:
+            block.set_views(slot)
+            slot.alone += storage_use_count(slot.storage) - before
+        except BaseException:  # an interrupt: what is not counted is taken for others'
+            slot.views.pop(block.form, None)
+            block.set_views(None)
+            raise
         return True
 
     def _furnish(self, slot: Slot, lease: Lease) -> None:
