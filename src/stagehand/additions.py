@@ -249,6 +249,7 @@ class Additions:
         parts.grant_odd()
         self._wires.plan_within(limit)
         self._held = [*_END]
+        needed = parts.scheduler.budget_for(needed)
         return StagehandOOMError(
             f"{len(new)} tensors, {format_bytes(sum(map(tensor_bytes, new)))} together,"
             " have joined the model since it streams, and the budget of"

@@ -67,7 +67,8 @@ def _is_a(value: Any, hint: Any) -> bool:
         each = get_args(hint)[0]
         return isinstance(value, origin) and all(_is_a(item, each) for item in value)
     if origin is Literal:
-        return value in get_args(hint)
+        # Not `in`: an array compares element by element.
+        return any(isinstance(value, type(e)) and value == e for e in get_args(hint))
     return isinstance(value, _WORDS[hint][0]) and (
         hint is bool or not isinstance(value, bool)
     )

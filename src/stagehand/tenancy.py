@@ -198,6 +198,10 @@ class Tenancy:
         """See `Neighbours.make_room`."""
         return self.shared.make_room(self.number, nbytes)
 
+    def budget_for(self, nbytes: int) -> int:
+        """See `Neighbours.budget_for`."""
+        return self.shared.budget_for(self.number, nbytes)
+
     def are_busy(self) -> bool:
         """See `Neighbours.are_busy`."""
         return self.shared.are_others_busy(self.number)

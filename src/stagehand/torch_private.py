@@ -77,7 +77,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -466,10 +466,16 @@ def make_last_hook(tensor: torch.Tensor, number: int) -> None:
 @contextmanager
 def dispatching(mode: DispatchMode) -> Iterator[None]:
     """Let a mode see the operators that this thread calls."""
-    torch._C._push_on_torch_dispatch_stack(mode)
-    try:
+    below = dispatch_modes()
+    with ExitStack() as rest:
+        for _ in range(2):  # again what an interrupt has left of it
+            rest.callback(_drop_modes, below)
+        torch._C._push_on_torch_dispatch_stack(mode)
         yield
-    finally:
+
+
+def _drop_modes(below: int) -> None:
+    while dispatch_modes() > below:
         torch._C._pop_torch_dispatch_stack(None)
 
 

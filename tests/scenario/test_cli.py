@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+import sys
 from functools import partial
 
 import pytest
@@ -464,3 +465,20 @@ def test_comparison_sees_bits_not_values():
 def test_version_is_told():
     told = CliRunner().invoke(app, ["--version"])
     assert (told.exit_code, told.output) == (0, f"stagehand {stagehand.__version__}\n")
+
+
+class Interrupted:
+    """Finds the command line's module, where Ctrl-C comes."""
+
+    def find_spec(self, name, *_):
+        if name == "stagehand.cli.command":
+            raise KeyboardInterrupt
+
+
+def test_an_interrupt_while_libraries_are_imported_ends_as_one_in_a_run(monkeypatch):
+    """It printed where in the libraries it came."""
+    monkeypatch.delitem(sys.modules, "stagehand.cli.command")
+    monkeypatch.setattr(sys, "meta_path", [Interrupted(), *sys.meta_path])
+    with pytest.raises(SystemExit) as exit_info:
+        main.main()
+    assert exit_info.value.code == 130

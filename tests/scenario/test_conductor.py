@@ -1,6 +1,7 @@
 """A conductor over streamed models: phases, limits that bite, budgets, records."""
 
 import gc
+import itertools
 import json
 import threading
 import weakref
@@ -14,6 +15,7 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 import stagehand
 from architectures import assert_bitwise_equal
+from interrupts import interrupted_at
 from scenario.small import (
     LAYER_BYTES,
     assert_passes_equal,
@@ -24,7 +26,7 @@ from scenario.small import (
 )
 from stagehand import ActivationRuntime, ActivationStagehandConfig
 from stagehand.conductor import parts as conductor_parts
-from stagehand.conductor.adapters import Conducted
+from stagehand.conductor.adapters import Conducted, RuntimeAdapter
 from stagehand.core.clock import Phase, PhaseClock
 from stagehand.core.device import HostDevice, find_device
 from stagehand.core.ledger import NO_LIMIT, Mode
@@ -1096,3 +1098,27 @@ def test_gradients_that_a_dropped_conductor_had_put_aside_come_home(stream, wher
 def test_settings_that_cannot_work_are_refused_by_name(options, message):
     with pytest.raises(ConfigError, match=message):
         stagehand.ConductorConfig(**options)
+
+
+@pytest.mark.parametrize("asks", ["attach", "detach"])
+def test_an_interrupt_while_a_model_is_attached_or_detached_does_not_keep_it(
+    conduct, stream, asks
+):
+    """It belonged to that conductor for good, which did not know of it."""
+    model = stream()
+    parts = conductor_parts.Parts
+    doing = parts.attach, parts.add, parts._take_off, *vars(RuntimeAdapter).values()
+    doing = [call for call in doing if hasattr(call, "__code__")]
+    for number in itertools.count(1):
+        first = conduct(*([model] if asks == "detach" else []))
+        interrupted = False
+        try:
+            with interrupted_at(number, *doing):
+                getattr(first, asks)(model)
+        except KeyboardInterrupt:
+            interrupted = True
+        first.shutdown()
+        conduct(model).shutdown()
+        if not interrupted:
+            break
+    assert number > 5

@@ -38,6 +38,8 @@ from stagehand.core.arena import live_leases
 from stagehand.core.states import BlockState
 from stagehand.core.transfer import TransferEngine
 from stagehand.errors import ConfigError
+from stagehand.residency import blocks
+from stagehand.residency.blocks import Block
 from stagehand.residency.slots import SlotMemory
 from stagehand.torch_private import DispatchMode
 from streamed import Shape
@@ -355,16 +357,19 @@ def test_a_change_made_before_an_exception_is_kept(place):
 
 
 def test_an_interrupt_while_slots_get_their_memory_loses_nothing(sim, place):
-    memory = SlotMemory.settle_in, SlotMemory._furnish, TransferEngine.adopt
+    memory = [SlotMemory.settle_in, SlotMemory._furnish, TransferEngine.adopt]
+    memory.append(Block.set_views)
     expected = run_resident(stack(), place, batch())
     held = sim.allocated_bytes()
-    for number in range(1, 41):  # the first three slots, line by line
+    for number in range(1, 61):  # the first three slots, line by line
         model = streamed_stack(place)
         interrupt = interrupted_at(number, *memory)
         with torch.no_grad(), pytest.raises(KeyboardInterrupt), interrupt:
             model(batch())
         assert_passes_equal(model, expected, batch())
         assert_whole(model, place)
+        runtime_of(model).park()
+        assert runtime_of(model).report().abandoned_slots == 0, number
         end(model)
     gc.collect()
     assert live_leases() == 0
@@ -574,6 +579,25 @@ _HOOKING = (
     "torch.utils.hooks",
     *(value for name, value in vars(nn.Module).items() if "register_" in name),
 )
+
+
+def test_an_interrupt_while_blocks_get_their_stores_is_not_another_error(place):
+    """What undid the rest found blocks that had a store, and not its tensors yet."""
+    model = stack()
+    expected = values(model)
+    for number in itertools.count(1):
+        interrupted = False
+        try:
+            with interrupted_at(number, Block.set_store, blocks._fitting):
+                stagehand.layer(model, vram_budget=BUDGET, device=place)
+        except KeyboardInterrupt:
+            interrupted = True
+        if not interrupted:
+            break
+        assert "_stagehand_layer_runtime" not in vars(model)
+        assert_bitwise_equal(values(model), expected, f"after line {number}")
+    assert number > 50
+    end(model)
 
 
 @pytest.mark.parametrize("when", ["made", "shut down"])

@@ -10,6 +10,7 @@ import torch
 from small import (
     LAYER_BYTES,
     WIDTH,
+    assert_passes_equal,
     batch,
     blocks_of,
     run_resident,
@@ -558,6 +559,36 @@ def test_what_joined_a_guest_is_gone_on_exit_too(sim, place, was_there):
     assert guest[4].weight.device.type == place  # it was no guest: it stays
     runtime_of(guest).shutdown()
     runtime_of(host).shutdown()
+
+
+def test_the_budget_named_for_what_joins_beside_trained_weights_works_at_once(sim):
+    """What another model keeps for its optimizer was named by the next pass only."""
+    first = varied(4, 0).requires_grad_(False)
+    stagehand.layer(first, vram_budget=4 * LAYER_BYTES, device="hpu")
+    first.append(nn.Linear(WIDTH, WIDTH))
+    optimizer = torch.optim.SGD(first[4].parameters(), lr=0.1)
+    first(batch()).sum().backward()
+    optimizer.step()
+    second, plain = varied(4, 1), varied(4, 1)
+    stagehand.layer(second, vram_budget=3 * LAYER_BYTES, device="hpu")
+
+    def join(layers):
+        for _ in range(layers):
+            plain.append(nn.Linear(WIDTH, WIDTH))
+            second.append(deepcopy(plain[-1]))
+        expected = run_resident(plain, "hpu", batch())
+        with torch.no_grad(), pytest.raises(stagehand.StagehandOOMError) as caught:
+            second(batch())
+        runtime_of(second).set_budget(caught.value.needed_bytes)
+        assert_passes_equal(second, expected, batch())
+        return caught.value.needed_bytes
+
+    assert join(3) > 4 * LAYER_BYTES
+    runtime_of(second).set_budget(4 * LAYER_BYTES)
+    runtime_of(first).set_budget(9 * LAYER_BYTES)  # which is that of both together
+    assert join(1) < 6 * LAYER_BYTES
+    for model in (first, second):
+        runtime_of(model).shutdown()
 
 
 @places

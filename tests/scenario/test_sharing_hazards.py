@@ -40,7 +40,8 @@ def elsewhere(begin, end=lambda: None):
         over.wait(timeout=120)
         end()
 
-    thread = threading.Thread(target=guarded(run, errors))
+    # Python does not wait for it at exit, where it waits for ever.
+    thread = threading.Thread(target=guarded(run, errors), daemon=True)
     thread.start()
     assert began.wait(timeout=120)
     try:
@@ -49,6 +50,7 @@ def elsewhere(begin, end=lambda: None):
         over.set()
         thread.join(timeout=120)
     assert errors == []
+    assert not thread.is_alive()
 
 
 def let_go_when_asked(runtime, over, monkeypatch):

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import itertools
 import re
 import warnings
 from collections.abc import Callable
@@ -15,6 +16,10 @@ from torch.utils.checkpoint import checkpoint
 
 import stagehand
 from architectures import assert_bitwise_equal
+from interrupts import interrupted_at
+from stagehand import torch_private
+from stagehand.torch_private import take_off
+from stagehand.weights.strays import StrayUses
 
 WIDTH = 64
 LAYER_BYTES = WIDTH * WIDTH * 4
@@ -324,6 +329,31 @@ def test_first_pass_that_fails_leaves_the_next_to_find_what_is_read(
     model.middle.failure = None
     assert_bitwise_equal(model(x), expected, "after a failure")
     model._stagehand_layer_runtime.shutdown()
+
+
+def test_an_interrupt_where_a_pass_begins_or_ends_to_be_watched_ends_with_the_next(
+    sim: ModuleType,
+) -> None:
+    """The mode stayed for good: every call was slower, and attention not fused."""
+    entering = StrayUses.__enter__, StrayUses.__exit__, take_off, torch_private._modes
+    model, x = make(Transposed)
+    with torch.no_grad():
+        expected = model.to("hpu")(x.to("hpu"))
+        for number in itertools.count(1):
+            stagehand.layer(model.to("cpu"), vram_budget=5 * LAYER_BYTES)
+            interrupted = False
+            try:
+                with interrupted_at(number, *entering):
+                    model(x)
+            except KeyboardInterrupt:
+                interrupted = True
+            for _ in range(2):
+                assert_bitwise_equal(model(x), expected, f"line {number}")
+            assert torch._C._len_torch_function_stack() == 0, number
+            model._stagehand_layer_runtime.shutdown()
+            if not interrupted:
+                break
+    assert number > 10
 
 
 def test_weight_that_is_read_right_behind_its_module_comes_and_goes_as_others_do(

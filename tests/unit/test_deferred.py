@@ -1,5 +1,6 @@
 """Models are built without their weights: what has a value, and what has none."""
 
+import itertools
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -8,6 +9,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
+from interrupts import interrupted_at
+from stagehand import torch_private
 from stagehand.errors import ConfigError
 from stagehand.pretrained.deferred import build, empty_tensor
 
@@ -270,3 +273,16 @@ def test_a_tensor_that_has_views_keeps_its_value(trains):
     empty_tensor(tensor, torch.float32)
     assert tensor.is_meta
     assert tensor.requires_grad is trains
+
+
+def test_an_interrupt_where_building_begins_or_ends_leaves_no_mode():
+    """All that the thread computed from then on would have had no value."""
+    parts = torch_private.dispatching.__wrapped__, torch_private._drop_modes
+    for number in itertools.count(1):
+        try:
+            with interrupted_at(number, *parts):
+                build(lambda: nn.Linear(2, 2))
+            break
+        except KeyboardInterrupt:
+            assert torch_private.dispatch_modes() == 0, number
+    assert number > 5

@@ -4,6 +4,7 @@ import math
 from dataclasses import fields
 from typing import get_type_hints
 
+import numpy
 import pytest
 
 from stagehand import (
@@ -12,6 +13,18 @@ from stagehand import (
     ConfigError,
     StagehandConfig,
 )
+from stagehand.activations.pool import slab_counts
+
+
+class Array:
+    """As numpy's: it compares element by element, and is neither true nor false."""
+
+    def __eq__(self, other):
+        return self
+
+    def __bool__(self):
+        raise ValueError("ambiguous")
+
 
 WRONG = {
     "bool": (1, "yes", None),
@@ -28,7 +41,14 @@ def cases():
         hints = get_type_hints(config)
         for field in fields(config):
             text = str(hints[field.name])
-            for value in ([], {"a": 1}, object(), (None,), *WRONG.get(text, ())):
+            for value in (
+                [],
+                {"a": 1},
+                object(),
+                Array(),
+                (None,),
+                *WRONG.get(text, ()),
+            ):
                 yield pytest.param(config, field.name, value, id=f"{field.name}")
             if hints[field.name] is int or "int |" in text:
                 yield pytest.param(config, field.name, True, id=f"{field.name}-True")
@@ -59,3 +79,11 @@ def test_message_says_field_found_and_expected():
 
 def test_whole_numbers_are_numbers():
     assert ConductorConfig(vram_hard_cap_mb=2).bytes_of("vram_hard_cap_mb") == 2 << 20
+
+
+def test_numbers_of_numpy_are_numbers():
+    config = ActivationStagehandConfig(
+        pinned_pool_classes_mb=(1, 2),
+        slabs_per_class=numpy.int64(3),
+    )
+    assert slab_counts(config.pinned_pool_classes_mb, config.slabs_per_class) == [3, 3]

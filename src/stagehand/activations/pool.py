@@ -9,6 +9,7 @@ before it needed makes no memory.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from stagehand.core.device import host_memory
@@ -18,8 +19,6 @@ from stagehand.errors import ConfigError, StagehandWarning
 from stagehand.units import format_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     import torch
 
     from stagehand.core.arena import Arena, Lease
@@ -40,7 +39,7 @@ def slab_counts(classes: Sequence[float], counts: int | Sequence[int]) -> list[i
         ConfigError: If there are more or fewer numbers than classes, or one is
             negative.
     """
-    each = [counts] * len(classes) if isinstance(counts, int) else list(counts)
+    each = list(counts) if isinstance(counts, Iterable) else [counts] * len(classes)
     if len(each) != len(classes):
         raise ConfigError(
             f"slabs_per_class has {len(each)} numbers for {len(classes)} classes:"

@@ -22,6 +22,8 @@ def main() -> None:
     # that nothing in it asks the network about them.
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-    from stagehand.cli.command import app
-
+    try:
+        from stagehand.cli.command import app
+    except KeyboardInterrupt:  # it takes seconds; from then on the app ends as here
+        raise SystemExit(130) from None
     app()

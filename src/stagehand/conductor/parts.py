@@ -181,9 +181,13 @@ class Parts:
         with self._lock:
             self._check_open()
             self._check_name(adapter.name)
-            adapter.attach(self.traffic)
-            self._adapters.append(adapter)
-            adapter.post(self.limits)
+            self._adapters.append(adapter)  # first: it can be detached from now on
+            try:
+                adapter.attach(self.traffic)
+                adapter.post(self.limits)
+            except BaseException:
+                self._take_off(adapter)
+                raise
             self._trace("attached", name=adapter.name)
 
     def _check_name(self, name: str) -> None:
@@ -211,8 +215,8 @@ class Parts:
                     self._take_off(adapter)
 
     def _take_off(self, adapter: Adapter) -> None:
+        adapter.detach()  # first: an interrupt leaves it to be detached again
         self._adapters.remove(adapter)
-        adapter.detach()
         self._trace("detached", name=adapter.name)
         if isinstance(adapter, RuntimeAdapter):
             self._release(adapter.runtime)

@@ -182,14 +182,15 @@ class Block(Residency):
 
     def set_store(self, store: Store | None) -> None:
         """Say where the truth is from now on. The block must be off the device."""
-        self.store = store
+        hosts = () if store is None else store.hosts
+        addresses, fitted = [host.data_ptr() for host in hosts], self._fitted(hosts)
+        self.addresses = self.addresses or addresses
+        # No call: whoever recovers from an interrupt finds all of a store, or none.
+        self.store, self.host_addresses, self._hosts = store, addresses, fitted
         pinned = None if store is None else store.pinned
         self.image = None if pinned is None else pinned[: self.nbytes]
         self.sampled = None if self.image is None else _some_of(self.image)
         self._cross_by(None if store is None else store.wire)
-        hosts = () if store is None else store.hosts
-        self.host_addresses = [host.data_ptr() for host in hosts]
-        self._hosts = self._fitted(hosts)
         self.versions = self.read_versions()
 
     def rehouse(self, store: Store) -> None:

@@ -409,6 +409,10 @@ class Scheduler:
         """Let them give up so many bytes; return whether these are free."""
         return self._memory.make_room(nbytes)
 
+    def budget_for(self, nbytes: int) -> int:
+        """Return the smallest budget with which so many bytes can be had."""
+        return self._memory.budget_for(nbytes)
+
     def others_are_busy(self) -> bool:
         """Whether another thread runs any of them: there may be room later."""
         neighbours = self._memory.neighbours

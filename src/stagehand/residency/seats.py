@@ -316,6 +316,12 @@ class Seats:
                 hard[other.number] = other.takes(self.share_of(other))
         return {number: nbytes for number, nbytes in hard.items() if nbytes}
 
+    def budget_for(self, seat: Seat, nbytes: int) -> int:
+        """Return the smallest budget that lets a tenant have so many bytes."""
+        beside = nbytes + sum(self._hard(seat).values())
+        cap = max((other.claim.budget for other in self.others(seat)), default=0)
+        return nbytes if beside <= cap else beside
+
     def _staying(self, seat: Seat) -> frozenset[int]:
         """Tenants of which this one may take nothing."""
         stay = self.holds.held

@@ -272,6 +272,12 @@ class SharedDevice:
                 if not (may_wait and refusing and self._await_locks(refusing)):
                     return False
 
+    def budget_for(self, number: int, nbytes: int) -> int:
+        """Return the smallest budget that lets a tenant have so many bytes."""
+        with self._changed:
+            seat = self._seats.get(number)
+            return nbytes if seat is None else self._seats.budget_for(seat, nbytes)
+
     def are_others_busy(self, number: int) -> bool:
         """Whether another thread is in any other tenant than this one."""
         with self._changed:

@@ -28,6 +28,9 @@ class Neighbours(Protocol):
     def make_room(self, nbytes: int) -> bool:
         """Let others give up so many bytes; return whether they are free."""
 
+    def budget_for(self, nbytes: int) -> int:
+        """Return the smallest budget with which so many bytes can be had."""
+
     def are_busy(self) -> bool:
         """Whether another thread runs any of them."""
 
@@ -92,8 +95,13 @@ class SlotMemory:
             return True
         # Not counted again later: a reader thread may be filling the slot then.
         before = storage_use_count(slot.storage)
-        block.set_views(slot)
-        slot.alone += storage_use_count(slot.storage) - before
+        try:
+            block.set_views(slot)
+            slot.alone += storage_use_count(slot.storage) - before
+        except BaseException:  # an interrupt: what is not counted is taken for others'
+            slot.views.pop(block.form, None)
+            block.set_views(None)
+            raise
         return True
 
     def _furnish(self, slot: Slot, lease: Lease) -> None:
@@ -113,6 +121,11 @@ class SlotMemory:
     def make_room(self, nbytes: int) -> bool:
         """Let others give up so many bytes; return whether these are free."""
         return self.neighbours is not None and self.neighbours.make_room(nbytes)
+
+    def budget_for(self, nbytes: int) -> int:
+        """Return the smallest budget with which so many bytes can be had."""
+        others = self.neighbours
+        return nbytes if others is None else others.budget_for(nbytes)
 
     def _lease(self, nbytes: int, block: Block) -> Lease:
         """Return memory that is not there without somebody's giving some up."""

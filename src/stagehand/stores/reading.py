@@ -213,8 +213,8 @@ class OpenFile:
 
     def __init__(self, path: Path, *, past_cache: bool) -> None:
         self.path = path
-        self._pid = self._getpid()
         self._direct = -1
+        self._pid = self._getpid()
         self.number = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         self._past_cache = past_cache
         self._refuses = False

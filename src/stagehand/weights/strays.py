@@ -93,6 +93,7 @@ class Strays:
         self._known: set[tuple[int, bool, bool]] = set()  # kinds that need no watching
         self._kind = (0, False, False)  # of this pass
         self._watches = False
+        self._uses: StrayUses | None = None
         self._found: list[Block] = []
         self._roomless: set[Block] = set()  # found, and there is no room to keep them
         self._has_warned = False
@@ -104,14 +105,18 @@ class Strays:
 
     def begin(self, edge: nn.Module) -> StrayUses | None:
         """A pass begins: return the mode that watches it, if it is to be watched."""
+        if self._uses is not None:
+            self._uses.__exit__()  # of which an interrupt may have left the mode
+            self._uses = None
         self._found = []
         self._kind = kind = id(edge), torch.is_grad_enabled(), edge.training
         self._watches = False
         if kind in self._known or _may_fuse(self._others):
             return None
-        uses = self._uses(self._is_at_hand)
+        uses = self._looking(self._is_at_hand)
         self._watches = edge not in uses.spared  # else its hooks are running by now
-        return uses if self._watches else None
+        self._uses = uses if self._watches else None
+        return self._uses
 
     def may_fuse(self) -> bool:
         """Whether attention may be fused in a pass that begins, unless it is seen."""
@@ -120,9 +125,9 @@ class Strays:
 
     def begin_again(self) -> StrayUses:
         """A part of such a pass is recomputed in backward: return the same for that."""
-        return self._uses(_is_never_at_hand)
+        return self._looking(_is_never_at_hand)
 
-    def _uses(self, is_at_hand: Callable[[Block], bool]) -> StrayUses:
+    def _looking(self, is_at_hand: Callable[[Block], bool]) -> StrayUses:
         spared = (known() for known, found in self._spared if _may_fuse(found))
         return StrayUses(
             self._owners,
