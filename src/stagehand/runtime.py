@@ -203,7 +203,8 @@ class Runtime(Passing, Sharing, Storing, Conduct):
         sites: Sequence[tuple[nn.Module, Block]],
         additions: Additions,
     ) -> None:
-        self._hooks.add_model(model, {site for site, _ in sites})
+        tables = [table for table, _ in finding.gathered]
+        self._hooks.add_model(model, {site for site, _ in sites}, tables)
         for (site, block), reader in zip(sites, self._readers, strict=True):
             self._hooks.add_site(site, block, reader)
             block.unseen = block.unseen or _is_read_unseen(site)

@@ -129,6 +129,28 @@ def test_adapters_train_exactly_within_the_budget(place, kind, mode, when):
     assert {t.device.type for t in model.state_dict().values()} == {"cpu"}
 
 
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_prompts_train_exactly(place, when):
+    """Their wrapper looks tokens up in a table of the model, outside of its passes."""
+
+    def prompted(model):
+        torch.manual_seed(1)
+        chosen = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+        return peft.get_peft_model(model, chosen)
+
+    def fit(model):
+        model.to(place)
+        return train(model, place)[0]
+
+    expected = fit(resident := prompted(base()))
+    model = base() if when == "after" else prompted(base())
+    runtime = stream(model, LLAMA, "layers", place, budget_of(place))
+    model = prompted(model) if when == "after" else model
+    assert fit(model) == expected
+    assert_same(model, resident)
+    runtime.shutdown()
+
+
 def test_frozen_base_crosses_to_the_device_only(sim):
     home = []
     model, runtime = streamed("hpu")

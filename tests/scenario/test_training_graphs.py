@@ -359,6 +359,30 @@ def tied_talking_net():
     return Talking(tied=True)
 
 
+class Embedded(Talking):
+    """Takes what somebody else has looked up in its table, which a part of it has."""
+
+    def __init__(self, tied: bool) -> None:
+        super().__init__(tied)
+        self.words = nn.ModuleDict({"table": self.table})
+        del self.table
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return self.head(x)
+
+
+@built
+def embedded_net():
+    return Embedded(tied=False)
+
+
+@built
+def tied_embedded_net():
+    return Embedded(tied=True)
+
+
 class ReadingTables(nn.Module):
     """Reads its tables as a whole, too: one by a slice, one as its head's weight."""
 
@@ -415,6 +439,26 @@ def test_a_table_that_is_read_by_rows_trains_exactly(sim, setting, build):
             for _ in range(2):
                 tokens = torch.randint(600, (2, 7), generator=generator).to(run.place)
                 logits = run.model(tokens).flatten(0, 1)
+                run.backward(nn.functional.cross_entropy(logits, tokens.flatten()))
+            step(optimizer)
+
+    assert_trains_equally(build, script, setting)
+
+
+@over([*SOME, Setting("hpu", "layers", "all")])
+@pytest.mark.parametrize("build", [embedded_net, tied_embedded_net])
+def test_a_table_that_is_called_by_itself_trains_exactly(sim, setting, build):
+    """As who tunes prompts does: `model.get_input_embeddings()(tokens)`."""
+
+    def script(run):
+        optimizer = run.optimizer(torch.optim.AdamW, lr=0.01)
+        generator = torch.Generator().manual_seed(1)
+        for number in range(4):
+            for _ in range(2):
+                tokens = torch.randint(600, (2, 7), generator=generator).to(run.place)
+                with torch.set_grad_enabled(number != 1):
+                    rows = run.model.words["table"](tokens)
+                logits = run.model(rows * 0.5).flatten(0, 1)
                 run.backward(nn.functional.cross_entropy(logits, tokens.flatten()))
             step(optimizer)
 

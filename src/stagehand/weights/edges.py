@@ -1,7 +1,8 @@
 """The edge of a model: where passes begin and end, forward and backward.
 
 Edges are the places where a model is entered from outside: the model itself, its parts,
-inner parts with sites, and any site that is called while none of these runs.
+inner parts with sites, tables on the host, and any site that is called while none of
+these runs.
 Where it only wraps another model, that one and its parts are, too. The outermost edge
 holds the runtime's lock, moves inputs to the device and begins and ends the pass.
 

@@ -34,7 +34,13 @@ from stagehand.torch_private import (
 from stagehand.weights.edges import apart
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, MutableMapping, Sequence
+    from collections.abc import (
+        Callable,
+        Container,
+        Iterable,
+        MutableMapping,
+        Sequence,
+    )
     from types import FrameType
 
     from torch.utils.hooks import RemovableHandle
@@ -466,9 +472,11 @@ def _wrapped(model: nn.Module) -> list[nn.Module]:
 
 
 def _entrances(
-    models: Sequence[nn.Module], sites: Container[nn.Module]
+    models: Sequence[nn.Module],
+    sites: Container[nn.Module],
+    tables: Iterable[nn.Module],
 ) -> list[nn.Module]:
-    """Return what others may call: a model, its parts, and inner parts with sites.
+    """Return what others may call: a model, its parts, inner parts with sites, tables.
 
     Of a list or a sequence of parts none is called past it: to hook all of them would
     cost time. A site is entered by itself, and other parts are left alone.
@@ -476,9 +484,10 @@ def _entrances(
     Args:
         models: The model in all of its wrappings, the outermost first.
         sites: Modules that are told of, each in its own way.
+        tables: Modules that look rows up on the host.
     """
     model = models[-1]
-    found = dict.fromkeys((*models, *model.children()))
+    found = dict.fromkeys((*models, *model.children(), *tables))
     around = [*model.children()]
     for module in around:
         if _takes_hooks(module) and not isinstance(module, nn.Sequential):
@@ -536,7 +545,12 @@ class SiteHooks:
         """Edges while what stays is away."""
         self._models: WeakSet[nn.Module] = WeakSet()
 
-    def add_model(self, model: nn.Module, sites: Container[nn.Module]) -> None:
+    def add_model(
+        self,
+        model: nn.Module,
+        sites: Container[nn.Module],
+        tables: Iterable[nn.Module],
+    ) -> None:
         """Make edges of the module that users call and of its parts.
 
         Where it wraps another one, whose methods may be called past it, of that one's.
@@ -544,10 +558,11 @@ class SiteHooks:
         Args:
             model: As it was given.
             sites: What becomes a site.
+            tables: What looks its rows up on the host.
         """
         models = _wrapped(model)
         self._models.update(models)
-        for edge in _entrances(models, sites):
+        for edge in _entrances(models, sites, tables):
             begin = _EdgeBegin(self._edges, self._rise, self._settle)
             self._hook_edge(edge, begin, self._handles)
         loading = _StateLoading(model, self._await_copies)
