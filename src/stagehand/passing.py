@@ -369,13 +369,13 @@ class Passing(PassListener):
         parts.engine.stopwatch = parts.scheduler.stopwatch
 
     def _pass_context(self, module: nn.Module) -> ExitStack:
-        watch = self._strays.begin(module)
         with ExitStack() as stack:  # an interrupt leaves none of them entered
             if self._settings.inference_mode:
                 stack.enter_context(torch.no_grad())
             if function_modes() and self._strays.may_fuse():
                 stack.enter_context(unwatched())  # by models around this one
             stack.callback(take_off, self._rows.mode)
+            watch = self._strays.begin(module)
             again = self._strays.begin_again
             self._saved.watch = None if watch is None else weakref.WeakMethod(again)
             if torch.is_grad_enabled() and not self._hooks.is_extra(module):

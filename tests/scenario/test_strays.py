@@ -2,9 +2,11 @@
 
 import contextlib
 import functools
+import gc
 import itertools
 import re
 import warnings
+import weakref
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -822,6 +824,19 @@ class Attention(nn.Module):
         return self.attention(x, x, x, need_weights=False)[0].squeeze(0)
 
 
+def test_what_has_watched_a_pass_keeps_no_module_of_a_model_that_is_gone() -> None:
+    model = Chain(Attention()).eval().requires_grad_(False)
+    stagehand.layer(model, vram_budget=9 * LAYER_BYTES, device="cpu")
+    model(torch.randn(3, WIDTH))
+    attention = weakref.ref(model.middle.attention)
+    gc.disable()
+    try:
+        del model
+        assert attention() is None
+    finally:
+        gc.enable()
+
+
 @pytest.mark.parametrize("frozen", [True, False])
 def test_looking_for_such_weights_leaves_fused_attention_as_it_is(
     sim: ModuleType, monkeypatch: pytest.MonkeyPatch, frozen: bool
@@ -915,6 +930,19 @@ def test_functions_are_given_weights_that_a_pass_without_gradients_has_found(
         model(torch.randn(3, WIDTH))
     for number in range(3):
         assert_bitwise_equal(learn(), expected, f"step {number}")
+    model._stagehand_layer_runtime.shutdown()
+
+
+def test_a_pass_of_a_runtime_for_inference_is_not_warned_of_its_backward(
+    sim: ModuleType,
+) -> None:
+    """Where gradients are on around it, it was taken for one that has a backward."""
+    model, x = make(lambda: Given(True))
+    expected = model.to("hpu")(x.to("hpu"))
+    model.requires_grad_(True).to("cpu")
+    stagehand.layer(model, vram_budget=3 * LAYER_BYTES, inference_mode=True)
+    for number in range(3):
+        assert_bitwise_equal(model(x), expected, f"pass {number}")
     model._stagehand_layer_runtime.shutdown()
 
 

@@ -346,6 +346,7 @@ class StrayUses:
         take_off(self._mode)
         self._is_off = False  # no hook puts it back
         remove_hooks(self._handles)
+        self.spared = ()  # it may be kept until the next pass, but no module is
 
     def pause(self) -> None:
         """Watch nothing until `resume`, unless somebody else's mode is active, too."""
