@@ -18,6 +18,7 @@ _WAITS = [
     getattr(function, "__code__", None)  # other libraries may have put in their own
     for function in (threading.main_thread().join, Future.result, Future.exception)
 ]
+_OWN_REFERENCES = 3  # to what a frame shows: its own, the reader's, and that to count
 _DEPTH = 3  # calls: further in than `join()` are only those that it makes itself
 
 
@@ -72,14 +73,16 @@ def _computes(worker: Any, future: Future[Any]) -> bool:
 def _local(frame: FrameType, name: str) -> Any:
     """Return a local variable of a function's call.
 
-    Before Python 3.13 the frame would keep what it has shown here, as long as it lives.
+    Before Python 3.13 the frame would keep what it has shown here, as long as it lives,
+    and shows one dict to all: what the call has of `locals()` is left as it is.
     """
-    if not frame.f_code.co_flags & CO_OPTIMIZED:
-        return None  # a module that is being imported
+    code = frame.f_code
+    if not code.co_flags & CO_OPTIMIZED or name not in code.co_varnames:
+        return None  # the first, if it is a module that is being imported
     with _uncollected():
         shown = frame.f_locals
         value = shown.get(name)
-        if isinstance(shown, dict):
+        if isinstance(shown, dict) and sys.getrefcount(shown) <= _OWN_REFERENCES:
             shown.clear()
         return value
 

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from stagehand.frames import awaits_thread, frames_of
+from stagehand.frames import awaits_thread, frames_of, objects_in
 
 
 @pytest.fixture
@@ -165,3 +165,17 @@ def test_what_a_looked_at_call_has_goes_with_it(waits):
         while held() is not None and time.monotonic() < until:
             time.sleep(0.01)
         assert held() is None
+
+
+def test_what_a_call_has_of_its_locals_is_not_taken_from_it():
+    """Before Python 3.13 it is one with what a frame shows, which was emptied."""
+
+    class Caller:
+        def call(self):
+            kept = locals()
+            return objects_in(threading.get_ident()), kept
+
+    caller = Caller()
+    found, kept = caller.call()
+    assert caller in found
+    assert kept["self"] is caller
