@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
@@ -10,7 +11,12 @@ from weakref import WeakSet
 from torch import nn
 
 from stagehand.core.device import find_device
-from stagehand.errors import ConfigError, StagehandError, StagehandOOMError
+from stagehand.errors import (
+    ConfigError,
+    StagehandError,
+    StagehandOOMError,
+    StagehandWarning,
+)
 from stagehand.modes import check_model, device_budget, host_budget, layer
 from stagehand.residency.blocks import tensor_bytes
 from stagehand.residency.holds import ResidentPriority
@@ -321,7 +327,7 @@ def _placed(own: type, place: torch.device) -> type:
     def execution_device(pipe: Any) -> Any:
         if _is_plain(pipe):
             return super(placed, pipe)._execution_device
-        _refuse_elsewhere(pipe, place)
+        _warn_of_others(pipe, place)
         return place
 
     members = {
@@ -351,16 +357,22 @@ def _streams(model: nn.Module) -> bool:
     return any(part.__dict__.get(HANDLE) is not None for part in model.modules())
 
 
-def _refuse_elsewhere(pipe: Any, place: torch.device) -> None:
-    """Refuse models that are not on the device, and not streamed to it."""
+def _warn_of_others(pipe: Any, place: torch.device) -> None:
+    """Name models that are not on the device, and not streamed to it.
+
+    No error: the pipeline may have no use for them, as for a text encoder where it is
+    given what that has encoded.
+    """
     for name, model in _modules(pipe):
         tensor = next(model.parameters(), None)
         if tensor is None or tensor.device == place or _streams(model):
             continue
-        raise ConfigError(
+        warnings.warn(
             f"{name!r} of the {type(pipe).__name__}, a {type(model).__name__} on"
-            f" {tensor.device}, is not streamed: it was put there since the pipeline"
-            f" streams, or its runtime was shut down; call stagehand.layer(pipe.{name},"
-            " vram_budget=...), or shutdown() of what pipeline() has returned, and"
-            " pipeline() again"
+            f" {tensor.device}, is not streamed, and fails where inputs on {place} meet"
+            " it: it was put there since the pipeline streams, or its runtime was shut"
+            f" down; call stagehand.layer(pipe.{name}, vram_budget=...), or shutdown()"
+            " of what pipeline() has returned, and pipeline() again",
+            StagehandWarning,
+            stacklevel=3,
         )
