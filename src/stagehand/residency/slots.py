@@ -94,12 +94,13 @@ class SlotMemory:
         if block.views_in is slot:
             return True
         # Not counted again later: a reader thread may be filling the slot then.
-        before = storage_use_count(slot.storage)
+        before, counted = storage_use_count(slot.storage), block.form in slot.views
         try:
             block.set_views(slot)
             slot.alone += storage_use_count(slot.storage) - before
         except BaseException:  # an interrupt: what is not counted is taken for others'
-            slot.views.pop(block.form, None)
+            if not counted:
+                slot.views.pop(block.form, None)
             block.set_views(None)
             raise
         return True
