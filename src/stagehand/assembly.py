@@ -144,7 +144,7 @@ class Parts:
         try:
             self.steering.set_budget(limit_bytes - self.apart_bytes)
         except StagehandOOMError as error:
-            raise self._too_small(limit_bytes, error, ()) from None
+            raise self._too_small(limit_bytes, error, (), how_to_raise) from None
 
     def keep(self, blocks: Sequence[Block]) -> None:
         """Let more blocks stay on the device, from the next pass on.
@@ -155,10 +155,18 @@ class Parts:
         try:
             self.steering.keep(blocks)
         except StagehandOOMError as error:
-            raise self._too_small(self.weights.limit_bytes, error, blocks) from None
+            limit = self.weights.limit_bytes
+            raise self._too_small(limit, error, blocks, self._how_to_raise) from None
+
+    def _how_to_raise(self, needed_bytes: int) -> str:
+        return how_to_raise(self.scheduler.budget_for(needed_bytes))
 
     def _too_small(
-        self, limit_bytes: int, error: StagehandOOMError, more: Iterable[Block]
+        self,
+        limit_bytes: int,
+        error: StagehandOOMError,
+        more: Iterable[Block],
+        advice: Callable[[int], str],
     ) -> StagehandOOMError:
         """Return an error of the planner for what users know as the budget."""
         must_stay = self.steering.must_stay.union(block.index for block in more)
@@ -169,7 +177,7 @@ class Parts:
             away=[b for b in self.streamed if b.index not in must_stay],
             odd_bytes=self.odd_bytes,
             wire_bytes=self.wire_bytes,
-            advice=how_to_raise,
+            advice=advice,
         )
 
     def grant_odd(self) -> bool:

@@ -1,5 +1,6 @@
 """Several models on one device: one cap for all, exact results, and who may stay."""
 
+import re
 import threading
 import time
 from contextlib import ExitStack
@@ -589,6 +590,39 @@ def test_the_budget_named_for_what_joins_beside_trained_weights_works_at_once(si
     assert join(1) < 6 * LAYER_BYTES
     for model in (first, second):
         runtime_of(model).shutdown()
+
+
+class Reading(nn.Module):
+    """Reads the weights of the first layers itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = varied(6, 1).requires_grad_(False)
+
+    def forward(self, x):
+        for layer in self.layers[:4]:
+            x = x @ layer[0].weight
+        return self.layers[4:](x)
+
+
+def test_the_budget_named_for_what_is_read_elsewhere_counts_what_others_keep(sim):
+    """The next pass named the same one again."""
+    first = varied(4, 0).requires_grad_(False)
+    stagehand.layer(first, vram_budget=4 * LAYER_BYTES, device="hpu")
+    first.append(nn.Linear(WIDTH, WIDTH))
+    first(batch()).sum().backward()  # what stays is kept for its optimizer
+    model = Reading()
+    expected = run_resident(Reading(), "hpu", batch())
+    stagehand.layer(model, vram_budget=4 * LAYER_BYTES, device="hpu")
+    with pytest.warns(stagehand.StagehandWarning, match="do not own") as caught:
+        model(batch())
+    (named,) = re.findall(r"at least (\S+ KB) with", str(caught[0].message))
+    runtime_of(model).set_budget(named)
+    assert_passes_equal(model, expected, batch())
+    assert any(block.read_elsewhere for block in blocks_of(model))
+    assert runtime_of(model)._strays._known
+    for one in (first, model):
+        runtime_of(one).shutdown()
 
 
 @places
