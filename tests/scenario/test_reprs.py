@@ -31,6 +31,7 @@ def test_every_part_of_a_training_run_says_what_it_is(sim):
             assert repr(part), type(part)
             said.add(type(part).__name__)
 
+    gc.collect()  # what other tests have left half made
     conductor = stagehand.ConductorRuntime()
     saved = stagehand.activations(budget=4096)
     models = [
