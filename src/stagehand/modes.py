@@ -98,7 +98,6 @@ class StagehandRuntime(Runtime):
         _check_pool(pool)
         place = find_device(device)
         check_model(model, dtype)
-        _cast(model, dtype)
         settings = Settings(
             device=place,
             budget_bytes=int(config.vram_high_watermark_mb * MIB),
@@ -119,6 +118,7 @@ class StagehandRuntime(Runtime):
             name=type(model).__name__,
             transport=config.transport,
         )
+        _cast(model, dtype)
         finding = find_blocks(model, block_pattern, on_host=settings.device.is_host)
         super().__init__(model, finding, settings)
 
@@ -204,7 +204,6 @@ def layer(
     place = find_device(device)
     check_model(model, dtype)
     budget, pinned = _budgets(model, place, vram_budget, ram_budget)
-    _cast(model, dtype)
     settings = Settings(
         device=place,
         budget_bytes=budget,
@@ -225,6 +224,7 @@ def layer(
         name=name or type(model).__name__,
         transport=transport,
     )
+    _cast(model, dtype)
     # A block that is decoded takes the room of two, and a quarter to work in.
     room = budget if transport == "plain" else int(budget / 2.25)
     finding = find_layers(

@@ -136,6 +136,8 @@ def test_nothing_is_cast_where_a_later_model_cannot_be(sim, vram_budget):
         stagehand.pipeline(models, vram_budget=vram_budget, dtype=torch.bfloat16)
     with pytest.raises(stagehand.ConfigError, match=r"pairs|much"):
         stagehand.layer(models["whole"], vram_budget=vram_budget, dtype=torch.bfloat16)
+    with pytest.raises(stagehand.ConfigError, match="nan_inf_check is 'much'"):
+        stagehand.layer(models["first"], dtype=torch.bfloat16, nan_inf_check="much")
     for model in models.values():
         assert model.weight.dtype == torch.float32
 
