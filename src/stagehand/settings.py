@@ -1,11 +1,12 @@
 """Do the values of a settings object have the types that its fields name?"""
 
 import types
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import fields
 from enum import Enum
 from numbers import Integral, Real
+from os import PathLike
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -18,7 +19,8 @@ _WORDS: dict[Any, tuple[type, str]] = {
     int: (Integral, "an int"),
     float: (Real, "a number"),
     str: (str, "a text"),
-    Path: (Path, "a path"),
+    Path: (PathLike, "a path"),
+    Mapping: (Mapping, "a mapping"),
     type: (type, "a class"),
     types.NoneType: (types.NoneType, "None"),
 }

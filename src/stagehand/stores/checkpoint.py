@@ -136,10 +136,6 @@ class Checkpoint(Mapping[str, Extent]):
         """
         root = Path(path).expanduser().absolute()
         try:
-            root.stat()
-        except (OSError, ValueError) as error:  # not there, or with a NUL in it
-            raise ReadError(f"{root} cannot be read: {error}") from error
-        try:
             listed, paths = _find_files(root)
         except OSError as error:
             raise ReadError(f"{root} cannot be read: {error}") from error
