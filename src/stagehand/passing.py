@@ -249,6 +249,13 @@ class Passing(PassListener):
             return
         try:
             self._end_backward(failed=failed)
+        except BaseException as error:
+            # It fails by what a thread or a listener has raised, for one. An interrupt
+            # leaves it to be ended by who enters next.
+            if isinstance(error, Exception) and not failed:
+                failed = True
+                self._end_backward(failed=True)
+            raise
         finally:
             self._tenancy.end(failed=failed)
 

@@ -34,6 +34,7 @@ from stagehand.moves import Moves
 from stagehand.passing import Passing, gone
 from stagehand.report import Report, advise
 from stagehand.residency.blocks import Block, readers_of, tensor_bytes
+from stagehand.settings import check_value
 from stagehand.sharing import HANDLE, Sharing
 from stagehand.storing import Storing
 from stagehand.tenancy import Tenancy
@@ -405,6 +406,7 @@ class Runtime(Passing, Sharing, Storing, Conduct):
 
     def _block(self, block_id: str) -> Block:
         self._check_open()
+        check_value("block_id", block_id, str)
         for block in self._parts.streamed:
             if block.name == block_id:
                 return block

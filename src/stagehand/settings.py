@@ -1,10 +1,12 @@
 """Do the values of a settings object have the types that its fields name?"""
 
 import types
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import fields
 from enum import Enum
 from numbers import Integral, Real
+from os import PathLike
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -17,11 +19,16 @@ _WORDS: dict[Any, tuple[type, str]] = {
     int: (Integral, "an int"),
     float: (Real, "a number"),
     str: (str, "a text"),
-    Path: (Path, "a path"),
+    Path: (PathLike, "a path"),
+    Mapping: (Mapping, "a mapping"),
     type: (type, "a class"),
     types.NoneType: (types.NoneType, "None"),
 }
-_MANY: dict[Any, str] = {tuple: "a tuple", Collection: "a list or a tuple"}
+# An array is a collection, too, and one of no dimensions cannot be gone through.
+_MANY: dict[Any, tuple[Any, str]] = {
+    tuple: (tuple, "a tuple"),
+    Collection: ((Sequence, AbstractSet), "a list or a tuple"),
+}
 
 
 def check_types(settings: Any) -> None:
@@ -65,7 +72,9 @@ def _is_a(value: Any, hint: Any) -> bool:
         return any(_is_a(value, each) for each in get_args(hint))
     if origin in _MANY:
         each = get_args(hint)[0]
-        return isinstance(value, origin) and all(_is_a(item, each) for item in value)
+        return isinstance(value, _MANY[origin][0]) and all(
+            _is_a(item, each) for item in value
+        )
     if origin is Literal:
         # Not `in`: an array compares element by element.
         return any(isinstance(value, type(e)) and value == e for e in get_args(hint))
@@ -79,7 +88,7 @@ def _words(hint: Any) -> list[str]:
     if origin is types.UnionType:
         return [word for each in get_args(hint) for word in _words(each)]
     if origin in _MANY:
-        return [f"{_MANY[origin]}, each {_words(get_args(hint)[0])[0]}"]
+        return [f"{_MANY[origin][1]}, each {_words(get_args(hint)[0])[0]}"]
     if origin is Literal:
         return list(map(repr, get_args(hint)))
     return [_WORDS[hint][1]]

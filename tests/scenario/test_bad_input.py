@@ -312,6 +312,16 @@ def test_folder_that_the_system_refuses_is_named_with_its_reason(
     runtime_of(model).shutdown()
 
 
+@pytest.mark.parametrize("name", ["a\0b", "x" * 5000])
+def test_path_that_no_system_takes_is_named(name):
+    with pytest.raises(ReadError, match="cannot be read"):
+        Checkpoint.open(name)
+    with pytest.raises(ReadError, match="cannot be read"):
+        stagehand.load(stack, name, device="cpu")
+    with pytest.raises(ConfigError, match="is no model directory"):
+        stagehand.load(name, device="cpu")
+
+
 def test_file_name_in_an_index_that_no_system_takes_is_an_error(folder):
     write_index(folder, {VICTIM: "x" * 5000})
     with pytest.raises(ReadError, match=r"index .*index\.json cannot be read: .*long"):
@@ -326,6 +336,11 @@ def test_file_name_in_an_index_that_no_system_takes_is_an_error(folder):
         ("convert_registry_to_squareq_backed", {"manifest": 3}, "manifest is 3"),
         ("at_shutdown", {"call": 3}, "call is 3: expected a function"),
         ("when_home", {"listener": None}, "listener is None: expected a function"),
+        (
+            "before_block",
+            {"block_id": torch.ones(2)},
+            "block_id is .*: expected a text",
+        ),
     ],
 )
 def test_argument_of_a_method_that_cannot_work_is_named(

@@ -1,5 +1,7 @@
 """The command line: the main job, and what it says when it cannot be done."""
 
+import errno
+import io
 import json
 import re
 import shutil
@@ -465,6 +467,56 @@ def test_comparison_sees_bits_not_values():
 def test_version_is_told():
     told = CliRunner().invoke(app, ["--version"])
     assert (told.exit_code, told.output) == (0, f"stagehand {stagehand.__version__}\n")
+
+
+def test_text_of_bytes_that_are_no_letters_is_refused(invoke, encoder):
+    """The tokenizer's own error named its types."""
+    assert_refused(invoke(encoder, "--text", "\udcff"), r"--text is '\udcff'")
+
+
+class Full(io.RawIOBase):
+    """A file on a device without room, until some is made."""
+
+    emptied = False
+
+    def writable(self):
+        return True
+
+    def write(self, text):
+        if self.emptied:
+            return len(text)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize("write_through", [True, False])
+def test_output_that_cannot_be_written_is_told_in_a_line(
+    monkeypatch, capsys, write_through
+):
+    """Whether the system refuses at once, or when what was printed is flushed."""
+    file = Full()
+    stdout = io.TextIOWrapper(io.BufferedWriter(file), write_through=write_through)
+    monkeypatch.setattr(sys, "argv", ["stagehand", "--version"])
+    monkeypatch.setattr(sys, "stdout", stdout)
+    with pytest.raises(SystemExit) as exit_info:
+        main.main()
+    file.emptied = True
+    assert exit_info.value.code == 2
+    told = capsys.readouterr().err
+    assert told.startswith("stagehand: the output could not be written: ")
+    assert told.count("\n") == 1
+
+
+def test_letters_that_the_terminal_lacks_are_shown_as_numbers(
+    monkeypatch, sim, encoder
+):
+    stdout = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    arguments = ["stagehand", "run", str(encoder), "--text", "\u4e2d"]
+    monkeypatch.setattr(sys, "argv", arguments)
+    monkeypatch.setattr(sys, "stdout", stdout)
+    with pytest.raises(SystemExit) as exit_info:
+        main.main()
+    assert exit_info.value.code == 0
+    assert b"\\u4e2d" in stdout.buffer.getvalue()
 
 
 class Interrupted:

@@ -419,6 +419,31 @@ WRONG = {
         ConfigError,
         "dtype is 'bfloat16': expected a type of torch",
     ),
+    "no folder": (
+        lambda said: {"model_dir": None},
+        ConfigError,
+        "model_dir is None: expected a text or a path",
+    ),
+    "a folder that no system takes": (
+        lambda said: {"model_dir": "a\0b"},
+        ReadError,
+        "cannot be read: ",
+    ),
+    "tensors that are none": (
+        lambda said: {"tensor_info": True},
+        ConfigError,
+        "tensor_info is True: expected a mapping",
+    ),
+    "no offsets": (
+        lambda said: {"shard_offsets": None},
+        ConfigError,
+        "shard_offsets is None: expected a mapping",
+    ),
+    "a prefix that is no text": (
+        lambda said: {"layer_prefix": 3},
+        ConfigError,
+        "layer_prefix is 3: expected a text or None",
+    ),
     "past the cache by word": (
         lambda said: {"past_cache": "no"},
         ConfigError,

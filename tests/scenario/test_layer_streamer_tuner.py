@@ -262,13 +262,21 @@ def test_search_without_a_result_tells_why(search):
         ({"timeout_seconds": 0}, "and timeout_seconds 0: expected"),
         ({"config_file": "/nowhere/best.json"}, "config_file is '/nowhere/best.json'"),
         ({"config_file": "/"}, "config_file is '/': expected a file"),
+        ({"config_file": 3}, "config_file is 3: expected a text or a path or None"),
+        ({"results_file": 3}, "results_file is 3: expected a text or a path or None"),
+        ({"n_runs": "3"}, "n_runs is '3': expected an int"),
+        ({"timeout_seconds": float("nan")}, "and timeout_seconds nan: expected"),
+        ({"sleep_seconds": None}, "sleep_seconds is None: expected a number"),
+        ({"model_dir": None}, "model_dir is None: expected a text or a path"),
     ],
 )
 def test_argument_that_cannot_work_is_refused_at_once(folder, options, message):
     chosen = {"setup_fn": setup, **options}
     with pytest.raises(ConfigError, match=message):
         LayerStreamerTuner.from_pretrained(
-            chosen.pop("setup_fn"), folder, **{**GRID, **chosen}
+            chosen.pop("setup_fn"),
+            chosen.pop("model_dir", folder),
+            **{**GRID, **chosen},
         )
 
 

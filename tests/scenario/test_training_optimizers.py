@@ -69,6 +69,36 @@ def test_weights_are_stepped_in_backward_before_it_is_over(sim, budget):
     runtime_of(model).shutdown()
 
 
+@pytest.mark.parametrize("lasting", [False, True])
+def test_after_a_listener_raised_at_any_of_its_calls_training_is_exact(sim, lasting):
+    """The backward waited for ever, or left its failures to the next forward."""
+    model = stagehand.layer(stack(), vram_budget=BUDGET)
+    expected = weights(model)
+    calls, fails = [], set()
+
+    def listen(parameters):
+        calls.append(len(parameters))
+        if len(calls) in fails:
+            raise LookupError(len(calls))
+
+    runtime_of(model).when_home(listen)
+    model(batch().to("hpu")).sum().backward()
+    gradients = [p.grad.cpu() for p in model.parameters()]
+    for first in range(1, len(calls) + 1):
+        calls.clear()
+        fails |= set(range(first, 100 if lasting else first + 1))
+        model.zero_grad()
+        with pytest.raises(LookupError, match=f"^{first}$"):
+            model(batch().to("hpu")).sum().backward()
+        fails.clear()
+        model.zero_grad()
+        model(batch().to("hpu")).sum().backward()
+        assert all(map(torch.equal, weights(model), expected))
+        found = [p.grad.cpu() for p in model.parameters()]
+        assert all(map(torch.equal, found, gradients))
+    runtime_of(model).shutdown()
+
+
 def test_accumulation_is_refused_where_weights_were_stepped_in_backward(sim):
     model = stagehand.layer(stack(), vram_budget=BUDGET)
     optimizer = OffloadedAdamW(model.parameters(), overlap=model)

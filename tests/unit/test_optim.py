@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from stagehand.core.arena import live_leases
+from stagehand.core.arena import Arena, live_leases
 from stagehand.core.layout import same_bits
 from stagehand.errors import ConfigError, OptimizerError
 from stagehand.optim import OffloadedAdamW, update
@@ -49,6 +49,31 @@ def test_twenty_steps_are_those_of_torch(dtype, options):
                 params[1].grad = None  # its count falls behind
             optimizer.step()
     assert_same(*pairs)
+
+
+@pytest.mark.parametrize("calls", range(1, 4))
+def test_step_that_found_no_memory_for_its_states_is_repeated(sim, monkeypatch, calls):
+    """What it had of a state was taken for a whole one."""
+    params, twins = parameters(torch.float32), parameters(torch.float32)
+    optimizer = OffloadedAdamW(params, pin_states=True)
+    twin = OffloadedAdamW(twins)
+    left = [calls]
+
+    def acquire(*arguments):
+        left[0] -= 1
+        if not left[0]:
+            raise MemoryError
+        return real(*arguments)
+
+    real = Arena.acquire
+    monkeypatch.setattr(Arena, "acquire", acquire)
+    give_gradients(params, 0)
+    give_gradients(twins, 0)
+    with pytest.raises(MemoryError):
+        optimizer.step()
+    optimizer.step()
+    twin.step()
+    assert_same((params, optimizer), (twins, twin))
 
 
 @pytest.mark.parametrize("options", [{}, EXACT, ROUNDED])

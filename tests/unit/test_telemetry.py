@@ -160,6 +160,13 @@ def test_directory_as_a_file_is_refused_at_once(tmp_path):
         Telemetry(path=tmp_path)
 
 
+@pytest.mark.parametrize("name", ["a\0b", "\ud800", "x" * 300])
+def test_path_that_no_system_takes_is_refused_at_once(tmp_path, name):
+    """It ended the run at its first record, after all that was computed."""
+    with pytest.raises(ConfigError, match="expected a path that the system takes"):
+        Telemetry(path=tmp_path / name)
+
+
 @pytest.mark.parametrize("name", ["interval_steps", "window_steps"])
 def test_number_of_steps_below_one_is_refused(name):
     with pytest.raises(ConfigError, match=f"{name} is 0: expected at least one step"):

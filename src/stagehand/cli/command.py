@@ -288,10 +288,21 @@ def _choose_task(
             f"the model in '{found.path}' is run for {found.kind.value} and was given "
             "nothing to do it on; pass --text (or --prompt) at least once"
         )
+    for text in texts:
+        if any(map(_is_no_letter, text)):
+            raise ConfigError(
+                f"--text is {text!r}: expected letters, found bytes that are none in"
+                " the encoding of the terminal"
+            )
     tokenizer = open_tokenizer(found)
     if found.kind is ModelKind.ENCODER:
         return Embedding(tokenizer=tokenizer, texts=texts)
     return Generation(tokenizer=tokenizer, prompts=texts, max_new_tokens=max_new_tokens)
+
+
+def _is_no_letter(character: str) -> bool:
+    """Whether it stands for a byte of an argument that could not be decoded."""
+    return "\udc80" <= character <= "\udcff"
 
 
 def _run_with_progress(

@@ -3,6 +3,8 @@
 import importlib.util
 import os
 import sys
+from contextlib import suppress
+from io import TextIOWrapper
 
 __all__ = ["main"]
 
@@ -26,4 +28,19 @@ def main() -> None:
         from stagehand.cli.command import app
     except KeyboardInterrupt:  # it takes seconds; from then on the app ends as here
         raise SystemExit(130) from None
-    app()
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):  # show what it has no letter for
+            stream.reconfigure(errors="backslashreplace")
+    try:
+        try:
+            app()
+        finally:
+            if sys.stdout is not None:
+                sys.stdout.flush()  # or Python would, behind all that could be said
+    except OSError as error:
+        if error.filename is not None:
+            raise
+        sys.stdout = None  # nor flush what is left, at its end
+        with suppress(OSError):
+            sys.stderr.write(f"stagehand: the output could not be written: {error}\n")
+        raise SystemExit(2) from error

@@ -325,6 +325,15 @@ class LineFile:
     """A text file that lines are added to; a failed write ends it, not the run."""
 
     def __init__(self, path: Path) -> None:
+        try:
+            path.lstat()
+        except FileNotFoundError:
+            pass  # the first line makes it
+        except (OSError, ValueError) as error:  # too long, or with a NUL in it
+            raise ConfigError(
+                f"telemetry file {str(path)!r} cannot be made ({error}): expected a "
+                "path that the system takes"
+            ) from error
         if not path.parent.is_dir():
             raise ConfigError(
                 f"telemetry file {str(path)!r} cannot be made: the directory "

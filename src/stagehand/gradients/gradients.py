@@ -597,7 +597,8 @@ class Gradients:
         """Return the first failure when neither a thread nor the lane has work."""
         failed: BaseException | None = None
         while self._jobs:
-            failed = failed or self._jobs.popleft().exception()
+            error = self._jobs.popleft().exception()
+            failed = failed or error
         while self._stepping:
             self._stepping.pop().stepping = False
         if self._sent:

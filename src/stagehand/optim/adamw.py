@@ -310,8 +310,9 @@ class OffloadedAdamW(torch.optim.AdamW):
         state: dict[str, Any] = self.state[parameter]
         if not state:
             names = MOMENTS if amsgrad else MOMENTS[:2]
-            state["step"] = torch.zeros((), device=parameter.device)
-            state.update(self._memory.new(parameter, names))
+            step = torch.zeros((), device=parameter.device)
+            # All or nothing: there may be no memory for the moments.
+            state.update(step=step, **self._memory.new(parameter, names))
         self._memory.follow(parameter, state)
         return state
 

@@ -76,9 +76,11 @@ class StateMemory:
         if state["exp_avg"].device == parameter.device:
             return
         names = [name for name in MOMENTS if name in state]
-        for name, moment in self.new(parameter, names).items():
-            state[name] = moment.copy_(state[name])
-        state["step"] = state["step"].to(parameter.device)
+        moved = {
+            name: moment.copy_(state[name])
+            for name, moment in self.new(parameter, names).items()
+        }
+        state.update(moved, step=state["step"].to(parameter.device))
 
     def adopt(self, parameter: torch.Tensor, saved: dict[str, Any]) -> dict[str, Any]:
         """Return a loaded state as one of this memory.

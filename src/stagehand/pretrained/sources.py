@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -126,7 +127,7 @@ def _read_config(file: Path) -> dict[str, Any]:
         config = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         hint = ""
-        if not directory.exists():
+        if not os.path.exists(directory):  # which no name makes raise
             hint = ", it does not exist, and nothing is downloaded"
         elif directory.is_file():
             hint = ": to stream a file, pass what builds the model first"

@@ -15,6 +15,7 @@ from typing import Any, BinaryIO, NoReturn
 import torch
 
 from stagehand.errors import (
+    CheckpointError,
     HeaderError,
     OffsetError,
     ReadError,
@@ -148,7 +149,9 @@ def read_header(path: Path) -> Header:
         with path.open("rb") as file:
             stamp = FileStamp.of(file.fileno())
             text = _read_text(path, file, stamp.size)
-    except OSError as error:
+    except CheckpointError:
+        raise
+    except (OSError, ValueError) as error:  # such as a NUL in its name
         raise ReadError(f"{path} cannot be read: {error}") from error
     data_offset = _LENGTH_BYTES + len(text)
     spans = _parse(path, text)

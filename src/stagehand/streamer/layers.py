@@ -17,6 +17,7 @@ from stagehand.errors import (
     OffsetError,
     TensorMismatchError,
 )
+from stagehand.settings import check_value
 from stagehand.stores.checkpoint import Checkpoint
 from stagehand.stores.files import FileSet
 from stagehand.stores.headers import read_header
@@ -74,6 +75,10 @@ def open_stack(
         ConfigError: If arguments contradict each other.
         CheckpointError: If a file is not sound, or not what the arguments say.
     """
+    check_value("model_dir", model_dir, str | Path)
+    check_value("tensor_info", tensor_info, Mapping)
+    check_value("shard_offsets", shard_offsets, Mapping)
+    check_value("layer_prefix", layer_prefix, str | None)
     if isinstance(num_layers, bool) or not isinstance(num_layers, int):
         raise ConfigError(f"num_layers is {num_layers!r}: expected a whole number")
     if num_layers < 1:

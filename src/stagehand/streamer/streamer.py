@@ -135,6 +135,7 @@ class LayerStreamer:
         )
         """How many layers each stage buffers and hands on."""
         check_value("past_cache", past_cache, bool | None)
+        check_value("track_progress", track_progress, bool)
         if not isinstance(dtype, torch.dtype | None):
             raise ConfigError(
                 f"dtype is {dtype!r}: expected a type of torch, such as"
@@ -387,7 +388,9 @@ def described(
     model_dir: str | os.PathLike[str], layer_prefix: str | None
 ) -> dict[str, Any]:
     """Return what the class wants to know of a checkpoint, but for the dtype."""
+    check_value("model_dir", model_dir, str | Path)
+    check_value("layer_prefix", layer_prefix, str | None)
     path = Path(model_dir).expanduser().absolute()
+    checkpoint = Checkpoint.open(path)
     root = path if path.is_dir() else path.parent
-    found = describe(Checkpoint.open(path), root, layer_prefix)
-    return {"model_dir": root, **found}
+    return {"model_dir": root, **describe(checkpoint, root, layer_prefix)}

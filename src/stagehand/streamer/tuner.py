@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import pickle
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stagehand.errors import ConfigError, StagehandWarning
+from stagehand.settings import check_value
 from stagehand.stores.headers import FileStamp
 from stagehand.streamer.depths import Depths
 from stagehand.streamer.grid import Sizes, candidates, floors, too_large, worth_it
@@ -19,7 +21,7 @@ from stagehand.streamer.trial import Job, TrialProcess, watch
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
     import torch
 
@@ -111,6 +113,12 @@ class LayerStreamerTuner:
         device: torch.device | str | int | None = None,
     ) -> None:
         self._check(setup_fn, n_runs, sleep_seconds, timeout_seconds)
+        check_value("model_dir", model_dir, str | Path)
+        check_value("tensor_info", tensor_info, Mapping)
+        check_value("shard_offsets", shard_offsets, Mapping)
+        check_value("results_file", results_file, str | Path | None)
+        check_value("config_file", config_file, str | Path | None)
+        check_value("track_progress", track_progress, bool)
         if config_file is not None:
             file = Path(config_file)
             if file.is_dir() or not file.parent.is_dir():
@@ -191,11 +199,14 @@ class LayerStreamerTuner:
                 f"setup_fn is {setup_fn!r}, which another process cannot get ({error}):"
                 " expected a function at the top level of a module"
             ) from error
+        check_value("n_runs", n_runs, int)
+        check_value("sleep_seconds", sleep_seconds, float)
+        check_value("timeout_seconds", timeout_seconds, float)
         if n_runs < 2:
             raise ConfigError(
                 f"n_runs is {n_runs}: expected at least 2, for the first does not count"
             )
-        if sleep_seconds < 0 or timeout_seconds <= 0:
+        if not (sleep_seconds >= 0 and timeout_seconds > 0):  # also if one is NaN
             raise ConfigError(
                 f"sleep_seconds is {sleep_seconds} and timeout_seconds"
                 f" {timeout_seconds}: expected 0 or more, and more than 0"
