@@ -343,7 +343,9 @@ class Talking(nn.Module):
             self.head.weight = self.table.weight
 
     def forward(self, tokens):
-        x = self.table(tokens)
+        return self.say(self.table(tokens))
+
+    def say(self, x):
         for block in self.blocks:
             x = torch.tanh(block(x))
         return self.head(x)
@@ -368,9 +370,7 @@ class Embedded(Talking):
         del self.table
 
     def forward(self, x):
-        for block in self.blocks:
-            x = torch.tanh(block(x))
-        return self.head(x)
+        return self.say(x)
 
 
 @built

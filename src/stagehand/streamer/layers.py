@@ -34,7 +34,15 @@ if TYPE_CHECKING:
 
     Stored = Extent | PackedWeight
 
-__all__ = ["BlockKeys", "BlockSizes", "Stack", "TensorInfo", "describe", "open_stack"]
+__all__ = [
+    "BlockKeys",
+    "BlockSizes",
+    "Stack",
+    "TensorInfo",
+    "check_sources",
+    "describe",
+    "open_stack",
+]
 
 TensorInfo = Mapping[str, tuple[str, int, Sequence[int]]]
 BlockKeys = Sequence[str] | Sequence[Sequence[str]]
@@ -75,9 +83,7 @@ def open_stack(
         ConfigError: If arguments contradict each other.
         CheckpointError: If a file is not sound, or not what the arguments say.
     """
-    check_value("model_dir", model_dir, str | Path)
-    check_value("tensor_info", tensor_info, Mapping)
-    check_value("shard_offsets", shard_offsets, Mapping)
+    check_sources(model_dir, tensor_info, shard_offsets)
     check_value("layer_prefix", layer_prefix, str | None)
     if isinstance(num_layers, bool) or not isinstance(num_layers, int):
         raise ConfigError(f"num_layers is {num_layers!r}: expected a whole number")
@@ -98,6 +104,15 @@ def open_stack(
     if block_sizes is not None:
         _check_sizes(layers, prefix, block_sizes)
     return Stack(prefix=prefix, layers=layers, checkpoint=checkpoint, packed=packed)
+
+
+def check_sources(
+    model_dir: object, tensor_info: object, shard_offsets: object
+) -> None:
+    """Refuse what says where tensors are, but not by values of the right types."""
+    check_value("model_dir", model_dir, str | Path)
+    check_value("tensor_info", tensor_info, Mapping)
+    check_value("shard_offsets", shard_offsets, Mapping)
 
 
 def _packed_in(checkpoint: Checkpoint) -> dict[str, PackedWeight]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import pickle
 import warnings
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +13,7 @@ from stagehand.settings import check_value
 from stagehand.stores.headers import FileStamp
 from stagehand.streamer.depths import Depths
 from stagehand.streamer.grid import Sizes, candidates, floors, too_large, worth_it
+from stagehand.streamer.layers import check_sources
 from stagehand.streamer.outcomes import Outcome, OutcomeFile, write_whole
 from stagehand.streamer.progress import Progress
 from stagehand.streamer.streamer import LayerStreamer, described
@@ -21,7 +21,7 @@ from stagehand.streamer.trial import Job, TrialProcess, watch
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     import torch
 
@@ -113,9 +113,7 @@ class LayerStreamerTuner:
         device: torch.device | str | int | None = None,
     ) -> None:
         self._check(setup_fn, n_runs, sleep_seconds, timeout_seconds)
-        check_value("model_dir", model_dir, str | Path)
-        check_value("tensor_info", tensor_info, Mapping)
-        check_value("shard_offsets", shard_offsets, Mapping)
+        check_sources(model_dir, tensor_info, shard_offsets)
         check_value("results_file", results_file, str | Path | None)
         check_value("config_file", config_file, str | Path | None)
         check_value("track_progress", track_progress, bool)
