@@ -67,7 +67,7 @@ PLAN: dict[int, dict[str, tuple[str, ...]]] = {
             ],
             (),
         ),
-        "weights": ("edges", "rows", "strays", "sites"),
+        "weights": ("edges", "rows", "strays", "sites", "experts"),
         "gradients": ("home", "arrivals", "gradients"),
         "streamer": (
             *("depths", "progress", "layers", "images", "rates", "stages", "handover"),

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -71,6 +72,8 @@ class Settings:
     """For those who share a device."""
     began: float = field(default_factory=time.perf_counter)
     """When making the runtime began."""
+    experts: Mapping[type[nn.Module], Callable[..., Any]] = field(default_factory=dict)
+    """Classes of which calls read some rows, and what says which."""
     transport: str = "plain"
     """"packed" lets what shrinks cross the link packed."""
 

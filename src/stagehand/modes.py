@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
@@ -27,6 +29,7 @@ from stagehand.runtime import Runtime
 from stagehand.settings import check_value
 from stagehand.sharing import HANDLE
 from stagehand.units import MIB, parse_bytes
+from stagehand.weights.experts import is_experts
 from stagehand.weights.sites import is_hooked
 
 if TYPE_CHECKING:
@@ -42,6 +45,7 @@ __all__ = [
 ]
 
 _Model = TypeVar("_Model", bound=nn.Module)
+_NONE: Mapping[type[nn.Module], Callable[..., Any]] = MappingProxyType({})
 _DEFAULT_SHARE = 0.8  # of the free device memory
 
 
@@ -139,6 +143,7 @@ def layer(
     name: str | None = None,
     transport: Transport = "plain",
     opaque: Sequence[type[nn.Module]] = (),
+    experts: Mapping[type[nn.Module], Callable[..., torch.Tensor | None]] = _NONE,
     nan_inf_check: bool = False,
     strict_bf16: bool = False,
     dtype_promotion_check: bool = False,
@@ -173,6 +178,10 @@ def layer(
             before the first pass, into pinned memory beside the tensors; trained
             weights cross as they are. It takes device memory for one block more.
         opaque: Module classes that read their children's parameters themselves.
+        experts: Module classes whose calls read some rows of their weights, each with a
+            function that takes a call's arguments and returns the rows' numbers, a
+            tensor of integers, or None for all. Without gradients no others cross where
+            these are half of all or less. Classes of `transformers` need no mention.
         nan_inf_check: Count NaN and infinite values in outputs of blocks.
         strict_bf16: Refuse a floating-point parameter or output of a block that is not
             bfloat16.
@@ -196,6 +205,7 @@ def layer(
     check_value("transport", transport, Transport)
     check_value("telemetry", telemetry, bool | str | Path | None)
     check_value("opaque", opaque, Collection[type])
+    _check_experts(experts)
     check_value("inference_mode", inference_mode, bool)
     check_value("trace", trace, bool)
     check_value("shared", shared, bool)
@@ -222,13 +232,18 @@ def layer(
         pool=pool,
         shared=shared,
         name=name or type(model).__name__,
+        experts=experts,
         transport=transport,
     )
     _cast(model, dtype)
     # A block that is decoded takes the room of two, and a quarter to work in.
     room = budget if transport == "plain" else int(budget / 2.25)
     finding = find_layers(
-        model, budget_bytes=room, opaque=opaque, on_host=settings.device.is_host
+        model,
+        budget_bytes=room,
+        opaque=opaque,
+        stands_alone=partial(is_experts, kinds=tuple(experts)),
+        on_host=settings.device.is_host,
     )
     Runtime(model, finding, settings)
     return model
@@ -265,6 +280,17 @@ def device_budget(place: Device, vram_budget: int | str | None) -> int:
 def host_budget(ram_budget: int | str) -> int:
     """Return the bytes that a user's `ram_budget` stands for."""
     return parse_bytes(ram_budget, name="ram_budget", of=host_bytes())
+
+
+def _check_experts(experts: Mapping[type[nn.Module], Callable[..., Any]]) -> None:
+    if not isinstance(experts, Mapping) or not all(
+        isinstance(kind, type) and callable(choice) for kind, choice in experts.items()
+    ):
+        raise ConfigError(
+            f"experts is {experts!r}: expected module classes, each with a function"
+            " that takes a call's arguments and returns the rows that it reads, such as"
+            " {Experts: lambda x, chosen: chosen}"
+        )
 
 
 def _check_pool(pool: Arena | None) -> None:

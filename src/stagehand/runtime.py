@@ -41,6 +41,7 @@ from stagehand.tenancy import Tenancy
 from stagehand.torch_private import take_off_dead
 from stagehand.units import parse_bytes
 from stagehand.weights.edges import Edges
+from stagehand.weights.experts import Experts
 from stagehand.weights.rows import RowGather
 from stagehand.weights.sites import SiteHooks
 from stagehand.weights.strays import Strays
@@ -142,6 +143,7 @@ class Runtime(Passing, Sharing, Storing, Conduct):
             rise=self._saved.rise,
             track=self._track,
             untrack=self._untrack,
+            drop_rows=parts.scheduler.drop_rows,
             settle=self._settle,
             resume=self.resume,
             await_copies=parts.loader.await_copies,
@@ -206,8 +208,12 @@ class Runtime(Passing, Sharing, Storing, Conduct):
     ) -> None:
         tables = [table for table, _ in finding.gathered]
         self._hooks.add_model(model, {site for site, _ in sites}, tables)
+        experts = Experts(
+            self._parts.scheduler, self._device.torch_device, self._settings.experts
+        )
         for (site, block), reader in zip(sites, self._readers, strict=True):
-            self._hooks.add_site(site, block, reader)
+            pick = experts.begin_of(site, block, [s for s, b in sites if b is block])
+            self._hooks.add_site(site, block, reader, pick)
             block.unseen = block.unseen or _is_read_unseen(site)
             self._add_look(site, block.name)
         for table, group in finding.gathered:

@@ -21,6 +21,9 @@ class Piece:
     hosted: bool = False
     link_nbytes: int = 10
     changes: bool = False
+    rows: int = 0
+    runs_nbytes: int = 0
+    nbytes: int = 10
 
 
 class Follower:
@@ -29,6 +32,7 @@ class Follower:
     def __init__(self, guess):
         self.order = Order(guess)
         self.strained = False
+        self.picks = False
         self.failure = None
         self.followed = []
 

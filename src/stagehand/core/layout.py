@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
+from typing import TypeAlias
 
 import torch
 
@@ -23,6 +24,7 @@ __all__ = [
     "ALIGNMENT",
     "BlockLayout",
     "Place",
+    "Runs",
     "can_cast",
     "contiguous_stride",
     "copy_values",
@@ -40,6 +42,9 @@ __all__ = [
 
 ALIGNMENT = 256
 """Bytes. What device allocators promise and what vectorized kernels rely on."""
+
+Runs: TypeAlias = "Sequence[tuple[int, int]]"
+"""Rows: those from the first number of a pair to before the second."""
 
 _WIDEST_ITEM = 16
 """Bytes of the widest element (complex128): a multiple of every element's size."""
@@ -73,6 +78,12 @@ class Place:
                 self.shape, self.stride, contiguous_stride(self.shape), strict=True
             )
         )
+
+    def parts_of(self, runs: Runs) -> list[tuple[int, int]]:
+        """Return where in the image some rows lie, from byte to byte."""
+        row = self.nbytes // self.shape[0]
+        start = self.offset
+        return [(start + first * row, start + end * row) for first, end in runs if row]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,6 +143,22 @@ class BlockLayout:
         ends = sorted((e.offset, e.offset + e.nbytes) for e in self.entries if e.nbytes)
         return any(end > start for (_, end), (start, _) in pairwise(ends))
 
+    @property
+    def rows(self) -> int:
+        """How many rows all entries have, each behind the one before; 0 if they differ.
+
+        A row is what the first index of a tensor says.
+        """
+        counts = {
+            entry.shape[0] if entry.shape and entry.is_contiguous else 0
+            for entry in self.entries
+        }
+        return counts.pop() if len(counts) == 1 and not self.overlaps else 0
+
+    def parts_of(self, runs: Runs) -> list[tuple[int, int]]:
+        """Return where in the image some rows of each entry lie, from byte to byte."""
+        return [part for entry in self.entries for part in entry.parts_of(runs)]
+
     def pack(self, tensors: Sequence[torch.Tensor], image: torch.Tensor) -> None:
         """Copy the values of one tensor per entry into the image.
 
@@ -156,6 +183,14 @@ class BlockLayout:
     def _widest(self) -> int:
         """Bytes of the widest element."""
         return max((entry.dtype.itemsize for entry in self.entries), default=1)
+
+    def pack_rows(
+        self, tensors: Sequence[torch.Tensor], image: torch.Tensor, runs: Runs
+    ) -> None:
+        """Copy some rows of one tensor per entry into the image."""
+        for view, tensor in zip(self.views(image), tensors, strict=True):
+            for first, end in runs:
+                copy_values(view[first:end], tensor[first:end])
 
     def matches(self, image: torch.Tensor, tensors: Sequence[torch.Tensor]) -> bool:
         """Return whether an image holds the bits of one tensor per entry."""

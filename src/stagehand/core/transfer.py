@@ -281,6 +281,43 @@ class TransferEngine:
             self._note_load(filled, nbytes)  # type: ignore[arg-type]
         return slot._ticket  # type: ignore[return-value]
 
+    def load_parts(
+        self,
+        slot: Slot,
+        target: torch.Tensor,
+        source: torch.Tensor,
+        parts: Sequence[tuple[int, int]],
+    ) -> Ticket:
+        """Queue the copies of parts of what `load` copies: the rest is not needed.
+
+        Args:
+            slot: As for `load`.
+            target: As for `load`.
+            source: As for `load`.
+            parts: Each from its first byte to before the second.
+        """
+        stream = self.h2d.stream
+        if slot._reader is not None:
+            stream.wait_event(slot._drained)
+        nbytes = 0
+        for first, end in parts:
+            self._copy(
+                _block_in(slot), "H2D", stream, target[first:end], source[first:end]
+            )
+            nbytes += end - first
+        self._filled(slot, nbytes, len(parts))
+        return slot._ticket  # type: ignore[return-value]
+
+    def _filled(self, slot: Slot, nbytes: int, copies: int) -> None:
+        """Mark a slot that was filled on the lane, by so many copies."""
+        filled = slot._filled
+        filled.record(self.h2d.stream)  # type: ignore[union-attr]
+        slot.seen_by = slot._reader = None
+        self._counters.h2d_bytes += nbytes
+        self._counters.h2d_copies += copies
+        if self._limited:
+            self._note_load(filled, nbytes)  # type: ignore[arg-type]
+
     def open_wires(
         self, arena: Arena, *, count: int, nbytes: int, scratch_nbytes: int
     ) -> None:
@@ -363,12 +400,7 @@ class TransferEngine:
         finally:
             piece.decoded.record(lane.stream)
             piece.used = True
-        filled.record(lane.stream)
-        slot.seen_by = slot._reader = None
-        self._counters.h2d_bytes += nbytes
-        self._counters.h2d_copies += 1
-        if self._limited:
-            self._note_load(filled, nbytes)
+        self._filled(slot, nbytes, 1)
         return slot._ticket  # type: ignore[return-value]
 
     def _copy(

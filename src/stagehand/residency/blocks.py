@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from stagehand.core.casts import KnownCast
-    from stagehand.core.layout import BlockLayout
+    from stagehand.core.layout import BlockLayout, Runs
     from stagehand.core.transfer import Slot, Ticket
     from stagehand.stores.base import Skew, Store, Wire
 
@@ -74,6 +74,9 @@ class Block(Residency):
         "nbytes",
         "needs_staging",
         "read_elsewhere",
+        "rows",
+        "runs",
+        "runs_nbytes",
         "sampled",
         "seal",
         "sent",
@@ -174,6 +177,12 @@ class Block(Residency):
         """Of its tensors, by their ids: what autocast may keep of them."""
         self.read_elsewhere = False
         """Whether modules read its tensors that are no sites of it."""
+        self.rows = 0
+        """How many rows its tensors have, if calls may read some without the others."""
+        self.runs: Runs = ()
+        """The rows that its slot holds or is to hold, where those are not all."""
+        self.runs_nbytes = 0
+        """Bytes of the rows that its latest use brought, where it brought no others."""
         self.seal: torch.Tensor | bytes | None = None
         """A sample of the host bytes that the slot was filled from."""
 

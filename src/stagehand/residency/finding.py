@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +17,7 @@ from stagehand.residency.blocks import can_stream, tensor_bytes
 from stagehand.units import MIB, format_at_least, rounded_up
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 __all__ = [
     "Finding",
@@ -223,11 +224,16 @@ def _numbers(module: nn.Module) -> str:
     return r"\d+" if all(map(str.isdigit, names)) else r"[^.]+"
 
 
+def _none(_: nn.Module) -> bool:
+    return False
+
+
 def find_layers(
     model: nn.Module,
     *,
     budget_bytes: int,
     opaque: Sequence[type[nn.Module]] = (),
+    stands_alone: Callable[[nn.Module], bool] = _none,
     on_host: bool = False,
 ) -> Finding:
     """Divide a model for layer mode: each module that owns large parameters streams.
@@ -244,15 +250,15 @@ def find_layers(
         budget_bytes: What the weights may take on the device.
         opaque: Module classes that read their children's parameters themselves: such a
             module and all below it are one block.
+        stands_alone: Whether a module that streams is in no block with others.
         on_host: Whether the device is the host: see `_keep_overlapping`.
 
     Raises:
         ConfigError: If a module of TorchScript would stream by itself.
     """
-    finding = _divide(model, budget_bytes, opaque, on_host=on_host)
-    if _at_once(finding) <= budget_bytes:
-        return finding
-    return _divide(model, 0, opaque, on_host=on_host)
+    divide = partial(_divide, model, opaque, stands_alone, on_host=on_host)
+    finding = divide(budget_bytes)
+    return finding if _at_once(finding) <= budget_bytes else divide(0)
 
 
 def how_to_raise(needed_bytes: int) -> str:
@@ -274,8 +280,9 @@ def how_to_raise(needed_bytes: int) -> str:
 
 def _divide(
     model: nn.Module,
-    budget_bytes: int,
     opaque: Sequence[type[nn.Module]],
+    stands_alone: Callable[[nn.Module], bool],
+    budget_bytes: int,
     *,
     on_host: bool,
 ) -> Finding:
@@ -289,7 +296,7 @@ def _divide(
     stay |= _adapters(cells, min(total // _ADAPTER_SHARE, budget_bytes // _SHARE))
     away = [cell for i, cell in enumerate(cells) if i not in stay and cell.tensors]
     target = min(_COPY_EFFICIENT_BYTES, budget_bytes // _SHARE)
-    finding.streamed = list(_coalesce(away, target))
+    finding.streamed = list(_coalesce(away, target, stands_alone))
     _collect_rest(model, finding)
     if on_host:
         _keep_overlapping(model, finding)
@@ -469,14 +476,17 @@ def _encloses(site: nn.Module, cell_of: Mapping[int, Group]) -> bool:
     )
 
 
-def _coalesce(cells: Iterable[Group], target: int) -> Iterator[Group]:
+def _coalesce(
+    cells: Iterable[Group], target: int, stands_alone: Callable[[nn.Module], bool]
+) -> Iterator[Group]:
     """Join small neighbours of one repeated part of the model up to a target size."""
     current: Group | None = None
-    part = ""
+    part: str | None = None
     for cell in cells:
-        own_part = _part(cell.name)
+        own_part = None if any(map(stands_alone, cell.sites)) else _part(cell.name)
         if current is not None and (
-            own_part != part
+            own_part is None
+            or own_part != part
             or current.nbytes + cell.nbytes > max(target, current.nbytes)
         ):
             yield current

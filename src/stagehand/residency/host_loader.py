@@ -94,22 +94,30 @@ class HostLoader:
         store, target = store_of(block), block.target
         if target is None:
             raise StagehandInternalError(f"block {block.name!r} has no place to go")
+        fill = partial(store.read_into, target)
+        if block.runs:
+            fill = partial(store.read_rows_into, target, block.runs)
         if self._engine.stopwatch is None:
-            return store.read_into(target), None
+            return fill(), None
         start, end = (self._device.new_event(timing=True) for _ in range(2))
         start.record()
-        nbytes = store.read_into(target)
+        nbytes = fill()
         end.record()
         return nbytes, (start, end)
 
     def _count(self, block: Block, read: _Read) -> None:
         nbytes, times = read
         watch = self._engine.stopwatch
+        crossed = block.runs_nbytes if block.runs else block.nbytes
         if times is not None and watch is not None:
-            watch.copied(block.index, "H2D", block.nbytes, *times)
+            watch.copied(block.index, "H2D", crossed, *times)
         self._counters.disk_bytes += nbytes
-        self._counters.h2d_bytes += block.nbytes
+        self._counters.h2d_bytes += crossed
         self._counters.h2d_copies += 1
+
+    def takes_rows(self, block: Block) -> bool:
+        """See `Loader.takes_rows`. Stores read what they are asked for."""
+        return True
 
     def finish(self, block: Block) -> None:
         """See `Loader.finish`. What failed ahead of time is tried again here."""

@@ -232,6 +232,9 @@ class LaneLoader:
         target, image = block.target, block.image
         if target is None:
             raise StagehandInternalError(f"block {block.name!r} has no place in {slot}")
+        if block.runs:
+            self._start_rows(block, slot, target)
+            return True
         if image is None and self.pin_on is not None:
             self.pin_on()
             image = block.image
@@ -256,6 +259,50 @@ class LaneLoader:
         else:
             block.along(SENT)
         return True
+
+    def takes_rows(self, block: Block) -> bool:
+        """See `Loader.takes_rows`. A kept block is read once, whole."""
+        if block.wire is not None or block.index in self._staged:
+            return False
+        if block.index not in self._keepers:
+            return True
+        slab = self._keepers[block.index]
+        return (
+            slab is not None
+            and slab.held == block.read_versions()
+            and block.all_versions() == block.clean_versions
+            and not any(map(was_written, store_of(block).hosts))
+        )
+
+    def _start_rows(self, block: Block, slot: Slot, target: torch.Tensor) -> None:
+        """Fill a slot with a block's `runs` alone: from pinned memory, or a slab."""
+        if block.image is None and self.pin_on is not None:
+            self.pin_on()
+        slab, source = None, block.image
+        block.tell_edits()
+        block.versions = block.read_versions()
+        if source is not None:
+            self._has_read = True
+        elif block.link_nbytes > self._slab_bytes:
+            source = pageable(block)
+            self._read_rows(block, source)
+        else:
+            slab = self._own_slab(block) or self._free_slab() or self._steal()
+            source = slab.place_of(block)
+            if not slab.keeps:  # else it holds all of them
+                if slab.sent is not None:
+                    slab.sent.wait_host()
+                self._read_rows(block, source)
+        parts = block.layout.parts_of(block.runs)
+        ticket = self._engine.load_parts(slot, target, source, parts)
+        if slab is not None:
+            slab.sent = ticket
+            self._free(slab)
+        block.along(SENT)
+
+    def _read_rows(self, block: Block, image: torch.Tensor) -> None:
+        read = store_of(block).read_rows_into(image, block.runs)
+        self._counters.disk_bytes += read
 
     def _send_wire(
         self,

@@ -57,6 +57,9 @@ class Loader(Protocol):
     def start(self, block: Block, slot: Slot, priority: Priority) -> bool:
         """Begin to fill a slot; False if it cannot be now. Urgent loads always do."""
 
+    def takes_rows(self, block: Block) -> bool:
+        """Whether `start` can fill a slot with those of a block's `runs` alone now."""
+
     def finish(self, block: Block) -> None:
         """Make the host wait for what only the host can wait for: reader threads."""
 

@@ -53,6 +53,8 @@ class LookAhead:
         """How many streamed blocks are loaded ahead at most now."""
         self.stopped = False
         """Whether nothing is loaded ahead until the next plan."""
+        self.picks = False
+        """Whether blocks of which calls read some rows alone are left to the calls."""
         self._order = order
         self._blocks = blocks
         self._loader = loader
@@ -185,8 +187,10 @@ class LookAhead:
             last = len(line)
         while room > 0 and position < last:
             block = line[position]
-            if block.slot is None:
+            if block.slot is None and not self._is_left(block):
                 slot = block.home
+                if self.picks and self._is_awaited(slot):
+                    break
                 if self.changes_follow and block.trains and position >= self._length:
                     break  # it is about to change
                 if slot is not None:
@@ -213,6 +217,14 @@ class LookAhead:
         if self._loader.stages:
             self._stage(position, last)
             self._clear(position, min(last, position + room), stream)
+
+    def _is_left(self, block: Block) -> bool:
+        """Whether a block is left to the call that reads it, and knows which rows."""
+        return self.picks and block.rows > 0 and not block.stays
+
+    def _is_awaited(self, slot: Slot | None) -> bool:
+        """Whether a block that is left to its call will have a slot first."""
+        return any(block.slot is None and block.home is slot for block in self._ahead)
 
     def _await_home(self, block: Block, stream: Stream, *, ends: bool) -> bool:
         """Wait for the changed bytes of a block, as late as that costs nothing.
@@ -265,6 +277,8 @@ class LookAhead:
             if self.changes_follow and block.trains and position >= self._length:
                 return
             slot = block.slot or block.home
+            if self._is_left(block):
+                slot = block.slot
             if slot is not None and block.needs_staging:
                 if block.slot is not None or block.state is _HOST_STAGED:
                     other, where = self._claims.get(slot, (block, -1))

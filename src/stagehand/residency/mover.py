@@ -133,6 +133,7 @@ class Mover:
         self.take_in(block)
         self.note_readers(block, slot)
         self.vacate(block, slot)
+        block.runs = ()  # all of it: to be here whole is no loss but of time
         block.versions = block.read_versions()
         self.load(block, slot, _CRITICAL)
         self._finish(block, slot)
@@ -298,6 +299,17 @@ class Mover:
             block.to(BlockState.UNLOADED)
         block.seal = block.slot = slot.occupant = None
 
+    def discard(self, block: Block, slot: Slot) -> None:
+        """Let a block leave its slot, of whose bytes none are wanted home."""
+        if block.bound:  # whoever read its tensors used the slot
+            self._engine.release(slot, self._device.current_stream())
+        else:
+            self.note_readers(block, slot)
+        self.vacate(block, slot)
+        self._counters.evictions += 1
+        if use_count_of(slot.storage_key) > slot.alone:
+            self._memory.abandon(slot)
+
     def recover(self, block: Block) -> None:
         """Make a block's books right if an interrupt came in the middle of a move.
 
@@ -305,6 +317,11 @@ class Mover:
         """
         block.straighten()
         slot = block.slot
+        if block.runs:
+            if slot is not None and slot.occupant is block:
+                self.discard(block, slot)
+            block.runs = ()
+            slot = None
         if slot is not None and slot.occupant is block:
             if block.bound:
                 block.state = _GPU_READY

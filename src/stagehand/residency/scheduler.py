@@ -14,7 +14,7 @@ from functools import wraps
 from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 
 from stagehand.core.transfer import Priority, Slot, TransferEngine
-from stagehand.errors import CheckpointError, StagehandOOMError
+from stagehand.errors import CheckpointError, ConfigError, StagehandOOMError
 from stagehand.residency.blocks import any_replaced
 from stagehand.residency.loader import Loader, sample, store_of
 from stagehand.residency.lookahead import LookAhead
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from stagehand.core.arena import Arena
     from stagehand.core.device import Device, Stream
+    from stagehand.core.layout import Runs
     from stagehand.core.limits import Limits
     from stagehand.core.stopwatch import Stopwatch
     from stagehand.core.telemetry import Counters
@@ -147,6 +148,56 @@ class Scheduler:
         block.uses = 1
         if expected or not self.order.lost:
             self._ahead.run(stream)
+
+    def before_rows(self, block: Block, runs: Runs) -> None:
+        """Like `before`, but bring only some rows of the block's tensors.
+
+        All of it, where that is here or about to be, or is to stay, or rows cannot be
+        had by themselves.
+        """
+        if (
+            block.slot is None
+            and not (block.uses or block.stays or block.trains)
+            and self._loader.takes_rows(block)
+        ):
+            parts = block.layout.parts_of(runs)
+            block.runs_nbytes = sum(end - first for first, end in parts)
+            block.runs = runs
+        try:
+            self.before(block)
+        except BaseException:
+            block.runs = ()
+            raise
+
+    @property
+    def picks(self) -> bool:
+        """Whether calls that can do with some rows of a block get these alone."""
+        return self._ahead.picks
+
+    @picks.setter
+    def picks(self, picks: bool) -> None:
+        self._ahead.picks = picks
+
+    def drop_rows(self, block: Block) -> None:
+        """End what `before_rows` has brought, when nobody uses it any more.
+
+        Raises:
+            ConfigError: If it was written to: its other rows are not here.
+        """
+        slot = block.slot
+        if slot is None or block.uses:
+            return
+        written = block.bound and block.is_touched()
+        self._mover.discard(block, slot)
+        block.runs = ()
+        if written:
+            block.mark_changed()
+            raise ConfigError(
+                f"a call has changed weights of {block.name!r}, of which only the rows"
+                " that it reads were on the device, and the change is lost: expected"
+                " calls of experts to read their weights; leave the class out of"
+                " experts= of stagehand.layer(), or change them between calls"
+            )
 
     def before_all(self, blocks: Sequence[Block]) -> None:
         """Use several blocks that are not in use at once, or none of them.

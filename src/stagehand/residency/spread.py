@@ -12,7 +12,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from stagehand.residency.timeline import Workload
 
@@ -37,24 +37,25 @@ class Walk:
 
     def __init__(self, workload: Workload, seconds: Sequence[float]) -> None:
         self._nbytes = nbytes = workload.nbytes
-        self._uses = Counter(workload.order)
+        uses = Counter(workload.order)
+        self._saved = _savings(workload, uses)
         self._moves = [block not in workload.must_stay for block in range(len(nbytes))]
         self.blocks = [b for b in dict.fromkeys(workload.order) if self._moves[b]]
         self.movable = sorted(
             (block for block, moves in enumerate(self._moves) if moves),
-            key=lambda block: (-self._uses[block], -nbytes[block]),
+            key=lambda block: (-self._saved[block], -nbytes[block]),
         )
         self._small_first = sorted(
-            self.movable, key=lambda block: (-self._uses[block], nbytes[block])
+            self.movable, key=lambda block: (-self._saved[block], nbytes[block])
         )
-        self._classes = sorted({self._uses[b] for b in self.blocks}, reverse=True)
+        self._classes = sorted({self._saved[b] for b in self.blocks}, reverse=True)
         total = [0.0] * len(nbytes)
         for block, second in zip(workload.order, seconds, strict=True):
             total[block] += second
         # Blocks without compute hide no load, so they stream last: never zero.
         least = 1e-6 * max(total, default=0.0) or 1.0
         self._compute = [
-            max(second / max(1, self._uses[block]), least)
+            max(second / max(1, uses[block]), least)
             for block, second in enumerate(total)
         ]
         # First those that are cheapest to stream: least bytes per second of compute.
@@ -62,7 +63,7 @@ class Walk:
 
     @property
     def varied(self) -> bool:
-        """Whether some blocks are used more often than others."""
+        """Whether keeping some blocks saves more than keeping others."""
         return len(self._classes) > 1
 
     def streaming(
@@ -75,8 +76,8 @@ class Walk:
             room: The bytes that residents may take.
             held: How many of them to give out only after the rest is spread, and to
                 small blocks first: another count or mix may suit the ring better.
-            often_first: Whether blocks that are used often come first, not only with
-                the share that their compute deserves: a byte kept saves most there.
+            often_first: Whether blocks that cross often, and whole, come first, not
+                only with the share that their compute deserves: a byte saves more.
         """
         streams = list(self._moves)
         too_large = [b for b in self.movable if self._nbytes[b] > largest]
@@ -95,10 +96,10 @@ class Walk:
         return sum(self._nbytes[block] for block in blocks)
 
     def _keep_often_used(self, streams: list[bool], room: int) -> int:
-        """Keep whole classes of blocks with as many uses; returns their bytes."""
+        """Keep whole classes of blocks that save as much; returns their bytes."""
         kept = 0
-        for uses in self._classes:
-            alike = [b for b in self.blocks if streams[b] and self._uses[b] == uses]
+        for saved in self._classes:
+            alike = [b for b in self.blocks if streams[b] and self._saved[b] == saved]
             if kept + sum(self._nbytes[block] for block in alike) > room:
                 break
             kept += self._keep(alike, streams)
@@ -154,6 +155,19 @@ class Walk:
             else:
                 kept.append(block)
         return kept
+
+
+def _savings(workload: Workload, uses: Mapping[int, int]) -> list[float]:
+    """How often each block's bytes cross in one period, which keeping them saves.
+
+    Where rows come by themselves, a block crosses in part. A wire makes less difference
+    than a block's place in the order does, and is not counted.
+    """
+    pairs = zip(workload.nbytes, workload.crossing, strict=True)
+    return [
+        uses[block] * (crosses / nbytes if 2 * crosses < nbytes else 1.0)
+        for block, (nbytes, crosses) in enumerate(pairs)
+    ]
 
 
 def deal(

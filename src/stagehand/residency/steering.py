@@ -18,7 +18,8 @@ class Steering:
     """Keeps the scheduler's plan fit for what the model does.
 
     A plan is made for the uses that are expected to repeat. It is made again when a
-    pass took another route (twice alike, so that an odd pass does not cost a plan),
+    pass took another route, or began or ceased to read rows of experts (twice alike, so
+    that an odd pass does not cost a plan),
     when the budget changes, and once when the route's compute times are known.
 
     Args:
@@ -50,6 +51,7 @@ class Steering:
         self._times: list[UseTime] = []  # of the planned route, newest last
         self._planned: tuple[int, ...] = ()
         self._seen: tuple[int, ...] = ()
+        self._picked = self._picks_seen = False  # what plan and latest pass have of it
         self._due = True
         self.plan = self._make()
 
@@ -104,7 +106,11 @@ class Steering:
         """Return what is planned for."""
         cycle = self._scheduler.order.cycle()
         slots = tuple(0 if b.hosted else b.slot_nbytes for b in self._blocks)
-        crossing = tuple(0 if b.hosted else b.link_nbytes for b in self._blocks)
+        share = self._picked_share()
+        crossing = tuple(
+            0 if b.hosted else int(b.link_nbytes * (share if b.rows else 1))
+            for b in self._blocks
+        )
         return Workload(
             order=cycle,
             nbytes=slots,
@@ -114,6 +120,13 @@ class Steering:
             link_nbytes=None if crossing == slots else crossing,
             changing=frozenset(b.index for b in self._blocks if b.changes),
         )
+
+    def _picked_share(self) -> float:
+        """Which part of blocks whose rows come by themselves crosses in a use."""
+        if not self._scheduler.picks:
+            return 1.0
+        shares = [b.runs_nbytes / b.nbytes for b in self._blocks if b.runs_nbytes]
+        return sum(shares) / len(shares) if shares else 1.0
 
     def smallest_budget(self) -> int:
         """Return the least device bytes that can work."""
@@ -183,6 +196,10 @@ class Steering:
         self._seen = cycle
         if cycle != self._planned and (settled or self._scheduler.order.passes <= 1):
             self._due = True
+        picks = self._scheduler.picks
+        if picks != self._picked and picks == self._picks_seen:
+            self._due = True
+        self._picks_seen = picks
         if not self._due:
             if self._scheduler.strained:
                 self._scheduler.follow(self.plan, fixed=self._must_stay)
@@ -192,7 +209,7 @@ class Steering:
             self._seconds = None
             self._times = []
         self.plan = self._make()
-        self._planned = cycle
+        self._planned, self._picked = cycle, picks
         self._scheduler.follow(self.plan, fixed=self._must_stay)
         self._due = False  # not before: what fails or is interrupted is half laid out
         return True

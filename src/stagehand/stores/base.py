@@ -4,6 +4,8 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from stagehand.core.layout import Runs
+
 __all__ = ["Skew", "Store", "Wire"]
 
 
@@ -112,6 +114,12 @@ class Store(Protocol):
 
         Returns:
             Bytes read from disk; 0 when the truth is in memory.
+        """
+
+    def read_rows_into(self, image: torch.Tensor, runs: Runs) -> int:
+        """Fill some rows of every entry in `image`, as `read_into` would all.
+
+        Asked only where the layout has rows.
         """
 
     @property

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from stagehand.core.layout import BlockLayout, copy_values
+from stagehand.core.layout import BlockLayout, Runs, copy_values
 from stagehand.errors import StagehandInternalError
 from stagehand.stores.base import Wire
 
@@ -77,6 +77,11 @@ class ModuleStore:
     def read_into(self, image: torch.Tensor) -> int:
         """Fill `image` from host memory; return 0, for nothing comes from disk."""
         self._layout.pack(self._hosts, image)
+        return 0
+
+    def read_rows_into(self, image: torch.Tensor, runs: Runs) -> int:
+        """Fill some rows from host memory; return 0."""
+        self._layout.pack_rows(self._hosts, image, runs)
         return 0
 
     @property

@@ -8,7 +8,7 @@ is marked as edited its truth is the host tensor, and the file is not read for i
 """
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -16,6 +16,7 @@ import torch
 from stagehand.core.layout import (
     BlockLayout,
     Place,
+    Runs,
     copy_values,
     plain_tensors,
     same_bits,
@@ -110,8 +111,7 @@ class SafetensorsStore:
         """
         self._find_edits()
         views = self._layout.views(image)
-        with naming(self._extents):
-            read = self._files.fill(self._parts, writable(image))
+        read = self._fill(self._parts, image)
         for index, entry in enumerate(self._layout.entries):
             if index not in self._edited and not entry.is_contiguous:
                 tensor = read_tensor(self._files, self._extents[index])
@@ -123,6 +123,30 @@ class SafetensorsStore:
             self._files.check_file(self._extents[index].path)
             copy_values(views[index], self._hosts[index])
         return read
+
+    def read_rows_into(self, image: torch.Tensor, runs: Runs) -> int:
+        """Fill some rows from the files and the overlay; see `read_into`."""
+        self._find_edits()
+        found: dict[Path, list[Part]] = {}
+        for index, (entry, extent) in enumerate(
+            zip(self._layout.entries, self._extents, strict=True)
+        ):
+            if index not in self._edited:
+                found.setdefault(extent.path, []).extend(
+                    Part(extent.offset + first - entry.offset, first, end - first)
+                    for first, end in entry.parts_of(runs)
+                )
+        read = self._fill(found, image)
+        views = self._layout.views(image)
+        for index in sorted(self._edited):  # last, as all of them do
+            self._files.check_file(self._extents[index].path)
+            for first, end in runs:
+                copy_values(views[index][first:end], self._hosts[index][first:end])
+        return read
+
+    def _fill(self, parts: Mapping[Path, Sequence[Part]], image: torch.Tensor) -> int:
+        with naming(self._extents):
+            return self._files.fill(parts, writable(image))
 
     def write_back(self, image: torch.Tensor) -> None:
         """Copy what changed in `image` into the host tensors: the overlay.

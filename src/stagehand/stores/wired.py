@@ -5,7 +5,7 @@ from typing import Protocol
 
 import torch
 
-from stagehand.core.layout import BlockLayout, copy_values, same_bits
+from stagehand.core.layout import BlockLayout, Runs, copy_values, same_bits
 from stagehand.stores.base import Store, Wire
 from stagehand.stores.module import ModuleStore
 
@@ -88,6 +88,15 @@ class WiredStore(ModuleStore):
             CheckpointError: If a file changed or cannot be read.
         """
         self._layout.pack(self._values(), image)
+        return 0
+
+    def read_rows_into(self, image: torch.Tensor, runs: Runs) -> int:
+        """Fill some rows; return 0, as host memory does.
+
+        Raises:
+            CheckpointError: If a file changed or cannot be read.
+        """
+        self._layout.pack_rows(self._values(), image, runs)
         return 0
 
     def holds(self, image: torch.Tensor) -> bool:

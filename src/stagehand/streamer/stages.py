@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     import torch
 
     from stagehand.core.arena import Arena, Lease
+    from stagehand.core.layout import Runs
     from stagehand.core.workers import WorkerGroup
     from stagehand.stores.base import Skew
     from stagehand.stores.files import FileSet
@@ -176,6 +177,10 @@ class LayerStore:
             CheckpointError: If the files do not give them.
         """
         return self._source.take(self._layer, image)
+
+    def read_rows_into(self, image: torch.Tensor, runs: Runs) -> int:
+        """Refuse: nobody chooses rows of a layer."""
+        raise StagehandInternalError(f"layer {self._layer} does not come by rows")
 
     @property
     def skew(self) -> Skew | None:

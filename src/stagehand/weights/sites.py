@@ -50,7 +50,10 @@ if TYPE_CHECKING:
     from stagehand.weights.edges import Edges
     from stagehand.weights.strays import StrayUses
 
-__all__ = ["SiteHooks", "is_hooked"]
+    Pick = Callable[[nn.Module, Any, Any], None]
+    """Begins a use, of what a call of a module with these arguments reads."""
+
+__all__ = ["SiteHooks", "has_other_hooks", "is_hooked"]
 
 
 def _nothing(*_: Any) -> None:
@@ -291,7 +294,7 @@ def _gone(kind: type[_SiteHook]) -> _SiteHook:
 
 
 class _SiteBegin(_SiteHook):
-    __slots__ = ("_before", "_track")
+    __slots__ = ("_before", "_pick", "_track")
 
     def __init__(
         self,
@@ -300,10 +303,12 @@ class _SiteBegin(_SiteHook):
         edges: Edges,
         reader: Reader,
         track: Callable[[Block, Reader], bool],
+        pick: Pick | None,
     ) -> None:
         super().__init__(block, edges, reader)
         self._before = before
         self._track = track
+        self._pick = pick
 
     @skipped
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -322,7 +327,9 @@ class _SiteBegin(_SiteHook):
                     moved = edges.enter(module, args, kwargs, _module_frame())
                 else:
                     moved = edges.moved_again(args, kwargs)
-        if dispatch_modes():
+        if self._pick is not None:
+            apart(self._pick, module, *(moved or (args, kwargs)))
+        elif dispatch_modes():
             apart(self._before, self._block)
         else:
             self._before(self._block)
@@ -332,7 +339,7 @@ class _SiteBegin(_SiteHook):
 
 
 class _SiteEnd(_SiteHook):
-    __slots__ = ("_untrack",)
+    __slots__ = ("_drop_rows", "_untrack")
 
     def __init__(
         self,
@@ -340,9 +347,11 @@ class _SiteEnd(_SiteHook):
         edges: Edges,
         reader: Reader,
         untrack: Callable[[Block, Reader, Any], None],
+        drop_rows: Callable[[Block], None],
     ) -> None:
         super().__init__(block, edges, reader)
         self._untrack = untrack
+        self._drop_rows = drop_rows
 
     @skipped
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -361,6 +370,8 @@ class _SiteEnd(_SiteHook):
             self._untrack(block, self._reader, output)
         if block.uses:
             block.uses -= 1  # as `Scheduler.after` does
+        if block.runs:
+            self._drop_rows(block)
         stack = edges._stack
         if len(stack) == 1 and stack[0].module is module:
             edges.leave(module)
@@ -414,6 +425,12 @@ class _RowsEnd(_Hook):
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         take_off(self._mode)  # a hook before ours may have raised: then it is not there
+
+
+def has_other_hooks(module: nn.Module) -> bool:
+    """Whether others than a runtime have hooks that see a module's inputs first."""
+    hooks = (getattr(h, "__self__", h) for h in module._forward_pre_hooks.values())
+    return not all(isinstance(hook, _Hook) for hook in hooks)
 
 
 def is_hooked(module: nn.Module) -> bool:
@@ -514,6 +531,7 @@ class SiteHooks:
         track: Called with a block and its reader when a site begins with gradients or
             under autocast; returns the same.
         untrack: Called with both, and what the site returns, when it ends.
+        drop_rows: Called with a block of which it had only some rows, then.
         settle: Brings every tensor home before the model is copied.
         resume: Called when it was.
         await_copies: Called before others write weights on the host.
@@ -527,6 +545,7 @@ class SiteHooks:
         rise: Callable[[], bool],
         track: Callable[[Block, Reader], bool],
         untrack: Callable[[Block, Reader, Any], None],
+        drop_rows: Callable[[Block], None],
         settle: Callable[[], None],
         resume: Callable[[], None],
         await_copies: Callable[[], None],
@@ -536,6 +555,7 @@ class SiteHooks:
         self._before = before
         self._track = track
         self._untrack = untrack
+        self._drop_rows = drop_rows
         self._rise = rise
         self._settle = settle
         self._resume = resume
@@ -616,11 +636,25 @@ class SiteHooks:
             remove_hooks(handles)
             del self._extra[module]
 
-    def add_site(self, module: nn.Module, block: Block, reader: Reader) -> None:
-        """Tell the scheduler when a module uses a block."""
-        add, edges = partial(add_hook, self._handles), self._edges
-        begin = _SiteBegin(block, self._before, edges, reader, self._track).__call__
-        end = _SiteEnd(block, edges, reader, self._untrack).__call__
+    def add_site(
+        self,
+        module: nn.Module,
+        block: Block,
+        reader: Reader,
+        pick: Pick | None = None,
+    ) -> None:
+        """Tell the scheduler when a module uses a block.
+
+        Args:
+            module: The site.
+            block: What it reads.
+            reader: Notes how.
+            pick: Begins a use in place of `before`, where what is read depends on the
+                inputs; called with the module and these.
+        """
+        add, edges, track = partial(add_hook, self._handles), self._edges, self._track
+        begin = _SiteBegin(block, self._before, edges, reader, track, pick).__call__
+        end = _SiteEnd(block, edges, reader, self._untrack, self._drop_rows).__call__
         add(module.register_forward_pre_hook, begin, prepend=True, with_kwargs=True)
         add(module.register_forward_hook, end, always_call=True)
 
