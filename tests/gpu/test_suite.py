@@ -512,6 +512,23 @@ def test_bound_counts_what_crosses_the_link_of_a_weight_and_no_table():
     assert task.bound([1.0], Room(**ROOM), Rates(**RATES)) == pytest.approx(250 / 50)
 
 
+@pytest.mark.parametrize(
+    ("tokens", "budget", "crossing"),
+    [(1, 120, 28 / 4), (1, 60, 40 + 48 / 4), (2, 60, 40 + 48 / 2), (9, 60, 88)],
+)
+def test_bound_counts_of_experts_those_that_tokens_go_to(tokens, budget, crossing):
+    from benchmarks.gpu.blocks.text import Experts
+    from benchmarks.gpu.rates import Rates
+    from benchmarks.gpu.tasks.base import Room
+    from benchmarks.gpu.tasks.inference import Inference
+
+    experts = Experts(1, 1, 4, taken=1)  # 48 bytes
+    room = Room(**ROOM | {"whole_bytes": 100 + 48, "budget_bytes": budget})
+    task = Inference([nn.Sequential(experts)], [(torch.zeros(tokens, 1),)])
+    found = task.bound([0.0], room, Rates(**RATES))
+    assert found == pytest.approx(crossing / 50)
+
+
 @pytest.mark.parametrize(("way", "status"), [("stagehand", 1), ("naive-pinned", 0)])
 def test_run_ends_with_an_error_if_this_library_failed(
     monkeypatch, tmp_path, way, status

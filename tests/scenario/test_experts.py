@@ -1,42 +1,502 @@
 """Experts: without gradients only those cross that a router has chosen."""
 
+from __future__ import annotations
+
 from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
+from torch.nn.utils import parametrize
 
 import stagehand
 from architectures.base import transformers_model
 from architectures.language import NO_SPECIAL_TOKENS, VOCABULARY
-from scenario.small import runtime_of
-from streamed import weight_bytes
+from architectures.trees import assert_bitwise_equal
+from interrupts import interrupted_at
+from scenario.small import blocks_of, runtime_of, smallest_budget
+from stagehand.residency import finding
+from streamed import total_bytes, weight_bytes
 
-EXPERTS, TAKEN, DEPTH = 16, 2, 3
+EXPERTS, TAKEN, DEPTH, WIDTH = 16, 2, 4, 32
+ROW_BYTES = 4 * (16 * WIDTH + 8 * WIDTH)
+"""Of one expert's weights, in both tensors."""
+INPUT_BYTES = 4 * WIDTH
+EXPERT_BYTES = EXPERTS * ROW_BYTES
+MIX_BYTES = 4 * WIDTH * WIDTH + 256
+"""Of what else streams in a layer: a linear layer, its bias rounded up."""
+
+
+class Experts(nn.Module):
+    """Gated feed-forwards; each token is computed by those that were chosen for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(EXPERTS, 16, WIDTH) / 8)
+        self.down = nn.Parameter(torch.randn(EXPERTS, WIDTH, 8) / 8)
+
+    def forward(self, x: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+        made = []
+        for token, own in zip(x, numbers, strict=True):
+            gate, up = (self.up[own] @ token).chunk(2, -1)
+            parts = self.down[own] @ (gate.sigmoid() * up).unsqueeze(-1)
+            made.append(parts.squeeze(-1).sum(0))
+        return torch.stack(made)
+
+
+class Layer(nn.Module):
+    """What mixes, and the experts that a fixed router chooses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(WIDTH, WIDTH)
+        self.experts = Experts()
+        self.register_buffer("router", torch.randn(WIDTH, EXPERTS))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.mix(x).tanh()
+        return x + self.experts(x, (x @ self.router).topk(TAKEN, -1).indices)
+
+
+def build() -> nn.Sequential:
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(0)
+        return nn.Sequential(*(Layer() for _ in range(DEPTH)))
+
+
+def tokens(count: int = 1, seed: int = 1) -> torch.Tensor:
+    return torch.randn(count, WIDTH, generator=torch.Generator().manual_seed(seed))
+
+
+def chosen(_: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+    return numbers
+
+
+@pytest.fixture(autouse=True)
+def toys_stand_for_large_layers(monkeypatch):
+    monkeypatch.setattr(finding, "_SMALL_BYTES", 0)
+
+
+@pytest.fixture
+def stream(sim):
+    """Streams a model at the smallest budget, or with a part of all more."""
+    models = []
+
+    def stream(model, more=0.0, place="hpu", **options):
+        options = {"experts": {Experts: chosen}} | options
+        budget = smallest_budget(model, place, **options)
+        budget += int(more * weight_bytes(model))
+        models.append(model)
+        return stagehand.layer(model, vram_budget=budget, device=place, **options)
+
+    yield stream
+    for model in models:
+        if hasattr(model, "_stagehand_layer_runtime"):
+            runtime_of(model).shutdown()
+
+
+class Held:
+    """A streamed model and a resident one, run with the same inputs."""
+
+    def __init__(self, sim, stream, model=None, place="hpu", **options):
+        model = build() if model is None else model
+        self.sim = sim
+        self.resident = deepcopy(model).to(place)
+        self.place = place
+        self.model = stream(model, place=place, **options)
+
+    def run(self, *inputs):
+        """Compare the outputs; return the bytes that crossed for it."""
+        with torch.no_grad():
+            expected = self.resident(*(x.to(self.place) for x in inputs))
+            before = self.crossed
+            output = self.model(*(x.to(self.place) for x in inputs))
+        assert_bitwise_equal(output, expected, "output")
+        crossed = self.crossed - before
+        assert self.sim.races() == []
+        return crossed
+
+    @property
+    def crossed(self):
+        return self.totals["h2d_bytes"]
+
+    @property
+    def totals(self):
+        return runtime_of(self.model).telemetry.totals()
+
+
+@pytest.fixture
+def hold(sim, stream):
+    return partial(Held, sim, stream)
+
+
+def rows_of(model):
+    return [block.rows for block in blocks_of(model) if block.name.endswith("experts")]
+
+
+LONG = 2 * EXPERTS
+"""Tokens that nearly all experts are chosen for."""
+
+
+@pytest.mark.parametrize("place", ["hpu", "cpu"])
+@pytest.mark.parametrize("more", [0.0, 0.1, 0.5])
+def test_one_token_moves_only_what_was_chosen_for_it(hold, place, more):
+    held = hold(place=place, more=more)
+    for seed in range(5):
+        held.run(tokens(seed=seed))
+    stay = sum(block.nbytes for block in blocks_of(held.model) if block.stays)
+    moved = [held.run(tokens(seed=seed)) for seed in range(5, 9)]
+    most = DEPTH * (MIX_BYTES + TAKEN * ROW_BYTES)
+    assert max(moved) <= most
+    if not stay:
+        assert max(moved) == most
+    report = runtime_of(held.model).report()
+    assert report.peak_device_bytes <= report.budget_bytes
+
+
+def test_all_of_them_cross_for_many_tokens_and_ahead_of_their_use(hold):
+    held = hold(more=0.3)
+    for seed in range(3):
+        held.run(tokens(seed=seed))
+    held.run(tokens(LONG))
+    moved = held.run(tokens(LONG))
+    streamed = sum(b.nbytes for b in blocks_of(held.model) if not b.stays)
+    assert moved >= streamed - EXPERT_BYTES
+    held.run(tokens())
+    assert held.run(tokens()) < streamed / 2
+
+
+def test_budget_keeps_first_what_crosses_whole(hold):
+    held = hold(more=DEPTH * MIX_BYTES / weight_bytes(build()))
+    for seed in range(6):
+        held.run(tokens(seed=seed))
+    kept = {block.name for block in blocks_of(held.model) if block.stays}
+    assert kept == {f"{number}.mix" for number in range(DEPTH)}
+    assert held.run(tokens()) == DEPTH * TAKEN * ROW_BYTES
+
+
+def test_one_long_prompt_between_costs_no_plan(hold):
+    held = hold(more=0.3)
+    for seed in range(6):
+        held.run(tokens(seed=seed))
+    plan = runtime_of(held.model)._parts.steering.plan
+    for seed in range(3):
+        held.run(tokens(LONG))
+        held.run(tokens(seed=seed))
+        held.run(tokens(seed=seed))
+    assert runtime_of(held.model)._parts.steering.plan is plan
+
+
+def test_gradients_are_those_of_the_resident_model(sim, stream):
+    model = build()
+    resident = deepcopy(model).to("hpu")
+    stream(model, experts={Experts: chosen})
+    with torch.no_grad():
+        model(tokens())
+    for network in (model, resident):
+        for seed in range(2):
+            network(tokens(2, seed).to("hpu")).square().sum().backward()
+    with torch.no_grad():
+        assert_bitwise_equal(model(tokens()), resident(tokens().to("hpu")), "output")
+    for mine, theirs in zip(model.parameters(), resident.parameters(), strict=True):
+        assert_bitwise_equal(mine.grad, theirs.grad.cpu(), "gradient")
+        mine.grad = None
+
+
+def test_what_was_trained_is_what_is_read_then(hold):
+    held = hold()
+    networks = held.model, held.resident
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in networks]
+    for seed in range(3):
+        for network, optimizer in zip(networks, optimizers, strict=True):
+            network(tokens(2, seed).to("hpu")).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        held.run(tokens(seed=seed))
+
+
+def _in_place(weight, values):
+    with torch.no_grad():
+        weight.copy_(values)
+
+
+def _by_data(weight, values):
+    weight.data.copy_(values)
+
+
+def _assigned(weight, values):
+    weight.data = values.clone()
+
+
+@pytest.mark.parametrize("edit", [_in_place, _by_data, _assigned])
+@pytest.mark.parametrize("place", ["hpu", "cpu"])
+def test_what_was_edited_between_passes_is_what_is_read(hold, edit, place):
+    held = hold(place=place)
+    held.run(tokens())
+    for number in range(DEPTH):
+        up = held.model[number].experts.up
+        values = up.detach().cpu() * 2
+        edit(up, values)
+        with torch.no_grad():
+            held.resident[number].experts.up.copy_(values)
+        held.run(tokens(seed=number))
+    assert held.run(tokens()) == DEPTH * (MIX_BYTES + TAKEN * ROW_BYTES)
+
+
+@pytest.mark.parametrize("place", ["hpu", "cpu"])
+@pytest.mark.parametrize("ram", [1 << 30, EXPERT_BYTES + (1 << 14)])
+@pytest.mark.filterwarnings("ignore:.*beside their files:UserWarning")
+def test_of_files_only_what_was_chosen_is_read(hold, tmp_path, place, ram):
+    model = build()
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    held = hold(model, place=place, ram_budget=ram)
+    runtime_of(held.model).convert_registry_to_file_backed_sharded(tmp_path)
+    held.run(tokens())
+    before = held.totals["disk_bytes"]
+    moved = held.run(tokens())
+    assert moved == DEPTH * (MIX_BYTES + TAKEN * ROW_BYTES)
+    assert held.totals["disk_bytes"] - before <= moved
+    with torch.no_grad():
+        for network in (held.model, held.resident):
+            network[1].experts.down.mul_(2)
+    held.run(tokens())
+    held.run(tokens(seed=3))
+    held.run(tokens(LONG))
+
+
+def test_in_pageable_memory_they_are_staged_by_rows(hold):
+    held = hold(ram_budget=2 * EXPERT_BYTES)
+    assert any(block.image is None for block in blocks_of(held.model))
+    for seed in range(6):
+        held.run(tokens(seed=seed))
+    assert held.run(tokens()) == DEPTH * (MIX_BYTES + TAKEN * ROW_BYTES)
+
+
+@pytest.mark.filterwarnings("ignore:.*would not shrink:UserWarning")
+def test_packed_ones_cross_whole(hold):
+    held = hold(build().bfloat16(), transport="packed")
+    for seed in range(4):
+        held.run(tokens(seed=seed).bfloat16())
+    packed = [block for block in blocks_of(held.model) if block.wire is not None]
+    assert [block.name for block in packed] == [f"{i}.experts" for i in range(DEPTH)]
+    assert held.run(tokens().bfloat16()) > sum(block.link_nbytes for block in packed)
+
+
+class Chosen(nn.Module):
+    """Experts that are told by their inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(Experts() for _ in range(2))
+
+    def forward(self, x: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+        for experts in self.experts:
+            x = experts(x, numbers)
+        return x
+
+
+@pytest.mark.parametrize(
+    ("numbers", "count"),
+    {
+        "one": ([3], 1),
+        "twice": ([3, 3], 1),
+        "neighbours": ([4, 3, 5], 3),
+        "first and last": ([15, 0], 2),
+        "half": ([*range(0, 16, 2)], 8),
+        "more than half": ([*range(9)], EXPERTS),
+        "from the end": ([-1], EXPERTS),
+        "none": ([], EXPERTS),
+    }.values(),
+    ids=str,
+)
+def test_each_choice_is_exact(hold, numbers, count):
+    held = hold(Chosen())
+    wanted = torch.tensor([numbers], dtype=torch.int64)
+    for _ in range(3):
+        held.run(tokens(), wanted)
+    assert held.run(tokens(), wanted) == 2 * count * ROW_BYTES
+
+
+@pytest.mark.parametrize("kind", [torch.int32, torch.uint8])
+def test_choices_may_be_of_any_integers(hold, kind):
+    held = hold(Chosen(), experts={Experts: lambda _, numbers: numbers.to(kind)})
+    held.run(tokens(), torch.tensor([[1, 2]]))
+    assert held.run(tokens(), torch.tensor([[1, 2]])) == 4 * ROW_BYTES
+
+
+def test_none_chooses_all(hold):
+    held = hold(Chosen(), experts={Experts: lambda _, numbers: None})
+    held.run(tokens(), torch.tensor([[1, 2]]))
+    assert held.run(tokens(), torch.tensor([[1, 2]])) >= EXPERT_BYTES
+
+
+def test_what_is_no_choice_is_refused_and_the_model_goes_on(hold):
+    made = [torch.tensor([1.0])]
+    held = hold(Chosen(), experts={Experts: lambda _, n: made[0] if made else n})
+    with torch.no_grad():
+        with pytest.raises(
+            stagehand.ConfigError, match=r"'experts.0' reads rows of torch.float32"
+        ):
+            held.model(tokens().to("hpu"), torch.tensor([[1, 2]]).to("hpu"))
+        made[0] = [1, 2]
+        with pytest.raises(stagehand.ConfigError, match=r"reads rows of .*list"):
+            held.model(tokens().to("hpu"), torch.tensor([[1, 2]]).to("hpu"))
+    made.clear()
+    held.run(tokens(), torch.tensor([[1, 2]]))
+
+
+@pytest.mark.parametrize("experts", [[Experts], {Experts: 1}, {"Experts": chosen}])
+def test_option_of_another_kind_is_refused(sim, experts):
+    with pytest.raises(stagehand.ConfigError, match=r"experts is .*\{Experts: lambda"):
+        stagehand.layer(build(), vram_budget="1MB", device="hpu", experts=experts)
+
+
+# Calls that may read more
+
+
+def _hook(experts):
+    return experts.register_forward_pre_hook(lambda _, given: (given[0], given[1] + 1))
+
+
+def _forward(experts):
+    plain = experts.forward
+    experts.forward = lambda x, numbers: plain(x, numbers + 1)
+
+
+class Twice(nn.Module):
+    """A parametrization of all rows."""
+
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight / weight.norm()
+
+
+def _parametrized(experts):
+    parametrize.register_parametrization(experts, "up", Twice())
+
+
+@pytest.mark.parametrize("change", [_hook, _forward])
+def test_calls_whose_inputs_others_change_read_all(hold, change):
+    held = hold(Chosen())
+    for network in (held.model, held.resident):
+        change(network.experts[0])
+    for _ in range(3):
+        held.run(tokens(), torch.tensor([[1, 2]]))
+
+
+def test_parametrized_ones_read_all(hold):
+    model = Chosen()
+    _parametrized(model.experts[0])
+    held = hold(model)
+    for _ in range(3):
+        held.run(tokens(), torch.tensor([[1, 2]]))
+
+
+def test_those_that_several_modules_have_read_all(hold):
+    model = Chosen()
+    model.experts[1].up = model.experts[0].up
+    held = hold(model)
+    assert set(rows_of(held.model)) <= {0}
+    for _ in range(3):
+        held.run(tokens(), torch.tensor([[1, 2]]))
+
+
+def test_a_call_that_writes_to_them_is_refused_and_nothing_is_lost(hold):
+    held = hold(Chosen())
+    numbers = torch.tensor([[1, 2]])
+    held.run(tokens(), numbers)
+    plain = Experts.forward
+
+    def writes(self, x, given):
+        self.up[given] += 1
+        return plain(self, x, given)
+
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+        patch.setattr(Experts, "forward", writes)
+        with pytest.raises(stagehand.ConfigError, match=r"'experts.0', of which only"):
+            held.model(tokens().to("hpu"), numbers.to("hpu"))
+    for _ in range(2):
+        held.run(tokens(), numbers)
+
+
+def test_what_fails_in_a_call_leaves_no_rows_behind(hold):
+    held = hold()
+    held.run(tokens())
+    with torch.no_grad(), pytest.raises(IndexError):
+        held.model[1].experts(tokens().to("hpu"), torch.tensor([[99, 1]]).to("hpu"))
+    assert not any(block.runs for block in blocks_of(held.model))
+    held.run(tokens(LONG))
+    held.run(tokens())
+
+
+INTERRUPTED = (
+    *("stagehand.weights.experts", "stagehand.residency.mover"),
+    *("stagehand.residency.lane_loader", "stagehand.residency.scheduler"),
+)
+
+
+@pytest.mark.parametrize("first", range(7))
+def test_an_interrupt_at_any_line_leaves_no_rows_behind(hold, first):
+    held = hold(Chosen())
+    numbers = torch.tensor([[1, 2]])
+    held.run(tokens(), numbers)
+    x, given = tokens().to("hpu"), numbers.to("hpu")
+    for number in range(first + 1, 1_000, 7):
+        try:
+            with interrupted_at(number, *INTERRUPTED), torch.no_grad():
+                held.model(x, given)
+        except KeyboardInterrupt:
+            pass
+        else:
+            break
+        held.run(tokens(LONG), torch.arange(EXPERTS).repeat(LONG, 1))
+        held.run(tokens(), numbers)
+
+
+# Real models
+
 _SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 64,
-    "num_hidden_layers": DEPTH,
+    "num_hidden_layers": 3,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 16,
     "max_position_embeddings": 64,
     "num_experts_per_tok": TAKEN,
+    "intermediate_size": 64,
     **NO_SPECIAL_TOKENS,
 }
 MODELS = {
     "qwen3": transformers_model(
-        "Qwen3MoeForCausalLM",
-        **_SIZES,
-        num_experts=EXPERTS,
-        moe_intermediate_size=64,
-        intermediate_size=128,
+        "Qwen3MoeForCausalLM", **_SIZES, num_experts=EXPERTS, moe_intermediate_size=64
     ),
     "gpt_oss": transformers_model(
-        "GptOssForCausalLM",
-        **_SIZES,
-        num_local_experts=EXPERTS,
-        intermediate_size=64,
+        "GptOssForCausalLM", **_SIZES, num_local_experts=EXPERTS
+    ),
+    "mixtral": transformers_model(
+        "MixtralForCausalLM", **_SIZES, num_local_experts=EXPERTS
     ),
 }
+
+
+@pytest.mark.parametrize("place", ["hpu", "cpu"])
+@pytest.mark.parametrize("how", ["eager", "batched_mm", "grouped_mm"])
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.filterwarnings("ignore:You are calling .generate:UserWarning")
+def test_generation_moves_the_experts_of_each_token(hold, name, how, place):
+    model = MODELS[name]()
+    model.set_experts_implementation(how)
+    held = hold(model, place=place, more=0.1, experts={})
+    assert rows_of(held.model) == [EXPERTS] * 3
+    ids = torch.arange(6).unsqueeze(0).to(place)
+    options = {"max_new_tokens": 4, "do_sample": False, "use_cache": True}
+    for _ in range(2):
+        expected = held.resident.generate(ids, **options)
+        before = held.crossed
+        assert torch.equal(held.model.generate(ids, **options), expected)
+        crossed = held.crossed - before
+    whole = total_bytes([*held.model.parameters()])
+    assert crossed < 2.5 * whole  # of four passes, one of which has all

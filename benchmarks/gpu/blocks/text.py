@@ -13,7 +13,7 @@ from benchmarks.gpu.blocks.attention import Attention
 if TYPE_CHECKING:
     from benchmarks.gpu.blocks import State
 
-__all__ = ["ExpertBlock", "GemmaBlock", "Head", "LlamaBlock", "Words"]
+__all__ = ["ExpertBlock", "Experts", "GemmaBlock", "Head", "LlamaBlock", "Words"]
 
 
 def _attention(
@@ -99,27 +99,27 @@ class ExpertBlock(nn.Module):
         taken: int = 8,
     ) -> None:
         super().__init__()
-        self.taken = taken
         self.norms = nn.ModuleList(nn.RMSNorm(width) for _ in range(2))
         self.attention = _attention(width, heads, groups, head, normed=head)
         self.gate = nn.Linear(width, experts, bias=False)
-        self.experts = _Experts(width, hidden, experts)
+        self.experts = Experts(width, hidden, experts, taken)
 
     def forward(self, x: torch.Tensor) -> State:
         """Apply the block to one stream of tokens."""
         normed = self.norms[0](x)
         x = x + self.attention(normed, normed)
         normed = self.norms[1](x)
-        parts, chosen = self.gate(normed).softmax(-1).topk(self.taken, -1)
+        parts, chosen = self.gate(normed).softmax(-1).topk(self.experts.taken, -1)
         parts = parts / parts.sum(-1, keepdim=True)
         return (x + (self.experts(normed, chosen) * parts.unsqueeze(-1)).sum(-2),)
 
 
-class _Experts(nn.Module):
-    """Gated feed-forwards, all in two tensors."""
+class Experts(nn.Module):
+    """Gated feed-forwards, all in two tensors; `taken` of them compute each token."""
 
-    def __init__(self, width: int, hidden: int, count: int) -> None:
+    def __init__(self, width: int, hidden: int, count: int, taken: int) -> None:
         super().__init__()
+        self.taken = taken
         self.up = nn.Parameter(torch.empty(count, 2 * hidden, width))
         self.down = nn.Parameter(torch.empty(count, width, hidden))
 

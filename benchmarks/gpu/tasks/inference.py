@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from benchmarks.gpu.blocks.text import Experts
 from benchmarks.gpu.tasks.base import Room, Task, nbytes_of
 
 if TYPE_CHECKING:
@@ -31,6 +32,17 @@ class Inference(Task):
             for module in model.modules()
             if isinstance(module, nn.Embedding)
         )
+        experts = [
+            module
+            for model in models
+            for module in model.modules()
+            if isinstance(module, Experts)
+        ]
+        self._expert_bytes = nbytes_of(p for each in experts for p in each.parameters())
+        self._chosen = 1.0
+        if experts:
+            calls = states[0][0].shape[0] * experts[0].taken
+            self._chosen = min(1.0, calls / len(experts[0].up))
 
     def outcome(self) -> list[torch.Tensor]:
         """See `Task`. The outputs."""
@@ -52,9 +64,12 @@ class Inference(Task):
     def bound(self, seconds: Sequence[float], room: Room, rates: Rates) -> float:
         """See `Task`. Compute, the link, or the disk: whichever takes longest.
 
-        Of a table a step needs some rows: nothing that counts.
+        Of a table a step needs some rows: nothing that counts. Of experts it needs
+        those that tokens go to, so what is kept had best be all else first.
         """
         room = replace(room, whole_bytes=room.whole_bytes - self._table_bytes)
         disk = room.read_bytes / rates.disk if rates.disk else 0.0
-        crossing = self.link_share * room.crossing_bytes
+        experts = min(room.crossing_bytes, self._expert_bytes)
+        others = room.crossing_bytes - experts
+        crossing = self.link_share * (others + self._chosen * experts)
         return max(sum(seconds), crossing / rates.h2d, disk)

@@ -10,6 +10,7 @@ import torch
 
 import stagehand
 from benchmarks.disk import drop_cache
+from benchmarks.gpu.blocks.text import Experts
 from benchmarks.gpu.cells import LEAST
 from benchmarks.gpu.outcomes import repeatable
 from benchmarks.gpu.shapes import SHAPES, skeleton
@@ -46,6 +47,7 @@ def _by_layers(at: Setting, *, transport: Transport = "plain") -> None:
             model,
             inference_mode=not at.task.trains,
             telemetry=True,
+            experts={Experts: _chosen},
             transport=transport,
         )
         try:
@@ -55,6 +57,10 @@ def _by_layers(at: Setting, *, transport: Transport = "plain") -> None:
                 raise
             stream(vram_budget=error.needed_bytes)
         at.ends.callback(model._stagehand_layer_runtime.shutdown)
+
+
+def _chosen(_: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+    return chosen
 
 
 def _reserved(at: Setting) -> None:

@@ -317,11 +317,12 @@ class Mover:
         """
         block.straighten()
         slot = block.slot
-        if block.runs:
-            if slot is not None and slot.occupant is block:
-                self.discard(block, slot)
-            block.runs = ()
-            slot = None
+        if block.runs:  # some of it, for a call that is over
+            if slot is not None and (block.bound or block.state is _GPU_READY):
+                self._engine.release(slot, self._device.current_stream())
+            block.point_to_host()
+            block.runs, slot = (), None
+            block.uses = 0
         if slot is not None and slot.occupant is block:
             if block.bound:
                 block.state = _GPU_READY

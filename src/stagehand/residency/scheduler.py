@@ -166,7 +166,8 @@ class Scheduler:
         try:
             self.before(block)
         except BaseException:
-            block.runs = ()
+            if block.slot is None:  # else `drop_rows` is to come, or `recover`
+                block.runs = ()
             raise
 
     @property
