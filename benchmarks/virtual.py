@@ -41,6 +41,15 @@ _MODELS = {
     "Llama-3-8B, 2048 tokens, PCIe 5": (1.9e-3, 7.9e-3, 32, 8),
     "FLUX.1, 2048^2, PCIe 5": (14.7e-3, 7.5e-3, 57, 4),
 }
+# Of 61 GB: the link, in GB a second, and how many are kept.
+_EXPERTS = (
+    ("PCIe 4, 8 GB kept", 25, 8),
+    ("PCIe 4, 24 GB kept", 25, 24),
+    ("PCIe 5, 24 GB kept", 55, 24),
+)
+_EXPERTS_TARGET = (
+    1.08  # the ring has a layer of all experts, a thirtieth of what crosses
+)
 _PIECES = 8
 _COMMAND = [sys.executable, "-m", "benchmarks.virtual"]
 _SHORT = 8  # this part of the blocks, to see that it runs
@@ -76,7 +85,23 @@ def _cells(cells: int | None) -> Iterator[Result]:
         predicted = max(predicted, over_plan, 1 / over_plan)
         yield ratio(f"virtual time over the bound, {name}", over_bound, target)
     yield ratio("worst of these over the plan's prediction, or under", predicted, 1.03)
+    yield from _experts(sim, part=1 if cells is None else _SHORT // 2)
     yield from headlines.measure(sim, part=1 if cells is None else _SHORT)
+
+
+def _experts(sim: Any, *, part: int) -> Iterator[Result]:
+    """A token of a mixture of experts, of which those cross that it goes to."""
+    from simulated.experts import DEPTH, GB, Case, Decoding
+
+    for name, rate, kept in _EXPERTS:
+        case = Case(rate * GB, int(kept * GB / part), DEPTH // part)
+        with small_blocks(0):
+            decoding = Decoding.of(sim, case)
+            decoding.run(_SETTLING)
+            over_bound = decoding.seconds() / case.bound
+            decoding.runtime.shutdown()
+        what = f"Qwen3-30B-A3B, one token, {name}"
+        yield ratio(f"virtual time over the bound, {what}", over_bound, _EXPERTS_TARGET)
 
 
 def _passes(
