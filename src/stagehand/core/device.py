@@ -309,10 +309,13 @@ class AcceleratorDevice:
         return torch.accelerator.memory_reserved(self._index)
 
     def free_bytes(self) -> int:
-        """See `Device.free_bytes`."""
-        free: int = torch.accelerator.get_memory_info(self._index)[0]
+        """See `Device.free_bytes`. Of a device a process may have a part only."""
+        free, whole = torch.accelerator.get_memory_info(self._index)
         cached = torch.accelerator.memory_reserved(self._index)
-        return free + cached - torch.accelerator.memory_allocated(self._index)
+        if self._is_cuda:
+            part = torch.cuda.get_per_process_memory_fraction(self._index)
+            free = min(free, int(part * whole) - cached)
+        return max(0, free + cached - torch.accelerator.memory_allocated(self._index))
 
     def copy(
         self, target: torch.Tensor, source: torch.Tensor, stream: Stream | None = None
