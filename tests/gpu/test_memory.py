@@ -1,12 +1,13 @@
 """Device and pinned memory are what the formulas say, and stay so."""
 
+import gc
 import threading
 
 import pytest
 import torch
 
 from gpu.models import batch, block_bytes, passes, resident, settle, stack, streamed
-from gpu.places import MIB, Gpu
+from gpu.places import MIB, ON_GPU, Gpu
 from stagehand.core import device as device_module
 from stagehand.core.device import find_device
 
@@ -55,6 +56,31 @@ def test_memory_that_torch_takes_for_weights_is_within_the_budget(place, mode):
     torch.accelerator.empty_cache()
     assert place.reserved_bytes() - before <= budget + SHARED
     runtime.shutdown()
+
+
+@pytest.mark.parametrize("mode", ["layers", "blocks"])
+def test_runtimes_that_come_one_after_the_other_take_the_memory_of_one(place, mode):
+    """What torch has cached is for the stream on which it was made."""
+    reserved = []
+    for _ in range(4):
+        model, x = stack(place), batch(place)
+        runtime = streamed(model, mode, 5 * block_bytes(model), place)
+        settle(model, x, place)
+        runtime.shutdown()
+        del runtime
+        gc.collect()
+        reserved.append(place.reserved_bytes())
+    assert reserved[-1] - reserved[0] <= block_bytes(model)
+
+
+@pytest.mark.parametrize("place", [ON_GPU], indirect=True)
+def test_what_is_free_is_of_the_part_that_a_process_may_have(place):
+    whole = torch.accelerator.get_memory_info()[1]
+    before = torch.cuda.get_per_process_memory_fraction()
+    torch.cuda.set_per_process_memory_fraction(0.25)
+    free = find_device(place.name).free_bytes()
+    torch.cuda.set_per_process_memory_fraction(before)
+    assert 0 < free <= whole / 4
 
 
 def test_pinned_memory_has_the_size_of_the_weights(place):

@@ -1,5 +1,6 @@
 """Several models on one device: one cap for all, exact results, and who may stay."""
 
+import gc
 import re
 import threading
 import time
@@ -227,6 +228,21 @@ def test_a_device_is_forgotten_with_its_last_runtime(crowd):
     some.end()
     assert shared.holdings() == []
     assert shared.ledger.device.held_bytes == 0
+
+
+def test_runtimes_that_come_one_after_the_other_copy_on_the_same_lanes(sim):
+    """What torch has cached is for one stream: each runtime added its own to it."""
+    lanes = set()
+    for _ in range(3):
+        model = stack()
+        stagehand.layer(model, vram_budget=4 * LAYER_BYTES, device="hpu")
+        engine = runtime_of(model)._parts.engine
+        lanes.add((engine.h2d.stream, engine.d2h.stream))
+        assert_passes_equal(model, run_resident(stack(), "hpu", batch()), batch())
+        runtime_of(model).shutdown()
+        del model, engine
+        gc.collect()
+    assert len(lanes) == 1
 
 
 def test_models_that_fit_together_are_loaded_once(crowd):

@@ -207,6 +207,41 @@ def test_memory_cached_by_the_allocator_is_free(sim, monkeypatch):
     assert device.free_bytes() == 500 + (1200 - 900)
 
 
+@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_allocator_that_is_told_to_round_more_than_is_counted_is_warned_of(
+    monkeypatch, name
+):
+    monkeypatch.setenv(name, "expandable_segments:True,roundup_power2_divisions:[>:2]")
+    device_module._warn_of_rounding.cache_clear()
+    with pytest.warns(StagehandWarning, match=f"{name} has roundup_power2"):
+        AcceleratorDevice(torch.device("cuda", 0))
+    AcceleratorDevice(torch.device("cuda", 0))  # once: another would be an error
+    monkeypatch.setenv(name, "expandable_segments:True")
+    device_module._warn_of_rounding.cache_clear()
+    AcceleratorDevice(torch.device("cuda", 0))
+
+
+@pytest.mark.parametrize(
+    ("part", "free"),
+    [(1.0, 800), (0.9, 800), (0.75, 600), (0.5, 100), (0.25, 0)],
+)
+def test_memory_beyond_the_part_that_a_process_may_have_is_not_free(
+    sim, monkeypatch, part, free
+):
+    """torch raises there, however much the device has: by default 80 % were taken."""
+    device = registering()
+    for name, value in (
+        ("get_memory_info", (500, 2000)),
+        ("memory_reserved", 1200),
+        ("memory_allocated", 900),
+    ):
+        monkeypatch.setattr(torch.accelerator, name, lambda index, v=value: v)
+    monkeypatch.setattr(
+        torch.cuda, "get_per_process_memory_fraction", {device._index: part}.get
+    )
+    assert device.free_bytes() == free
+
+
 def test_claimed_thread_works_on_the_device_that_claims_it(sim, monkeypatch):
     """Each thread begins on the first device, whichever its maker is on."""
     current = []

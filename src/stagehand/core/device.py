@@ -14,6 +14,7 @@ import sys
 import time
 import warnings
 import weakref
+from functools import cache
 from typing import Any, Protocol
 
 import torch
@@ -43,6 +44,10 @@ _SEGMENT_STEP = 2 << 20
 # It cuts smaller ones from segments: the largest tensor of each kind, and its segment.
 _SHARED_SEGMENTS = ((1 << 20, 2 << 20), (_OWN_SEGMENT, 20 << 20))
 _SMALLEST_PIECE = 512
+# Where users tell it otherwise, all read by torch itself.
+_ALLOCATOR_SETTINGS = tuple(
+    f"PYTORCH_{kind}ALLOC_CONF" for kind in ("", "CUDA_", "HIP_")
+)
 _MADV_HUGEPAGE = 14
 _MADV_WIPEONFORK = 18
 _PROT_NONE = 0
@@ -180,6 +185,8 @@ class AcceleratorDevice:
         self._index = index
         self._warned = False
         self._is_cuda = device.type == "cuda"
+        if self._is_cuda:
+            _warn_of_rounding()
 
     def __repr__(self) -> str:
         return f"AcceleratorDevice({str(self.torch_device)!r})"
@@ -309,10 +316,13 @@ class AcceleratorDevice:
         return torch.accelerator.memory_reserved(self._index)
 
     def free_bytes(self) -> int:
-        """See `Device.free_bytes`."""
-        free: int = torch.accelerator.get_memory_info(self._index)[0]
+        """See `Device.free_bytes`. Of a device a process may have a part only."""
+        free, whole = torch.accelerator.get_memory_info(self._index)
         cached = torch.accelerator.memory_reserved(self._index)
-        return free + cached - torch.accelerator.memory_allocated(self._index)
+        if self._is_cuda:
+            part = torch.cuda.get_per_process_memory_fraction(self._index)
+            free = min(free, int(part * whole) - cached)
+        return max(0, free + cached - torch.accelerator.memory_allocated(self._index))
 
     def copy(
         self, target: torch.Tensor, source: torch.Tensor, stream: Stream | None = None
@@ -339,6 +349,20 @@ class AcceleratorDevice:
     def synchronize(self) -> None:
         """See `Device.synchronize`."""
         torch.accelerator.synchronize(self._index)
+
+
+@cache
+def _warn_of_rounding() -> None:
+    """By settings that a process has from its start, torch's allocator takes more."""
+    for name in _ALLOCATOR_SETTINGS:
+        if "roundup_power2_divisions" in os.environ.get(name, ""):
+            warnings.warn(
+                f"{name} has roundup_power2_divisions: weights take up to half as much"
+                " device memory again as vram_budget counts; leave that out, or lower"
+                " vram_budget",
+                StagehandWarning,
+                stacklevel=4,
+            )
 
 
 def _bytes_of(dense: torch.Tensor) -> torch.Tensor:

@@ -57,13 +57,23 @@ class SharedDevice:
     Args:
         device: Which one.
         priority: Of the lanes' streams; lower runs first.
+        streams: To the device and from it; None makes new ones.
     """
 
-    def __init__(self, device: Device, *, priority: int = -1) -> None:
+    def __init__(
+        self,
+        device: Device,
+        *,
+        priority: int = -1,
+        streams: tuple[Stream, Stream] | None = None,
+    ) -> None:
         self.device = device
         self.ledger = Ledger(0, NO_LIMIT)
         self._pinned_caps: dict[object, int] = {}
-        self._streams = device.new_stream(priority), device.new_stream(priority)
+        self._streams = streams or (
+            device.new_stream(priority),
+            device.new_stream(priority),
+        )
         # Reentrant: a tenant that gives up memory may find that its pass was left.
         self._changed = threading.Condition(threading.RLock())
         self._seats = Seats(self.ledger.device, device.torch_device)
@@ -481,6 +491,9 @@ class SharedDevice:
 _devices: weakref.WeakValueDictionary[torch.device, SharedDevice] = (
     weakref.WeakValueDictionary()
 )
+# For good: what torch's allocator keeps of a stream's memory is for that stream alone.
+# With lanes of their own, runtimes that come one after the other would add up.
+_lanes: dict[tuple[torch.device, int], tuple[Stream, Stream]] = {}
 _devices_lock = threading.Lock()
 
 
@@ -501,6 +514,8 @@ def shared_device(device: Device, *, priority: int = -1) -> SharedDevice:
     with _devices_lock:
         shared = _devices.get(device.torch_device)
         if shared is None:
-            shared = SharedDevice(device, priority=priority)
+            kind = device.torch_device, priority
+            shared = SharedDevice(device, priority=priority, streams=_lanes.get(kind))
+            _lanes[kind] = shared._streams
             _devices[device.torch_device] = shared
         return shared
