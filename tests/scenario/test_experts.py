@@ -394,6 +394,43 @@ def test_parametrized_ones_read_all(hold):
         held.run(tokens(), torch.tensor([[1, 2]]))
 
 
+class Dense(Experts):
+    """Computes all experts, and takes what was chosen then."""
+
+    def forward(self, x: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+        return x + torch.matmul(self.up, x[0])[numbers[0]].sum()
+
+
+def test_casts_that_autocast_keeps_are_of_all(hold):
+    model = nn.ModuleList([Dense()])
+    model.forward = lambda x, one, other: model[0](model[0](x, one), other)
+    held = hold(model, experts={Dense: chosen})
+    for _ in range(3):
+        with torch.autocast("hpu", torch.bfloat16):
+            held.run(tokens(), torch.tensor([[1, 2]]), torch.tensor([[3, 4]]))
+
+
+def test_what_computes_experts_in_another_way_may_read_all(hold):
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    def dense(self, states, chosen, parts):
+        gate, up = torch.matmul(states, self.gate_up_proj.mT).chunk(2, -1)
+        out = torch.matmul(self.act_fn(gate) * up, self.down_proj.mT)
+        weight = torch.zeros(len(states), len(out), device=states.device)
+        return (weight.scatter(1, chosen, parts).mT.unsqueeze(-1) * out).sum(0)
+
+    ALL_EXPERTS_FUNCTIONS.register("dense", dense)
+    model = MODELS["qwen3"]()
+    held = hold(model, experts={})
+    for _ in range(2):
+        held.run(torch.tensor([[1]]))
+    few = held.run(torch.tensor([[1]]))
+    for network in (held.model, held.resident):
+        network.config._experts_implementation = "dense"
+    for _ in range(2):
+        assert held.run(torch.tensor([[1]])) > 3 * few
+
+
 def test_those_that_several_modules_have_read_all(hold):
     model = Chosen()
     model.experts[1].up = model.experts[0].up
