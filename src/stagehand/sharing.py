@@ -39,7 +39,7 @@ class Sharing:
 
     @contextmanager
     def keep_resident(
-        self, target: nn.Module | Sharing | None = None
+        self, model_or_runtime: nn.Module | Sharing | None = None
     ) -> Iterator[None]:
         """Let no other model take device memory of this one inside the `with`.
 
@@ -47,12 +47,12 @@ class Sharing:
         far as every other model can still run. Nests, and ends with an exception, too.
 
         Args:
-            target: Whose blocks stay; this runtime's own by default.
+            model_or_runtime: Whose blocks stay; this runtime's own by default.
 
         Raises:
             ConfigError: If it does not share this runtime's device memory.
         """
-        kept = self._neighbour(target)
+        kept = self._neighbour(model_or_runtime)
         if not kept.block_ids:
             _logger.warning("%s has no blocks to keep resident", kept._tenancy.name)
         shared, number = self._tenancy.shared, kept._tenancy.number
@@ -64,7 +64,7 @@ class Sharing:
 
     def reserve_for_resident(
         self,
-        target: nn.Module | Sharing | None = None,
+        model_or_runtime: nn.Module | Sharing | None = None,
         priority: ResidentPriority = ResidentPriority.PRIMARY,
     ) -> int:
         """Reserve device memory for one model until `release_reservation()`.
@@ -75,7 +75,7 @@ class Sharing:
         second call replaces the first.
 
         Args:
-            target: For which; this runtime's own by default.
+            model_or_runtime: For which; this runtime's own by default.
             priority: PRIMARY is never evicted, SECONDARY only if another model's load
                 could not be met otherwise.
 
@@ -93,21 +93,23 @@ class Sharing:
                 f"priority is {priority!r}: expected ResidentPriority.PRIMARY or"
                 " SECONDARY"
             )
-        number = self._neighbour(target)._tenancy.number
+        number = self._neighbour(model_or_runtime)._tenancy.number
         return self._tenancy.shared.reserve(number, priority)
 
-    def release_reservation(self, target: nn.Module | Sharing | None = None) -> None:
+    def release_reservation(
+        self, model_or_runtime: nn.Module | Sharing | None = None
+    ) -> None:
         """End what `reserve_for_resident` began; without it nothing happens.
 
         Args:
-            target: Whose; this runtime's own by default.
+            model_or_runtime: Whose; this runtime's own by default.
         """
-        held = self._found(target)
+        held = self._found(model_or_runtime)
         if held is not None and held._tenancy.shared is self._tenancy.shared:
             self._tenancy.shared.release(held._tenancy.number)
 
     @contextmanager
-    def as_guest(self, target: nn.Module | Sharing) -> Iterator[None]:
+    def as_guest(self, model_or_runtime: nn.Module | Sharing) -> Iterator[None]:
         """Let another model use only device memory that nobody has reserved or keeps.
 
         At the end of the `with` all of it leaves the device; its next pass brings it
@@ -115,7 +117,7 @@ class Sharing:
         the `with`, where the optimizer's state lies beside its parameters.
 
         Args:
-            target: The guest.
+            model_or_runtime: The guest.
 
         Raises:
             StagehandOOMError: If that is less than it needs to run; it names the
@@ -123,7 +125,7 @@ class Sharing:
             ConfigError: If it has a reservation, is this runtime itself, or does not
                 share its device memory.
         """
-        guest = self._neighbour(target)
+        guest = self._neighbour(model_or_runtime)
         if guest is self:
             raise ConfigError(
                 f"{self._tenancy.name} cannot be its own guest: name another model"

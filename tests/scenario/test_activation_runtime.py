@@ -26,6 +26,7 @@ from stagehand.activations.spill import Spill
 from stagehand.activations.within import Activations
 from stagehand.conductor.adapters import Conducted
 from stagehand.core.arena import live_leases
+from stagehand.core.limits import Limits
 from stagehand.units import MIB
 
 # As the first release's documentation has it.
@@ -507,6 +508,21 @@ def test_it_offers_what_a_conductor_needs(make):
     assert isinstance(runtime, Conducted)
     assert runtime.snapshot()["budget_bytes"] == BUDGET
     assert runtime.kind == "activation_stagehand"
+
+
+def test_it_tells_a_conductor_how_many_copies_its_own_settings_and_limits_allow(make):
+    def told():
+        found = runtime.snapshot()
+        return found["max_d2h"], found["max_h2d"]
+
+    runtime = make(max_inflight_d2h=1, max_inflight_h2d=3)
+    assert told() == (1, 3)
+    runtime.bounds.post("me", Limits(inflight_d2h=2, inflight_h2d=2))
+    assert told() == (1, 2)
+    runtime = make()
+    assert told() == (None, None)
+    runtime.bounds.post("me", Limits(inflight_h2d=2))
+    assert told() == (None, 2)
 
 
 def test_conductor_limits_it_by_phase(make):

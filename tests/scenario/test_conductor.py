@@ -726,6 +726,22 @@ def test_reservations_for_a_phase_end_with_it(conduct):
     assert held.held_bytes == 1
 
 
+def test_a_reservation_that_is_made_between_steps_lasts_until_its_phase_ends(conduct):
+    """Memory for the next forward is booked before its step begins."""
+    conductor = conduct(vram_hard_cap_mb=1)
+    held = conductor.budget.ledger.device
+    for _ in range(2):
+        conductor.budget.reserve(100, "a", until=Phase.FORWARD)
+        conductor.budget.reserve(10, "b", until=Phase.STEP_END)
+        conductor.begin_step()
+        conductor.enter_forward()
+        assert held.held_bytes == 110
+        conductor.enter_backward()
+        assert held.held_bytes == 10
+        conductor.end_step()
+        assert held.held_bytes == 0
+
+
 def test_caps_are_those_of_the_configuration(conduct):
     conductor = conduct(vram_soft_cap_mb=2, vram_hard_cap_mb=3, pinned_cap_mb=1)
     reserve = conductor.budget.reserve

@@ -91,6 +91,27 @@ def assert_whole(streamer: LayerStreamer, place: str, count: int = 2) -> None:
 
 @places
 @depths
+def test_weights_that_are_kept_from_a_pass_that_failed_stay_what_they_are(
+    sim, stream, place, depths
+):
+    streamer = stream(place, **depths)
+    kept = {}
+
+    def fails(x, weights, layer):
+        if layer == 3:
+            kept.update(weights)
+            raise KeyError(layer)
+        return layer_fn(x, weights, layer)
+
+    with pytest.raises(KeyError):
+        streamer.run_pass(inputs(place), fails)
+    for _ in passes(streamer, place, 2):
+        for key in KEYS:
+            assert torch.equal(kept[key].cpu(), WEIGHTS[f"{PREFIX}3.{key}"])
+
+
+@places
+@depths
 @pytest.mark.parametrize("layer", [0, 3, LAYERS - 1])
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 def test_exception_in_layer_fn_reaches_the_caller_as_it_is(

@@ -481,6 +481,20 @@ def test_keeping_a_model_without_blocks_warns_and_does_nothing(sim, caplog):
     runtime_of(model).shutdown()
 
 
+def test_whose_blocks_are_held_may_be_said_by_the_name_that_users_know(crowd):
+    some = crowd("hpu", [3, 9])
+    named = {"model_or_runtime": some.models[0]}
+    first, second = some.runtimes
+    with second.keep_resident(**named):
+        assert first._tenancy.why == "kept resident"
+    priority = stagehand.ResidentPriority.PRIMARY
+    assert second.reserve_for_resident(**named, priority=priority) > 0
+    second.release_reservation(**named)
+    with second.as_guest(**named):
+        some.run(0)
+    assert first._parts.weights.held_bytes == 0
+
+
 def test_a_model_may_be_shut_down_while_it_is_kept_or_a_guest(crowd):
     some = crowd("hpu", [3, 3, 9])
     one, other, third = some.runtimes

@@ -56,17 +56,17 @@ class User:
     def hold(self, mine, other, depth):
         host = self.some.runtimes[mine]
         hold = self.random.choice([host.keep_resident, host.as_guest])
-        with hold(target=self.some.models[other]):
+        with hold(self.some.models[other]):
             self.wish(depth)
             self.wish(depth)
 
     def reserve(self, mine, other, _):
         priority = self.random.choice(list(stagehand.ResidentPriority))
         reserve = self.some.runtimes[mine].reserve_for_resident
-        reserve(target=self.some.models[other], priority=priority)
+        reserve(self.some.models[other], priority=priority)
 
     def release(self, mine, other, _):
-        self.some.runtimes[mine].release_reservation(target=self.some.models[other])
+        self.some.runtimes[mine].release_reservation(self.some.models[other])
 
     def save(self, mine, *_):
         assert self.some.models[mine].state_dict()

@@ -188,6 +188,27 @@ def test_view_that_somebody_keeps_from_backward_keeps_its_memory(sim, monkeypatc
     runtime_of(model).shutdown()
 
 
+@pytest.mark.parametrize("slots", [2, 3, 5])
+def test_view_of_a_trained_weight_that_somebody_keeps_keeps_its_values(sim, slots):
+    """When backward has ended its slot is empty: an optimizer may step the weight."""
+    model = stack()
+    kept = []
+
+    def keep(module, *_):
+        view = module.weight.detach()
+        kept.append((view, view.clone()))
+
+    for block in model:
+        block[0].register_forward_hook(keep)
+    stagehand.layer(model, vram_budget=slots * LAYER_BYTES)
+    for _ in range(4):
+        model(batch().to("hpu")).sum().backward()
+    for view, values in kept:
+        assert torch.equal(view, values)
+    kept.clear()
+    runtime_of(model).shutdown()
+
+
 def test_memory_that_was_a_weights_is_saved_as_what_it_is_then(sim, monkeypatch):
     """It lies where the weight did, and is like it; the weight is in the slot again."""
     model = stack().requires_grad_(False)

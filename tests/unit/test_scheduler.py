@@ -558,6 +558,31 @@ def test_tensor_assigned_on_one_stream_and_taken_in_on_another_is_no_race(sim):
     rig.close()
 
 
+@pytest.mark.parametrize("how", ["joined", "at hand"])
+def test_block_that_is_here_may_be_read_on_another_stream(sim, how):
+    """As autograd does, and a module that looks up rows of it: that stream waits."""
+    rig = Rig(simulated(), [(30,)] * 3)
+    block, scheduler = rig.blocks[1], rig.scheduler
+    rig.begin_pass()
+    scheduler.fetch(block)
+    if how == "joined":
+        scheduler.release_fetched()
+    with rig.device.on(rig.device.new_stream()):
+        if how == "joined":
+            scheduler.join(block)
+        else:
+            assert scheduler.is_at_hand(block)
+        seen = block.tensors[0] + 1
+    if how == "joined":
+        scheduler.after(block)
+    else:
+        scheduler.release_fetched()
+    rig.end_pass()
+    rig.device.synchronize()
+    assert torch.equal(seen.cpu(), values(block)[0] + 1)
+    rig.close()
+
+
 @pytest.mark.parametrize("ends_apart", [False, True])
 def test_slot_that_stays_is_given_up_behind_all_that_its_passes_read(sim, ends_apart):
     """Of what is read without a use only the end of the pass tells, on its stream."""

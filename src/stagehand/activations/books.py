@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from stagehand.core.device import Device
     from stagehand.core.ledger import Watermarks
 
-__all__ = ["Books", "Tally", "smaller"]
+__all__ = ["Books", "Tally"]
 
 _BUNDLE_BYTES = 4 << 20  # copies of less cost more than they move
 
@@ -105,6 +105,16 @@ class Books:
         self._unpruned = 0
         self._is_skipped = False
 
+    @property
+    def most_leaving(self) -> int | None:
+        """Bundles on their way to the host before planned ones wait."""
+        return _smaller(self._inflight_d2h, self.bounds.current.inflight_d2h)
+
+    @property
+    def most_coming(self) -> int | None:
+        """Bundles on their way back before those not yet needed wait."""
+        return _smaller(self._inflight_h2d, self.bounds.current.inflight_h2d)
+
     def _note_peak(self) -> None:
         """Note what is held, which is less than is counted, as the most so far."""
         self.peak_bytes = max(self.peak_bytes, self.held_bytes)
@@ -123,6 +133,6 @@ class Books:
         return held
 
 
-def smaller(config_value: int | None, limit: int | None) -> int | None:
+def _smaller(config_value: int | None, limit: int | None) -> int | None:
     """Return the smaller of a setting and a limit, where None is neither."""
     return limit if config_value is None else effective(config_value, limit)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from typing import TYPE_CHECKING
 
-from stagehand.activations.books import Books, smaller
+from stagehand.activations.books import Books
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -37,8 +37,7 @@ class Returning(Books):
             self._note_peak()
 
     def _may_fetch(self) -> bool:
-        limits = self.bounds.current
-        most = smaller(self._inflight_h2d, limits.inflight_h2d)
+        limits, most = self.bounds.current, self.most_coming
         if most == 0 or limits.suppress_speculative or not self._carrier.may_fetch:
             return False
         return most is None or sum(1 for _ in self._coming()) < most

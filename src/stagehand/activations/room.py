@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from typing import TYPE_CHECKING
 
-from stagehand.activations.books import smaller
 from stagehand.activations.carrier import Leaving
 from stagehand.activations.pieces import NOTHING, Allowance, Bundle, Piece, Scope
 from stagehand.activations.returning import Returning
@@ -114,7 +113,7 @@ class Room(Returning):
             self._send(bundle, scope)
 
     def _may_send(self) -> bool:
-        most = smaller(self._inflight_d2h, self.bounds.current.inflight_d2h)
+        most = self.most_leaving
         if most is not None and len(self._leaving) >= most:
             return False
         return self._carrier.may_send()

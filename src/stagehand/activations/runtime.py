@@ -271,8 +271,8 @@ class ActivationRuntime:
             "held_bytes": spill.held_bytes,
             "budget_bytes": spill.budget_bytes,
             "pinned_bytes": arena.account.held_bytes,
-            "max_d2h": spill.bounds.current.inflight_d2h,
-            "max_h2d": spill.bounds.current.inflight_h2d,
+            "max_d2h": spill.most_leaving,
+            "max_h2d": spill.most_coming,
         }
 
     # The end

@@ -62,7 +62,8 @@ class Budget:
             kind: "device" or "pinned" memory.
             mode: How the request is answered.
             priority: How urgent it is.
-            until: The phase with whose end the grant ends.
+            until: The phase with whose end the grant ends, or else with that of the
+                step: of the next one, if none is open.
             recall: Called when somebody more urgent needs the bytes.
 
         Raises:

@@ -290,8 +290,8 @@ class Parts:
         if timed is not None:
             spent = self._durations.get(timed, 0.0) + now - self._entered
             self._durations[timed] = spent
-        if phase is not self._left:
-            self.ledger.end_phase(self._left)
+        if phase is not self._left and self._left is not Phase.STEP_END:
+            self.ledger.end_phase(self._left)  # a step's end has ended all of the step
         self._entered, self._left = now, phase
         if self.recorder.traces:
             self._trace("phase", phase=phase.name)

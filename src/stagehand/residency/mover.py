@@ -170,9 +170,13 @@ class Mover:
                 block.state = _GPU_READY  # its slot still has its bytes
             raise
         self._counters.evictions += 1
+        self.leave_to_holders(slot)
+        return True
+
+    def leave_to_holders(self, slot: Slot) -> None:
+        """Leave an empty slot's memory to who still refers to it, if anybody does."""
         if use_count_of(slot.storage_key) > slot.alone:
             self._memory.abandon(slot)
-        return True
 
     def _leave(
         self,
