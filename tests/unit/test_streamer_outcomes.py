@@ -114,6 +114,15 @@ def test_file_that_is_written_whole_is_left_as_it_was_by_a_full_disk(path):
     assert list(path.parent.iterdir()) == [path]
 
 
+@pytest.mark.parametrize("name", ["a\0b", "x" * 240, "x" * 5000])
+def test_file_whose_name_no_system_takes_is_an_error_of_ours(tmp_path, name):
+    with pytest.raises(ConfigError, match=r"config_file .*cannot be written"):
+        write_whole(tmp_path / name, "text", "config_file")
+    with pytest.raises(ConfigError, match=r"results_file .*cannot be (read|written)"):
+        OutcomeFile(tmp_path / name, SEARCH).read()
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_two_who_write_one_file_at_once_write_it_whole(path, monkeypatch):
     """They may be threads, or processes of one number in two containers."""
     write = Path.write_text

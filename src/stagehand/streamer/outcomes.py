@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -120,10 +121,11 @@ def write_whole(path: Path, text: str, what: str) -> None:
     try:
         unfinished.write_text(text)
         unfinished.replace(path)
-    except OSError as error:
+    except (OSError, ValueError) as error:  # such as a NUL in its name
         raise ConfigError(f"{what} {str(path)!r} cannot be written: {error}") from error
     finally:
-        unfinished.unlink(missing_ok=True)
+        with contextlib.suppress(OSError, ValueError):
+            unfinished.unlink(missing_ok=True)
 
 
 def _whole_lines(text: str) -> list[dict[str, Any]]:
