@@ -3,6 +3,7 @@
 import contextlib
 import json
 import resource
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -57,6 +58,29 @@ def test_another_file_is_refused(path, text):
     path.write_text(json.dumps({"search": 0}) + "\n" + text)
     with pytest.raises(ConfigError, match=r"another search|not one of ours"):
         OutcomeFile(path, SEARCH).read()
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *(("seconds", "0.5"), ("passes", "x"), ("passes", True), ("status", 5)),
+        *(("config", None), ("runs", ["a"]), ("runs", "ab"), ("reason", [])),
+    ],
+)
+def test_value_of_another_type_is_refused(path, field, value):
+    filled(path)
+    with path.open("a") as file:
+        file.write(json.dumps({**asdict(ONE), field: value}))
+        file.write("\n")
+    with pytest.raises(ConfigError, match=f"is not one of ours .{field} is"):
+        OutcomeFile(path, SEARCH).read()
+
+
+def test_line_that_is_nested_too_deeply_is_no_line(path):
+    filled(path)
+    with path.open("a") as file:
+        file.write(f'{{"config": {"[" * 100_000}\n')
+    assert OutcomeFile(path, SEARCH).read() == [ONE, OTHER]
 
 
 def test_line_of_another_kind_is_refused(path):
