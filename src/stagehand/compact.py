@@ -17,7 +17,7 @@ from stagehand.stores.checkpoint import key_of
 from stagehand.stores.compact_wires import packed_wire, quantized_wire
 from stagehand.stores.files import FileSet
 from stagehand.stores.packed_files import PackedWeight, packed_name, packed_weights
-from stagehand.stores.squareq import QuantizedWeight, SquareQ, manifest_of
+from stagehand.stores.squareq import QuantizedWeight, SquareQ, has_manifest
 from stagehand.stores.wired import WiredStore, origin_of
 
 if TYPE_CHECKING:
@@ -130,7 +130,7 @@ def refuse_quantized(checkpoint: Checkpoint) -> None:
 
 def _quantized_file(checkpoint: Checkpoint) -> Path | None:
     file = next(iter(checkpoint.files), None)
-    if file is not None and len(checkpoint.files) == 1 and manifest_of(file).exists():
+    if file is not None and len(checkpoint.files) == 1 and has_manifest(file):
         return file
     return None
 

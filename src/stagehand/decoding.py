@@ -72,7 +72,7 @@ def scratch_folder(nbytes: int, scratch_dir: str | Path | None) -> Path:
     try:
         where = None if scratch_dir is None else Path(scratch_dir).absolute()
         return Path(tempfile.mkdtemp(prefix="stagehand-", dir=where))
-    except OSError as error:
+    except (OSError, ValueError) as error:  # such as a NUL in its name
         raise ConfigError(
             f"scratch_dir is '{scratch_dir}': expected a directory that can be written"
             f" to ({error})"

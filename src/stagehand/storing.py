@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,7 +16,7 @@ from stagehand.stores.checkpoint import Checkpoint, KeyMap, key_of
 from stagehand.stores.squareq import SquareQ
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from torch import nn
 
@@ -88,15 +89,17 @@ class Storing:
         opened = directory
         if isinstance(opened, Checkpoint):
             refuse_quantized(opened)
-            opened = expand(opened, lambda n: self._scratch(n, scratch_dir)) or opened
-        compact = opened if isinstance(opened, Compact) else None
-        plain = opened.plain if isinstance(opened, Compact) else opened
-        try:
-            files, count = back_by_files(self._parts, model, plain, key_map)
-        except BaseException:
-            if compact is not None:
-                compact.files.close()
-            raise
+        with self._scratch(scratch_dir) as folder_for:
+            if isinstance(opened, Checkpoint):
+                opened = expand(opened, folder_for) or opened
+            compact = opened if isinstance(opened, Compact) else None
+            plain = opened.plain if isinstance(opened, Compact) else opened
+            try:
+                files, count = back_by_files(self._parts, model, plain, key_map)
+            except BaseException:
+                if compact is not None:
+                    compact.files.close()
+                raise
         if compact is not None:
             self._compact_files.add(compact.files)
         if self._files is not None:
@@ -145,14 +148,15 @@ class Storing:
         self.park()
         slab = SquareQ.open(path, manifest)
         try:
-            files, count = quantized_model(
-                self._parts,
-                self._wires,
-                model,
-                slab,
-                lambda name: key_of(name, key_map),
-                lambda nbytes: self._scratch(nbytes, scratch_dir),
-            )
+            with self._scratch(scratch_dir) as folder_for:
+                files, count = quantized_model(
+                    self._parts,
+                    self._wires,
+                    model,
+                    slab,
+                    lambda name: key_of(name, key_map),
+                    folder_for,
+                )
         except BaseException:
             slab.files.close()
             raise
@@ -160,10 +164,24 @@ class Storing:
         self._place_between_passes()
         return count
 
-    def _scratch(self, nbytes: int, scratch_dir: str | Path | None) -> Path:
-        """Make a folder that goes at the shutdown, or with the model."""
-        folder = scratch_folder(nbytes, scratch_dir)
-        model = self._check_open()
-        remove = weakref.finalize(model, removal_of([folder]))
+    @contextmanager
+    def _scratch(
+        self, scratch_dir: str | Path | None
+    ) -> Iterator[Callable[[int], Path]]:
+        """Lend what makes folders for so many bytes.
+
+        They go at the shutdown, or with the model; at once if what they are for fails.
+        """
+        folders: list[Path] = []
+        remove = weakref.finalize(self._check_open(), removal_of(folders))
+
+        def folder_for(nbytes: int) -> Path:
+            folders.append(scratch_folder(nbytes, scratch_dir))
+            return folders[-1]
+
+        try:
+            yield folder_for
+        except BaseException:
+            remove()
+            raise
         self.at_shutdown(lambda _: remove())
-        return folder

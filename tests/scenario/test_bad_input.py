@@ -32,6 +32,8 @@ from scenario.small import (
     stack,
     values,
 )
+from stagehand import LayerStreamer
+from stagehand.decoding import scratch_folder
 from stagehand.errors import (
     CheckpointError,
     ConfigError,
@@ -320,6 +322,34 @@ def test_path_that_no_system_takes_is_named(name):
         stagehand.load(stack, name, device="cpu")
     with pytest.raises(ConfigError, match="is no model directory"):
         stagehand.load(name, device="cpu")
+    with pytest.raises(ReadError, match="cannot be read"):
+        SquareQ.open(name)
+    with pytest.raises(ConfigError, match=r"scratch_dir .* can be written to"):
+        scratch_folder(1, name)
+
+
+def test_file_with_the_longest_name_there_is_can_be_opened(place, folder):
+    """A manifest beside it would have a longer one, which the system takes for none."""
+    long = folder / "a" / f"{'m' * 243}.safetensors"
+    long.parent.mkdir()
+    save_file(stack().state_dict(), long)
+    expected = run_resident(stack(), place, batch())
+    for path in (long, long.parent):
+        model = stagehand.load(stack, path, vram_budget=4 * LAYER_BYTES, device=place)
+        assert_passes_equal(model, expected, batch())
+        runtime_of(model).shutdown()
+    options = {"layer_prefix": "", "device": place}
+    LayerStreamer.from_pretrained(long, **options).close()
+
+
+def test_name_with_thousands_of_digits_is_that_of_no_packed_tensor(place, folder):
+    """Python does not read such a number, nor is it any tensor's size."""
+    odd = f"a.packed.bfloat16.{'9' * 5000}"
+    save_file({**stack().state_dict(), odd: torch.ones(3)}, folder / "it.safetensors")
+    file = folder / "it.safetensors"
+    model = stagehand.load(stack, file, vram_budget=4 * LAYER_BYTES, device=place)
+    assert_passes_equal(model, run_resident(stack(), place, batch()), batch())
+    runtime_of(model).shutdown()
 
 
 def test_file_name_in_an_index_that_no_system_takes_is_an_error(folder):

@@ -20,6 +20,7 @@ from stagehand.errors import (
     CheckpointError,
     ConfigError,
     ManifestError,
+    MissingTensorError,
     ShardChangedError,
     StagehandOOMError,
     StagehandWarning,
@@ -669,6 +670,33 @@ def test_scratch_directory_without_room_is_an_error_and_left_empty(
     for form in ("packed", "quantized"):
         with pytest.raises(CheckpointError, match=r"1\.00 KB free"):
             load(files, form, "hpu", scratch_dir=scratch)
+    assert list(scratch.iterdir()) == []
+
+
+def test_scratch_directory_is_empty_after_a_conversion_that_failed(
+    opened, files, sim, tmp_path, monkeypatch
+):
+    """What had been decoded stayed on disk until the shutdown."""
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    model = Net(depth=5).bfloat16().requires_grad_(False)
+    opened(model)
+    stagehand.layer(model, vram_budget=BUDGET)
+    runtime = runtime_of(model)
+    with pytest.raises(MissingTensorError, match=r"layers\.4\."):
+        runtime.convert_registry_to_file_backed_sharded(
+            files / "packed", scratch_dir=scratch
+        )
+    assert list(scratch.iterdir()) == []
+    usage = shutil.disk_usage(scratch)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
+    model = net()
+    opened(model)
+    stagehand.layer(model, vram_budget=BUDGET)
+    with pytest.raises(CheckpointError, match=r"1\.00 KB free"):
+        runtime_of(model).convert_registry_to_squareq_backed(
+            files / "quantized", scratch_dir=scratch
+        )
     assert list(scratch.iterdir()) == []
 
 

@@ -37,6 +37,7 @@ from stagehand.errors import (
     TensorMismatchError,
     TruncatedShardError,
 )
+from stagehand.streamer import pipeline
 from stagehand.streamer.images import LayerImage
 
 DEPTHS = {
@@ -556,3 +557,28 @@ def test_device_without_room_says_so_and_the_streamer_works_when_there_is(sim, s
         streamer.run_pass(0, lambda x, weights, layer: x)
     sim.configure()
     assert_whole(streamer, "hpu")
+
+
+@pytest.mark.parametrize("place", ["hpu", "cpu"])
+def test_host_without_memory_to_read_ahead_says_so_and_works_when_there_is(
+    stream, place, monkeypatch
+):
+    """What had been made by then stayed taken: the next pass waited for it for ever."""
+    left = 2
+
+    def scarce(nbytes):
+        nonlocal left
+        if not left:
+            raise MemoryError(f"{nbytes} bytes")
+        left -= 1
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    monkeypatch.setattr(pipeline, "host_memory", scarce)
+    streamer = stream(place, n_gpu=1, n_cpu_pinned=2, n_cpu=3)
+    for _ in range(2):
+        with pytest.raises(MemoryError), torch.no_grad():
+            streamer.run_pass(0, lambda x, weights, layer: x)
+        assert live_leases() == 0
+        left = 1
+    left = 100
+    assert_whole(streamer, place)

@@ -838,9 +838,13 @@ def test_model_that_cannot_be_built_is_refused(changes, problem, tmp_path):
         ({"config.json": "null"}, r"config\.json' .*a JSON object, found a NoneType"),
         ({"config.json": '["model_type"]'}, r"a JSON object, found a list"),
         ({"config.json": "{}"}, r"does not say what the model is"),
+        (
+            {"config.json": '{"model_type": "bert", "hidden_size": "wide"}'},
+            r"the configuration in .* is not usable: .*'hidden_size'",
+        ),
         ({"model_index.json": "{}"}, r"this is a pipeline"),
     ],
-    ids=["empty", "broken", "deep", "null", "list", "silent", "pipeline"],
+    ids=["empty", "broken", "deep", "null", "list", "silent", "mistyped", "pipeline"],
 )
 def test_directory_without_a_model_is_refused(files, problem, tmp_path):
     for name, text in files.items():

@@ -277,6 +277,18 @@ def test_element_type_that_torch_lacks_raises_only_when_asked_for(tmp_path):
         checkpoint.match({"w": (torch.float32, (4,))}, {"w": "a"})
 
 
+@pytest.mark.parametrize("sizes", [[0, 1 << 63], [0, 1 << 62, 4], [1 << 62, 0, 4]])
+def test_sizes_that_torch_cannot_count_raise_only_when_asked_for(tmp_path, sizes):
+    """Of a tensor without elements a file may say any."""
+    header = {"a": span("F32", sizes, 0, 0), "b": F32}
+    checkpoint = Checkpoint.open(raw_file(tmp_path / "a", header, bytes(8)))
+    assert checkpoint["b"].nbytes == 8
+    with pytest.raises(
+        TensorMismatchError, match=r"'a' in .* F32 \[.*sizes that torch"
+    ):
+        checkpoint["a"]
+
+
 def test_odd_row_of_4_bit_elements_has_no_torch_form(tmp_path):
     path = raw_file(tmp_path / "a", {"a": span("F4", [2, 3], 0, 3)}, bytes(3))
     with pytest.raises(TensorMismatchError, match="F4"):

@@ -283,6 +283,29 @@ def short_of_a_record(path):
     rewritten(path, lambda name, it: it[:-2] if name.endswith("data/0") else it)
 
 
+def with_steps_beyond_64_bits(path):
+    torch.save({"a.weight": torch.ones(3, 3)[:, :2]}, path)
+    steps, huge = b"K\x03K\x01\x86", b"\x8a\x08" + (1 << 62).to_bytes(8, "little")
+    with zipfile.ZipFile(path) as archive:
+        held = {name: archive.read(name) for name in archive.namelist()}
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, content in held.items():
+            if "/." not in name:  # what says that records are where torch puts them
+                archive.writestr(name, content.replace(steps, huge + steps[2:]))
+
+
+def under_the_name_of_metadata(path):
+    torch.save({"__metadata__": torch.ones(3)}, path)
+
+
+def under_half_a_letter(path):
+    torch.save({"\ud800": torch.ones(3)}, path)
+
+
+def of_a_type_that_no_file_holds(path):
+    torch.save({"a.weight": torch.ones(3, dtype=torch.complex128)}, path)
+
+
 def in_the_old_format(path):
     torch.save(tensors(), path, _use_new_zipfile_serialization=False)
 
@@ -319,6 +342,10 @@ REFUSED_BY_TORCH = "expected dense tensors .* its data is not allocated"
         (with_a_sparse_tensor, REFUSED_BY_TORCH if WANTS_VALUES else SPARSE),
         (with_a_conjugate, "'a.weight' .* not marked as conj.*complex64"),
         (on_meta, "'a.weight' .* a dense one with values"),
+        (with_steps_beyond_64_bits, "'a.weight' .* a record of 36"),
+        (under_the_name_of_metadata, "'__metadata__' .* rename it"),
+        (under_half_a_letter, r"'\\ud800' .* rename it"),
+        (of_a_type_that_no_file_holds, "'a.weight' .*complex128: convert"),
     ],
 )
 def test_torch_save_that_would_be_misread_is_refused(tmp_path, spoil, found):
@@ -638,6 +665,52 @@ def test_packed_folder_keeps_no_manifest_of_what_was_there_before(source, tmp_pa
     written = convert_to_packed(source, tmp_path / "target")
     assert not list((tmp_path / "target").glob("*.manifest.json"))
     assert decoded(written.path)[1] == written.smaller
+
+
+@pytest.mark.parametrize("convert", CONVERSIONS)
+def test_file_of_before_that_cannot_be_removed_is_named(
+    source, tmp_path, monkeypatch, convert
+):
+    target = tmp_path / "target"
+    target.mkdir()
+    stale = target / "model-00001-of-00002.safetensors"
+    stale.write_bytes(b"old")
+    unlink = Path.unlink
+
+    def refuse(path, missing_ok=False):
+        if path == stale:
+            raise PermissionError(13, "Permission denied", str(path))
+        unlink(path, missing_ok=missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    message = re.escape(str(stale)) + ".* cannot be removed .*Permission denied"
+    with pytest.raises(CheckpointError, match=message):
+        convert(source, target)
+    assert len(Checkpoint.open(target / "model.safetensors")) >= len(tensors())
+
+
+@pytest.mark.parametrize("length", [255, 240])
+@pytest.mark.parametrize("convert", CONVERSIONS)
+def test_name_too_long_to_write_under_another_one_is_an_error_of_ours(
+    source, tmp_path, convert, length
+):
+    path = source / f"{'m' * (length - 12)}.safetensors"
+    (source / "model.safetensors").rename(path)
+    with pytest.raises(CheckpointError, match=r"safetensors cannot be written .*long"):
+        convert(path, tmp_path / "target")
+    assert not (tmp_path / "target").exists()
+
+
+@pytest.mark.parametrize("name", ["a\0b", "x" * 5000])
+@pytest.mark.parametrize("convert", CONVERSIONS)
+def test_path_that_no_system_takes_is_named(source, tmp_path, convert, name):
+    with pytest.raises(
+        CheckpointError, match="cannot be written to: expected a folder"
+    ):
+        convert(source, name)
+    with pytest.raises(ReadError, match="cannot be read"):
+        convert(name, tmp_path / "target")
+    assert not (tmp_path / "target").exists()
 
 
 @pytest.mark.parametrize("convert", CONVERSIONS)

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import resource
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -59,6 +60,29 @@ def test_another_file_is_refused(path, text):
         OutcomeFile(path, SEARCH).read()
 
 
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *(("seconds", "0.5"), ("passes", "x"), ("passes", True), ("status", 5)),
+        *(("config", None), ("runs", ["a"]), ("runs", "ab"), ("reason", [])),
+    ],
+)
+def test_value_of_another_type_is_refused(path, field, value):
+    filled(path)
+    with path.open("a") as file:
+        file.write(json.dumps({**asdict(ONE), field: value}))
+        file.write("\n")
+    with pytest.raises(ConfigError, match=f"is not one of ours .{field} is"):
+        OutcomeFile(path, SEARCH).read()
+
+
+def test_line_that_is_nested_too_deeply_is_no_line(path):
+    filled(path)
+    with path.open("a") as file:
+        file.write(f'{{"config": {"[" * 100_000}\n')
+    assert OutcomeFile(path, SEARCH).read() == [ONE, OTHER]
+
+
 def test_line_of_another_kind_is_refused(path):
     filled(path)
     with path.open("a") as file:
@@ -112,6 +136,15 @@ def test_file_that_is_written_whole_is_left_as_it_was_by_a_full_disk(path):
     assert isinstance(caught.value.__cause__, OSError)
     assert path.read_text() == "first"
     assert list(path.parent.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("name", ["a\0b", "x" * 240, "x" * 5000])
+def test_file_whose_name_no_system_takes_is_an_error_of_ours(tmp_path, name):
+    with pytest.raises(ConfigError, match=r"config_file .*cannot be written"):
+        write_whole(tmp_path / name, "text", "config_file")
+    with pytest.raises(ConfigError, match=r"results_file .*cannot be (read|written)"):
+        OutcomeFile(tmp_path / name, SEARCH).read()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_two_who_write_one_file_at_once_write_it_whole(path, monkeypatch):

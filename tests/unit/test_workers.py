@@ -87,11 +87,15 @@ def test_each_thread_begins_once_before_its_first_job():
     assert len(seen) == 2
 
 
-def test_jobs_are_done_by_a_thread_that_cannot_begin_as_it_should():
+@pytest.mark.parametrize(
+    "error",
+    [RuntimeError("cannot be used in a forked process"), MemoryError("std::bad_alloc")],
+)
+def test_jobs_are_done_by_a_thread_that_cannot_begin_as_it_should(error):
     """As in a forked process, where CUDA cannot be used: jobs may need no device."""
 
     def refuse():
-        raise RuntimeError("cannot be used in a forked process")
+        raise error
 
     group = WorkerGroup("reader", 1, refuse)
     assert group.submit(int, "7").result(PATIENCE) == 7

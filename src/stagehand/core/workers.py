@@ -216,7 +216,9 @@ def _work(
     begin: Callable[[], object] | None,
 ) -> None:
     """A thread's life. It holds no group, so that one can be forgotten."""
-    with suppress(RuntimeError):  # in a forked process; what needs a device says so
+    # In a forked process, or without memory; what needs a device says so. A thread that
+    # ended here would keep its jobs waiting.
+    with suppress(RuntimeError, MemoryError):
         if begin is not None:
             begin()
     while (work := queue.get()) is not None:

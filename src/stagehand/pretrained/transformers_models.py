@@ -26,15 +26,19 @@ def read_config(directory: Path) -> Any:
         ConfigError: If it is of no kind that the library knows.
     """
     import transformers
+    from huggingface_hub import errors
 
+    # Values of other types than the fields'; not each version of it has that.
+    refused = getattr(errors, "StrictDataclassError", ValueError)
     try:
         # Asked nothing about code in the directory, it would ask on the terminal.
         return transformers.AutoConfig.from_pretrained(
             directory, local_files_only=True, trust_remote_code=False
         )
-    except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OSError, refused) as error:
         raise ConfigError(
-            f"the configuration in '{directory}' is not usable: {error}"
+            f"the configuration in '{directory}' is not usable:"
+            f" {' '.join(str(error).split())}"
         ) from error
 
 

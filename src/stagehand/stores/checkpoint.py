@@ -96,8 +96,8 @@ class Extent:
 class Checkpoint(Mapping[str, Extent]):
     """The tensors of one safetensors file, or of a directory of them, by name.
 
-    Holds no tensor and keeps no file open. A tensor whose element type torch lacks is
-    listed, and raises only when it is asked for.
+    Holds no tensor and keeps no file open. A tensor such as torch lacks, for its
+    element type or its sizes, is listed, and raises only when it is asked for.
 
     Example:
         checkpoint = Checkpoint.open("path/to/model")
@@ -166,13 +166,13 @@ class Checkpoint(Mapping[str, Extent]):
 
         Raises:
             KeyError: If no file has it.
-            TensorMismatchError: If torch has no such element type.
+            TensorMismatchError: If torch has no such element type, or no such sizes.
         """
         header, span = self._places[name]
         if span.dtype is None:
             raise TensorMismatchError(
                 f"tensor {name!r} in {header.path} is {_found(span)}: expected an "
-                f"element type that torch {torch.__version__} has; convert it"
+                f"element type and sizes that torch {torch.__version__} has; convert it"
             )
         return Extent(
             name=name,

@@ -5,6 +5,7 @@ when all are complete.
 """
 
 import json
+import os
 import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -16,14 +17,20 @@ from typing import BinaryIO
 import torch
 
 from stagehand.core.layout import plain_tensors
-from stagehand.errors import CheckpointError, ConfigError
+from stagehand.errors import CheckpointError, ConfigError, HeaderError
 from stagehand.stores.checkpoint import Checkpoint, read_index
 from stagehand.stores.files import FileSet
+from stagehand.stores.headers import check_name, code_of
 from stagehand.stores.packed_files import is_packed, packed_name
 from stagehand.stores.packing import pack
 from stagehand.stores.pickled import Pickled
 from stagehand.stores.safetensors import read_tensor
-from stagehand.stores.squareq import MANIFEST_SUFFIX, find_manifest, manifest_of
+from stagehand.stores.squareq import (
+    MANIFEST_SUFFIX,
+    find_manifest,
+    has_manifest,
+    manifest_of,
+)
 from stagehand.stores.squareq_layout import Rows
 from stagehand.stores.squareq_manifest import PAD, LayerSpec, Manifest
 from stagehand.stores.writing import (
@@ -304,6 +311,7 @@ def _replacing(path: Path, tensors: "_Tensors") -> Iterator[Together]:
     Raises:
         ConfigError: If others are there, too: who reads the folder would find two
             models in it.
+        CheckpointError: If one cannot be written, or not be removed.
     """
     own = re.compile(
         rf"{re.escape(path.stem)}(-\d+-of-\d+)?\.safetensors({re.escape(_INDEX)})?"
@@ -321,7 +329,18 @@ def _replacing(path: Path, tensors: "_Tensors") -> Iterator[Together]:
     with together() as files:
         yield files
     for old in {*found, manifest_of(path)} - files.paths:
+        _remove(old)
+
+
+def _remove(old: Path) -> None:
+    try:
         old.unlink(missing_ok=True)
+    except OSError as error:
+        raise CheckpointError(
+            f"{old}, of the model that was there before, cannot be removed ({error}):"
+            " the new one is complete beside it; remove it, or who reads the folder may"
+            " take it for a part"
+        ) from error
 
 
 # Sources and targets
@@ -493,7 +512,7 @@ def _is_smaller(path: Path, checkpoint: Checkpoint) -> bool:
 def _is_quantized(path: Path) -> bool:
     if path.is_dir():
         return find_manifest(path) is not None
-    return manifest_of(path).exists()
+    return has_manifest(path)
 
 
 def _like(shape: Iterable[int], dtype: torch.dtype) -> torch.Tensor:
@@ -502,9 +521,9 @@ def _like(shape: Iterable[int], dtype: torch.dtype) -> torch.Tensor:
 
 def _pickled_files(path: Path) -> list[Path]:
     """Return the files of `torch.save` that a source is, if it has no others."""
-    if path.is_file():
+    if os.path.isfile(path):
         return [path] if path.suffix in _PICKLED else []
-    if any(path.glob("*.safetensors*")):
+    if not os.path.isdir(path) or any(path.glob("*.safetensors*")):
         return []
     for stem in _OLD_NAMES:
         if (path / (stem + _INDEX)).is_file():
@@ -528,6 +547,8 @@ def _unpickled(paths: Iterable[Path]) -> dict[str, tuple[Pickled, torch.Tensor]]
                 f"{path} cannot be converted: expected a dictionary of tensors by name,"
                 f" found {type(named).__name__}; save the model's state_dict()"
             )
+        for name, tensor in named.items():
+            _check_writable(path, name, tensor)
         for name in named.keys() & found.keys():
             raise CheckpointError(
                 f"tensor {name!r} is in {found[name][0].path} and in {path}: expected"
@@ -537,14 +558,24 @@ def _unpickled(paths: Iterable[Path]) -> dict[str, tuple[Pickled, torch.Tensor]]
     return found
 
 
+def _check_writable(path: Path, name: str, tensor: torch.Tensor) -> None:
+    try:
+        check_name(name)
+        code_of(tensor.dtype)
+    except HeaderError as error:
+        raise CheckpointError(
+            f"tensor {name!r} in {path} cannot be converted: {error}"
+        ) from error
+
+
 @contextmanager
 def _folder(target: str | Path) -> Iterator[Path]:
     """Make the folder, and remove it again if it was not there and nothing came."""
     folder = Path(target).expanduser().absolute()
-    is_new = not folder.exists()
+    is_new = not os.path.exists(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
+    except (OSError, ValueError) as error:  # such as a NUL in its name
         raise CheckpointError(
             f"{folder} cannot be written to: expected a folder ({error})"
         ) from error

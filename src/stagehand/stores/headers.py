@@ -5,6 +5,7 @@ every tensor's bytes, one after the other, without gaps.
 """
 
 import json
+import math
 import os
 import struct
 from collections.abc import Sequence
@@ -27,6 +28,7 @@ __all__ = [
     "FileStamp",
     "Header",
     "Span",
+    "check_name",
     "code_of",
     "load_json",
     "read_header",
@@ -34,8 +36,10 @@ __all__ = [
 ]
 
 _LENGTH_BYTES = 8
+_METADATA = "__metadata__"
 _MAX_HEADER_BYTES = 100_000_000
 _TOO_MANY = 1 << 64
+_TOO_MANY_FOR_TORCH = 1 << 63
 
 # Element types of the format: bits, and the name of torch's type where it has one.
 _DTYPES: dict[str, tuple[int, str | None]] = {
@@ -103,8 +107,11 @@ class Span:
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """The element type in torch, None where this torch has none."""
+        """The element type in torch, None where this torch has no such tensor."""
         if self.code == "F4" and not self._is_paired:
+            return None
+        # It multiplies the steps from row to row, also of a tensor without elements.
+        if math.prod(max(size, 1) for size in self.sizes) >= _TOO_MANY_FOR_TORCH:
             return None
         dtype: torch.dtype | None = getattr(torch, _DTYPES[self.code][1] or "", None)
         return dtype
@@ -158,6 +165,19 @@ def read_header(path: Path) -> Header:
     _check_spans(path, spans)
     _check_end(path, spans, stamp.size - data_offset)
     return Header(path=path, stamp=stamp, data_offset=data_offset, spans=tuple(spans))
+
+
+def check_name(name: str) -> None:
+    """Do nothing if a header can hold a tensor of that name.
+
+    Raises:
+        HeaderError: If it is that of the metadata, or no text.
+    """
+    # Half of a surrogate pair is written without a word, and read by nobody.
+    if name == _METADATA or name.encode(errors="replace").decode() != name:
+        raise HeaderError(
+            f"a safetensors file cannot hold the name {name!r}: rename it"
+        )
 
 
 def code_of(dtype: torch.dtype) -> str:
@@ -245,7 +265,7 @@ def _parse(path: Path, text: bytes) -> list[Span]:
             f"the header of {path} is not valid: expected a JSON object, found "
             f"{type(document).__name__}"
         )
-    metadata = document.pop("__metadata__", None)
+    metadata = document.pop(_METADATA, None)
     if metadata is not None and not (
         isinstance(metadata, dict)
         and all(isinstance(value, str) for value in metadata.values())

@@ -22,7 +22,9 @@ from stagehand.stores.unpacking import unpack_into
 
 __all__ = ["PackedWeight", "is_packed", "packed_name", "packed_weights", "unpacked"]
 
-_NAME = re.compile(r"(.+)\.packed\.bfloat16\.(\d+(?:x\d+)*)", re.DOTALL)
+# No size has more digits; Python refuses to read numbers of thousands of them.
+_SIZE = "[0-9]{1,19}"
+_NAME = re.compile(rf"(.+)\.packed\.bfloat16\.({_SIZE}(?:x{_SIZE})*)", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

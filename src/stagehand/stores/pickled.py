@@ -4,6 +4,7 @@ No code of such a file is run, and none is mapped: a thread that reads a mapping
 file that shrinks ends the process.
 """
 
+import math
 import pickle
 import struct
 import sys
@@ -103,7 +104,7 @@ class Pickled:
     ) -> Extent:
         record = place_of(tensor) or 0
         start = int(tensor.storage_offset()) * tensor.itemsize
-        nbytes = torch.Size(shape).numel() * tensor.itemsize
+        nbytes = math.prod(shape) * tensor.itemsize
         size = self._records.get(record, 0)
         if nbytes and start + nbytes > size:
             raise CheckpointError(

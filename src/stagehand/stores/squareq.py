@@ -1,5 +1,6 @@
 """Opens weights that SquareQ quantized to INT8: `.fpk` and `.slab` (v1), and v2."""
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,7 @@ __all__ = [
     "QuantizedWeight",
     "SquareQ",
     "find_manifest",
+    "has_manifest",
     "manifest_of",
 ]
 
@@ -99,7 +101,7 @@ class SquareQ:
         file = Path(path).expanduser().absolute()
         if file.suffix in _V1_SUFFIXES:
             return _open_v1(file)
-        if manifest is None and file.is_dir():
+        if manifest is None and os.path.isdir(file):
             found = find_manifest(file)
             if found is None:
                 raise ManifestError(
@@ -117,6 +119,11 @@ class SquareQ:
 def manifest_of(file: Path) -> Path:
     """Return where the manifest of a `.safetensors` file is."""
     return file.with_name(file.name.removesuffix(".safetensors") + MANIFEST_SUFFIX)
+
+
+def has_manifest(file: Path) -> bool:
+    """Return whether there is a manifest beside a `.safetensors` file."""
+    return os.path.exists(manifest_of(file))  # its longer name may be none
 
 
 def find_manifest(folder: Path) -> Path | None:

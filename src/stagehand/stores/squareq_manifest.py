@@ -171,9 +171,11 @@ def read_manifest(path: Path) -> Manifest:
         ManifestError: If it is not a manifest that this library can follow.
     """
     try:
-        document = load_json(path.read_bytes())
-    except OSError as error:
+        text = path.read_bytes()
+    except (OSError, ValueError) as error:  # such as a NUL in its name
         raise ReadError(f"manifest {path} cannot be read: {error}") from error
+    try:
+        document = load_json(text)
     except ValueError as error:
         refuse(path, "the manifest", "valid JSON", error)
     if not isinstance(document, dict):

@@ -100,14 +100,16 @@ class Together:
                     unfinished.replace(path)
         except BaseException:
             for path, unfinished in self._unfinished.items():
-                if not unfinished.exists():  # it has its name
-                    path.unlink(missing_ok=True)
+                if not os.path.exists(unfinished):  # it has its name
+                    with contextlib.suppress(OSError):
+                        path.unlink(missing_ok=True)
             raise
 
     def discard(self) -> None:
-        """Remove what has no name of its own yet."""
+        """Remove what has no name of its own yet, as far as the system lets it."""
         for unfinished in self._unfinished.values():
-            unfinished.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                unfinished.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager

@@ -22,7 +22,7 @@ from stagehand.stores.checkpoint import Checkpoint
 from stagehand.stores.files import FileSet
 from stagehand.stores.headers import read_header
 from stagehand.stores.packed_files import PackedWeight, packed_weights, unpacked
-from stagehand.stores.squareq import manifest_of
+from stagehand.stores.squareq import has_manifest
 from stagehand.units import format_bytes
 
 if TYPE_CHECKING:
@@ -139,7 +139,7 @@ def describe(
         MissingTensorError: If a layer between two others has no tensors.
     """
     for path in checkpoint.files:
-        if manifest_of(path).exists():
+        if has_manifest(path):
             raise ConfigError(
                 f"{path} holds quantized weights: expected plain or packed ones; give"
                 " the checkpoint that it was made from, or open it with"

@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from stagehand.errors import ConfigError
+from stagehand.settings import check_value
+from stagehand.stores.headers import load_json
 from stagehand.stores.writing import unfinished_name
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
     from pathlib import Path
 
 __all__ = ["Outcome", "OutcomeFile", "write_whole"]
 
 _SEARCH = "search"
+_TYPES: dict[str, Any] = {
+    "config": Mapping,
+    "status": str,
+    "seconds": float | None,
+    "passes": int,
+    "runs": tuple[float, ...],
+    "reason": str,
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,7 +91,10 @@ class OutcomeFile:
             outcomes = [
                 Outcome(**{**line, "runs": tuple(line["runs"])}) for line in lines[1:]
             ]
-        except (KeyError, TypeError) as error:
+            for outcome in outcomes:
+                for name, kind in _TYPES.items():
+                    check_value(name, getattr(outcome, name), kind)
+        except (KeyError, TypeError, ConfigError) as error:
             raise ConfigError(
                 f"results_file {str(self._path)!r} is not one of ours ({error}): delete"
                 " it, or give another one"
@@ -120,10 +134,11 @@ def write_whole(path: Path, text: str, what: str) -> None:
     try:
         unfinished.write_text(text)
         unfinished.replace(path)
-    except OSError as error:
+    except (OSError, ValueError) as error:  # such as a NUL in its name
         raise ConfigError(f"{what} {str(path)!r} cannot be written: {error}") from error
     finally:
-        unfinished.unlink(missing_ok=True)
+        with contextlib.suppress(OSError, ValueError):
+            unfinished.unlink(missing_ok=True)
 
 
 def _whole_lines(text: str) -> list[dict[str, Any]]:
@@ -131,7 +146,7 @@ def _whole_lines(text: str) -> list[dict[str, Any]]:
     lines: list[dict[str, Any]] = []
     for line in text.splitlines(keepends=True):
         try:
-            value = json.loads(line)
+            value = load_json(line.encode())
         except ValueError:
             break
         if not isinstance(value, dict) or not line.endswith("\n"):

@@ -148,7 +148,12 @@ class Pipeline:
         self._files.check()
         if self._parts is None:
             self.reset(orderly=True)  # an earlier one may have been interrupted itself
-            self._start()
+            try:
+                self._start()
+            except BaseException:
+                # What was half made may have memory of which nobody else knows.
+                self.reset(orderly=False)
+                raise
         self._running().scheduler.begin_pass()
 
     def batch_at(self, layer: int) -> range:

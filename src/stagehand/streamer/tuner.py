@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import warnings
 from pathlib import Path
@@ -20,7 +21,6 @@ from stagehand.streamer.streamer import LayerStreamer, described
 from stagehand.streamer.trial import Job, TrialProcess, watch
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Callable, Mapping, Sequence
 
     import torch
@@ -119,7 +119,7 @@ class LayerStreamerTuner:
         check_value("track_progress", track_progress, bool)
         if config_file is not None:
             file = Path(config_file)
-            if file.is_dir() or not file.parent.is_dir():
+            if os.path.isdir(file) or not os.path.isdir(file.parent):
                 raise ConfigError(
                     f"config_file is {str(config_file)!r}: expected a file in a"
                     " directory that exists"
