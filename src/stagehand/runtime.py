@@ -316,13 +316,15 @@ class Runtime(Passing, Sharing, Storing, Conduct):
             step: Its number; the next one by default.
         """
         self._check_open()
-        self._manual = True
-        self._next_step(step)
+        with self._turn():
+            self._manual = True
+            self._next_step(step)
 
     def end_step(self) -> None:
         """End the open step and record it. Without one, nothing happens."""
         self._check_open()
-        self._close_step()
+        with self._turn():
+            self._close_step()
 
     def _next_step(self, step: int | None) -> None:
         self._close_step()
@@ -454,8 +456,7 @@ class Runtime(Passing, Sharing, Storing, Conduct):
         nbytes = parse_bytes(
             vram_budget, name="vram_budget", of=self._device.free_bytes()
         )
-        self._edges.await_failure()
-        with self._edges.lock:
+        with self._turn():
             self._limit_to(nbytes)
             self._parts.budget_bytes = self._marked_bytes = nbytes
             self._tenancy.renew()
@@ -478,6 +479,13 @@ class Runtime(Passing, Sharing, Storing, Conduct):
                 additions.take_home_buffers(torch.device("cpu"))
             self._parts.take_gradients_along()
             self._parts.device_arena.trim()
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """Have the lock, also while a pass of this thread goes on."""
+        self._edges.await_failure()
+        with self._edges.lock:
+            yield
 
     @contextmanager
     def _at_rest(self) -> Iterator[None]:
@@ -572,9 +580,11 @@ class Runtime(Passing, Sharing, Storing, Conduct):
         Raises:
             ConfigError: If the runtime was not made with `trace=True`.
         """
-        if not self._closed:
-            self._parts.steering.note(*self._measure.collect())
-        if not self._measure.write_trace(path):
+        with self._turn():  # a pass of another thread is measured whole
+            if not self._closed:
+                self._parts.steering.note(*self._measure.collect())
+            written = self._measure.write_trace(path)
+        if not written:
             raise ConfigError(
                 "there is no trace: pass trace=True when making the runtime"
             )
