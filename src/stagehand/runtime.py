@@ -384,6 +384,8 @@ class Runtime(Passing, Sharing, Storing, Conduct):
     def after_block(self, block_id: str) -> None:
         """End what `before_block` began, in the same thread.
 
+        Outside of passes its weights are on the host again, as after a pass.
+
         Raises:
             ConfigError: If the block is not in use.
         """
@@ -393,8 +395,12 @@ class Runtime(Passing, Sharing, Storing, Conduct):
                 f"block {block_id!r} is not in use: call before_block() first, once"
                 " for each after_block()"
             )
-        self._parts.scheduler.after(block)
-        self._edges.lock.release()
+        try:
+            self._parts.scheduler.after(block)
+            if not self._edges.is_busy:
+                self._parts.scheduler.rest()
+        finally:
+            self._edges.lock.release()
 
     @property
     def block_ids(self) -> tuple[str, ...]:
