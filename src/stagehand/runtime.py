@@ -322,13 +322,15 @@ class Runtime(Passing, Sharing, Storing, Conduct):
             step: Its number; the next one by default.
         """
         self._check_open()
-        self._manual = True
-        self._next_step(step)
+        with self._turn():
+            self._manual = True
+            self._next_step(step)
 
     def end_step(self) -> None:
         """End the open step and record it. Without one, nothing happens."""
         self._check_open()
-        self._close_step()
+        with self._turn():
+            self._close_step()
 
     def _next_step(self, step: int | None) -> None:
         self._close_step()
@@ -388,6 +390,8 @@ class Runtime(Passing, Sharing, Storing, Conduct):
     def after_block(self, block_id: str) -> None:
         """End what `before_block` began, in the same thread.
 
+        Outside of passes its weights are on the host again, as after a pass.
+
         Raises:
             ConfigError: If the block is not in use.
         """
@@ -397,8 +401,12 @@ class Runtime(Passing, Sharing, Storing, Conduct):
                 f"block {block_id!r} is not in use: call before_block() first, once"
                 " for each after_block()"
             )
-        self._parts.scheduler.after(block)
-        self._edges.lock.release()
+        try:
+            self._parts.scheduler.after(block)
+            if not self._edges.is_busy:
+                self._parts.scheduler.rest()
+        finally:
+            self._edges.lock.release()
 
     @property
     def block_ids(self) -> tuple[str, ...]:
@@ -460,8 +468,7 @@ class Runtime(Passing, Sharing, Storing, Conduct):
         nbytes = parse_bytes(
             vram_budget, name="vram_budget", of=self._device.free_bytes()
         )
-        self._edges.await_failure()
-        with self._edges.lock:
+        with self._turn():
             self._limit_to(nbytes)
             self._parts.budget_bytes = self._marked_bytes = nbytes
             self._tenancy.renew()
@@ -484,6 +491,13 @@ class Runtime(Passing, Sharing, Storing, Conduct):
                 additions.take_home_buffers(torch.device("cpu"))
             self._parts.take_gradients_along()
             self._parts.device_arena.trim()
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """Have the lock, also while a pass of this thread goes on."""
+        self._edges.await_failure()
+        with self._edges.lock:
+            yield
 
     @contextmanager
     def _at_rest(self) -> Iterator[None]:
@@ -578,9 +592,11 @@ class Runtime(Passing, Sharing, Storing, Conduct):
         Raises:
             ConfigError: If the runtime was not made with `trace=True`.
         """
-        if not self._closed:
-            self._parts.steering.note(*self._measure.collect())
-        if not self._measure.write_trace(path):
+        with self._turn():  # a pass of another thread is measured whole
+            if not self._closed:
+                self._parts.steering.note(*self._measure.collect())
+            written = self._measure.write_trace(path)
+        if not written:
             raise ConfigError(
                 "there is no trace: pass trace=True when making the runtime"
             )

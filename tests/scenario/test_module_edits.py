@@ -164,6 +164,28 @@ def test_an_edit_of_one_layer_survives_shutdown_without_another_pass(
     assert_bitwise_equal(values(model), values(plain), "after shutdown")
 
 
+@pytest.mark.parametrize("edit", EDITS, ids=lambda e: e.__name__)
+@pytest.mark.parametrize("passes", [0, 2])
+def test_edits_between_uses_by_hand_are_used(place, edit, passes):
+    """What streams is on the host again, whatever was loaded ahead of the next use."""
+    model, plain = streamed_stack(place)
+    x, runtime = batch(), runtime_of(model)
+    with torch.no_grad():
+        for _ in range(passes):
+            model(x)
+    for name in runtime.block_ids:
+        runtime.before_block(name)
+        runtime.after_block(name)
+        for mine, theirs in zip(weights(model), weights(plain), strict=True):
+            edit(mine)
+            edit(theirs)
+    with torch.no_grad():
+        output = model(x)
+    assert_bitwise_equal(output, run_resident(plain, place, x), "the next pass")
+    runtime.shutdown()
+    assert_bitwise_equal(values(model), values(plain), "after shutdown")
+
+
 def test_an_edit_before_the_first_pass_is_used(place):
     model, plain = streamed_stack(place)
     for edited in (model, plain):

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import safetensors.torch
@@ -18,6 +19,7 @@ from scenario.small import (
     runtime_of,
     stack,
 )
+from stagehand.core.turn import awaited_by
 
 BUDGET = 4 * LAYER_BYTES
 
@@ -300,6 +302,33 @@ def test_the_trace_shows_every_copy_and_use_where_they_happened(sim, tmp_path):
     runtime_of(model).shutdown()
     runtime_of_closed = json.loads(path.read_text())
     assert runtime_of_closed["traceEvents"]
+
+
+@pytest.mark.parametrize("way", ["trace", "end_step", "begin_step"])
+def test_what_another_thread_asks_to_measure_in_a_pass_waits_for_its_end(
+    sim, tmp_path, way
+):
+    """It would read times of uses that are not over, beside the thread that notes."""
+    model = layered(trace=True)
+    runtime = runtime_of(model)
+    ways = {
+        "trace": lambda: runtime.export_trace(tmp_path / "trace.json"),
+        "end_step": runtime.end_step,
+        "begin_step": runtime.begin_step,
+    }
+    with ThreadPoolExecutor(1) as pool:
+        asked = []
+
+        def ask(*_):
+            hook.remove()
+            asked.append(pool.submit(ways[way]))
+            while not (asked[0].done() or awaited_by(*pool._threads)):
+                pass
+            assert not asked[0].done()
+
+        hook = model[3].register_forward_pre_hook(ask)
+        run(model)
+        asked[0].result()
 
 
 def test_a_trace_that_was_not_asked_for_is_an_error(sim, tmp_path):

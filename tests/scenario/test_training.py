@@ -477,6 +477,24 @@ def test_weights_edited_through_data_between_steps_are_used(sim, setting):
     assert_trains_equally(net, script, setting)
 
 
+@over(FEW)
+def test_an_optimizer_steps_after_blocks_were_used_by_hand(sim, setting):
+    """A block's weights are beside their gradients again."""
+
+    def script(run):
+        optimizer = sgd(run)
+        for number in range(4):
+            run.backward(run.loss(number))
+            if run.runtime is not None:
+                for block in run.runtime.block_ids:
+                    run.runtime.before_block(block)
+                    run.runtime.after_block(block)
+            run.look()
+            step(optimizer)
+
+    assert_trains_equally(net, script, setting)
+
+
 def test_page_locked_memory_that_holds_no_gradients_warns_once(sim):
     with pytest.warns(StagehandWarning) as caught:
         assert_trains_equally(net, train, TIGHT, ram_budget=30_000)

@@ -1,6 +1,7 @@
 """Recomputed regions and users' own saved-tensor hooks work through the stream."""
 
 import functools
+import threading
 
 import pytest
 import torch
@@ -396,6 +397,45 @@ def test_regions_cost_no_more_memory_than_resident_beside_the_weights(
             end(run)
         del model, inputs
     assert peaks[1] <= peaks[0]
+
+
+class LookingUp(Residual):
+    """A block that adds rows of a table, which are all that a region around has."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = torch.nn.Embedding(256, WIDTH)
+        self.threads = []
+
+    def forward(self, x):
+        found = checkpoint(self.look_up, x, use_reentrant=False)
+        return super().forward(found)
+
+    def look_up(self, x):
+        self.threads.append(threading.current_thread())
+        return x + self.table((x.detach().sum(1).abs() * 16).long() % 256)
+
+
+@built
+def looking_up_net():
+    model = Net(depth=0)
+    model.blocks.extend(LookingUp() for _ in range(3))
+    return model
+
+
+def test_rows_that_are_looked_up_on_the_host_recompute_nothing_beside_the_device(sim):
+    """Two threads of one backward would move blocks and recompute at a time."""
+
+    def script(run):
+        for number in range(3):
+            run.backward(run.loss(number))
+        if run.runtime is not None:
+            me = threading.current_thread()
+            for block in run.model.blocks:
+                assert block.threads == [me] * 3
+
+    report = assert_trains_equally(looking_up_net, script, TIGHT)
+    assert report.gathered_bytes
 
 
 class Unbiased(Net):

@@ -553,15 +553,20 @@ class Scheduler:
 
     @_whole
     def rest(self) -> None:
-        """Between passes: let what trains be on the host, its copies on the device."""
+        """Between passes: let what trains or streams be on the host, its copies on the
+        device, as the end of a pass does."""
         stream = self._device.current_stream()
+        self._loader.note_reads()
         for slot in self._memory.slots:
             block = slot.occupant
             if block is None:
                 continue
-            if block.bound and block.trains and not block.uses:
+            stays = block.stays and not block.trains
+            if block.bound and not (block.uses or stays):
                 self._engine.release(slot, stream)
-                block.leave()
+                if not block.leave():
+                    self._evict(block)
+                    continue
             if not block.bound:
                 _seal(block)
         self._seal_staged()

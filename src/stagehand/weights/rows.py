@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import weakref
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from stagehand.torch_private import WeakMode
+from stagehand.core.saved import Kept
+from stagehand.torch_private import (
+    WeakMode,
+    looked_through,
+    pop_saved_hooks,
+    push_saved_hooks,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from torch.autograd.graph import Node
 
@@ -80,7 +87,8 @@ class RowGather:
             return func(*args, **kwargs)
         self.busy = True
         try:
-            return self._lookup(*args, **kwargs)
+            with _apart():
+                return self._lookup(*args, **kwargs)
         finally:
             self.busy = False
 
@@ -110,6 +118,30 @@ class RowGather:
         rows = nn.functional.embedding(input.to(weight.device), weight, *args, **kwargs)
         self._counters.h2d_bytes += rows.numel() * rows.element_size()
         return rows.to(self._device)
+
+
+@contextmanager
+def _apart() -> Iterator[None]:
+    """Keep what a lookup saves, its indices, from a checkpoint around it.
+
+    A node on the host runs in another thread than those on the device, beside them: to
+    unpack what a checkpoint has saved it would recompute the region there, while the
+    other thread brings blocks. And a checkpoint expects the same of a region each time,
+    wherever the table is.
+    """
+    if not torch.is_grad_enabled():
+        yield
+        return
+    push_saved_hooks(_keep, Kept.get)
+    try:
+        yield
+    finally:
+        pop_saved_hooks()
+
+
+@looked_through
+def _keep(saved: torch.Tensor) -> Kept:
+    return Kept(saved)
 
 
 def _is_tied_and_trains(block: Block, table: torch.Tensor) -> bool:
