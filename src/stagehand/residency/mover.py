@@ -311,8 +311,7 @@ class Mover:
             self.note_readers(block, slot)
         self.vacate(block, slot)
         self._counters.evictions += 1
-        if use_count_of(slot.storage_key) > slot.alone:
-            self._memory.abandon(slot)
+        self.leave_to_holders(slot)
 
     def recover(self, block: Block) -> None:
         """Make a block's books right if an interrupt came in the middle of a move.
