@@ -187,7 +187,7 @@ class LookAhead:
             last = len(line)
         while room > 0 and position < last:
             block = line[position]
-            if block.slot is None and not self._is_left(block):
+            if block.slot is None and not (self.picks and _is_left(block)):
                 slot = block.home
                 if self.picks and self._is_awaited(slot):
                     break
@@ -217,10 +217,6 @@ class LookAhead:
         if self._loader.stages:
             self._stage(position, last)
             self._clear(position, min(last, position + room), stream)
-
-    def _is_left(self, block: Block) -> bool:
-        """Whether a block is left to the call that reads it, and knows which rows."""
-        return self.picks and block.rows > 0 and not block.stays
 
     def _is_awaited(self, slot: Slot | None) -> bool:
         """Whether a block that is left to its call will have a slot first."""
@@ -277,7 +273,7 @@ class LookAhead:
             if self.changes_follow and block.trains and position >= self._length:
                 return
             slot = block.slot or block.home
-            if self._is_left(block):
+            if self.picks and _is_left(block):
                 slot = block.slot
             if slot is not None and block.needs_staging:
                 if block.slot is not None or block.state is _HOST_STAGED:
@@ -294,3 +290,8 @@ class LookAhead:
                 self._claims[slot] = block, position
             self._staged_front = position
             position += 1
+
+
+def _is_left(block: Block) -> bool:
+    """Whether a block can be left to the call that reads it, and knows which rows."""
+    return block.rows > 0 and block.wire is None and not block.stays
