@@ -1,5 +1,7 @@
 """Streamed models give bit for bit what resident ones give."""
 
+import warnings
+from contextlib import contextmanager
 from copy import deepcopy
 
 import pytest
@@ -8,6 +10,7 @@ from safetensors.torch import save_file
 
 import streamed as S
 from architectures import ARCHITECTURES, assert_bitwise_equal, to_device
+from architectures.base import transformers_model
 from gpu.models import batch, block_bytes, passes, resident, stack, streamed
 
 NAMES = ("llama", "mixtral", "mamba", "t5", "whisper", "vit", "unet_2d", "flux", "wan")
@@ -53,4 +56,48 @@ def test_weights_from_files_are_exact(place, mode, tmp_path):
     for number in range(4):
         assert_bitwise_equal(passes(model, x)(), expected, f"pass {number}")
     assert runtime.report().disk_bytes > 0
+    runtime.shutdown()
+
+
+@contextmanager
+def filled_memory():
+    """Let new memory begin as what is no number."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of what has no deterministic way
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        try:
+            yield
+        finally:
+            torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("how", ["eager", "batched_mm", "grouped_mm"])
+def test_rows_of_experts_that_were_not_chosen_may_be_anything(place, how):
+    """Memory begins as what is no number; only a few rows of a layer are brought."""
+    build = transformers_model(
+        "Qwen3MoeForCausalLM",
+        vocab_size=256,
+        hidden_size=256,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        intermediate_size=512,
+        moe_intermediate_size=256,
+        num_experts=32,
+        num_experts_per_tok=2,
+    )
+    model = build().bfloat16()
+    model.set_experts_implementation(how)
+    inputs = [torch.tensor([[number]], device=place.name) for number in range(4)]
+    whole = resident(model, place)
+    with torch.no_grad():
+        expected = [whole(each).logits for each in inputs]
+        del whole
+        runtime = streamed(model, "layers", S.weight_bytes(model) // 3, place)
+        with filled_memory():
+            model(inputs[0])  # slots have memory from their first load on
+        for each, logits in zip(inputs, expected, strict=True):
+            assert_bitwise_equal(model(each).logits, logits, f"token {each.item()}")
+    assert any(block.runs_nbytes for block in runtime._parts.streamed)
     runtime.shutdown()

@@ -431,6 +431,31 @@ def test_what_computes_experts_in_another_way_may_read_all(hold):
         assert held.run(torch.tensor([[1]])) > 3 * few
 
 
+def test_experts_of_transformers_that_compute_all_at_once_read_all(hold, monkeypatch):
+    """As those of some versions did in inference."""
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+
+    def dense(self, states, top_k_index, top_k_weights):
+        expert_hit = len(self.gate_up_proj)
+        tokens = states.expand(expert_hit, *states.shape)
+        gate, up = torch.bmm(tokens, self.gate_up_proj.mT).chunk(2, -1)
+        out = torch.bmm(self.act_fn(gate) * up, self.down_proj.mT)
+        weight = torch.zeros(len(states), expert_hit, device=states.device)
+        weight = weight.scatter(1, top_k_index, top_k_weights)
+        return (weight.mT.unsqueeze(-1) * out).sum(0)
+
+    made = Qwen3MoeExperts.forward
+    (own,) = (c for c in made.__closure__ if c.cell_contents is made.__wrapped__)
+    monkeypatch.setattr(made, "__wrapped__", dense)
+    monkeypatch.setattr(own, "cell_contents", dense)
+    model = MODELS["qwen3"]()
+    model.set_experts_implementation("eager")
+    held = hold(model, experts={})
+    assert rows_of(held.model) == [0] * 3
+    for _ in range(3):
+        held.run(torch.tensor([[1]]))
+
+
 def test_those_that_several_modules_have_read_all(hold):
     model = Chosen()
     model.experts[1].up = model.experts[0].up

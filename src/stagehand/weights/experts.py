@@ -30,8 +30,11 @@ __all__ = ["Experts", "is_experts"]
 _LOOKED_AT = 2  # more numbers than so many for each row are those of nearly all rows
 _FEW = 2  # rows cross alone where they are at most this part of all
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
-# What computes the experts of transformers: nothing reads what was not chosen.
-_READ_WHAT_WAS_CHOSEN = (None, "eager", "batched_mm", "grouped_mm")
+_MADE_IN = "transformers.integrations.moe"
+# Ways in which it computes experts that read no others than were chosen.
+_GATHERING = ("batched_mm", "grouped_mm")
+_OWN = (None, "eager")
+_HIT = frozenset(("expert_hit", "hit"))
 
 
 class Experts:
@@ -124,15 +127,28 @@ def is_experts(module: nn.Module, kinds: Iterable[type[nn.Module]]) -> bool:
 
 
 def _is_of_transformers(module: nn.Module) -> bool:
-    """Whether `use_experts_implementation` has made a module's class, for one device.
+    """Whether a call reads what its router chose, as far as `transformers` computes it.
 
-    What computes it can be chosen at any time.
+    The decorator of its experts' classes gives them a forward that computes them in
+    the way that their configuration names at the time.
     """
+    forward = type(module).forward
+    if getattr(forward, "__globals__", {}).get("__name__") != _MADE_IN:
+        return False
+    if getattr(module, "_is_expert_parallel", False):
+        return False
     config = getattr(module, "config", None)
-    return (
-        vars(module).get("_is_expert_parallel") is False
-        and getattr(config, "_experts_implementation", "") in _READ_WHAT_WAS_CHOSEN
-    )
+    way = getattr(config, "_experts_implementation", "")
+    return way in _GATHERING or (way in _OWN and _visits_chosen(forward))
+
+
+def _visits_chosen(forward: Any) -> bool:
+    """Whether a class's own forward computes experts one by one, those that were hit.
+
+    Not all at once: some did, and took what was chosen then.
+    """
+    code = forward.__wrapped__.__code__
+    return bool(_HIT.intersection(code.co_varnames)) and "bmm" not in code.co_names
 
 
 def _chosen_in_transformers(
