@@ -901,6 +901,8 @@ def test_slots_are_shared_with_whoever_asks_and_denials_are_typed(conduct):
         demand = transfer.acquire(way, Priority.REQUIRED)
         assert transfer.in_flight(way) == 2
         token.release()
+        token.release()  # idempotent
+        assert transfer.in_flight(way) == 1
         demand.release()
         assert transfer.in_flight(way) == 0
     conductor.begin_step()
