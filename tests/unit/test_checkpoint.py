@@ -536,3 +536,21 @@ def test_file_that_shrinks_while_its_header_is_read_is_named(tmp_path, monkeypat
     monkeypatch.setattr(FileStamp, "of", lambda _: whole)
     with pytest.raises(TruncatedShardError, match="expected 50 bytes, found 2"):
         Checkpoint.open(path)
+
+
+def test_a_part_of_a_tensor_ends_where_the_tensor_does():
+    whole = Extent(
+        name="a",
+        path=Path("model.safetensors"),
+        offset=100,
+        nbytes=10,
+        dtype=torch.float16,
+        shape=(5,),
+    )
+    for start, end, offset, nbytes in (
+        (2, 6, 102, 4),
+        (6, 50, 106, 4),
+        (20, 50, 110, 0),
+    ):
+        part = whole.between(start, end)
+        assert (part.offset, part.nbytes, part.shape) == (offset, nbytes, (nbytes,))
