@@ -179,7 +179,8 @@ class Runtime(Passing, Sharing, Storing, Conduct):
         )
         additions = Additions(model, parts, self._wires, self._home)
         self._additions = weakref.ref(additions)  # see `Moves`
-        self._finalizer = weakref.finalize(model, _end, self._saved, parts)
+        ends = _weakly(self._let_go)
+        self._finalizer = weakref.finalize(model, _end, self._saved, parts, ends)
         # At exit the model is there, for whoever comes later: the system takes all.
         self._finalizer.atexit = False
         # Until here the model and the device are as they were.
@@ -667,6 +668,15 @@ class Runtime(Passing, Sharing, Storing, Conduct):
         if lost is not None:
             raise lost
 
+    def _let_go(self) -> None:
+        """The model is gone: its memory is left to who has tensors that lie there."""
+        if self._gradients is not None:
+            self._gradients.close()
+        self._host_memory.close()
+        self._readers = []
+        for block in self._parts.blocks:
+            self._parts.masters.let_go(block)
+
     def _sum_up(self) -> None:
         self._close_step()
         self._last_report = self.report()
@@ -717,11 +727,12 @@ def _twice(rest: ExitStack, call: Callable[..., object], *args: object) -> None:
         rest.callback(call, *args)
 
 
-def _end(saved: SavedTensors, parts: Parts) -> None:
-    """Leave nothing of a model that is gone."""
+def _end(saved: SavedTensors, parts: Parts, ends: Callable[[], None]) -> None:
+    """Leave nothing of a model that is gone, also where its runtime is kept."""
     saved.fall()
     take_off_dead()
     parts.close()
+    ends()
 
 
 def _weakly(

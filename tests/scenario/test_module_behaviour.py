@@ -610,15 +610,36 @@ def test_a_runtime_whose_model_is_gone_can_be_shut_down(sim, tmp_path, keeps):
     assert live_leases() == 0
 
 
+@pytest.mark.parametrize("grads", [True, False])
+def test_a_dropped_model_takes_its_memory_along_though_its_runtime_is_kept(sim, grads):
+    model = stagehand.layer(stack(), vram_budget=BUDGET, device="hpu")
+    runtime = runtime_of(model)
+    with torch.set_grad_enabled(grads):
+        for _ in range(3):
+            output = model(batch())
+            if grads:
+                output.sum().backward()
+    del model, output
+    gc.collect()
+    torch.accelerator.synchronize()
+    assert (live_leases(), sim.allocated_bytes(), sim.pinned_bytes()) == (0, 0, 0)
+    assert runtime.report().pinned_bytes == 0
+    runtime.shutdown()
+    assert runtime.report().passes
+
+
 def test_a_weight_of_a_dropped_model_stays_readable(sim):
     model = stagehand.layer(stack(), vram_budget=BUDGET, device="hpu")
     with torch.no_grad():
         model(batch())
     kept = list(model.parameters())
+    runtime = runtime_of(model)
     del model
     gc.collect()
+    assert live_leases() == 0
     for mine, theirs in zip(kept, stack().parameters(), strict=True):
         assert_bitwise_equal(mine.data, theirs.data, "kept")
+    runtime.shutdown()
 
 
 def test_an_interpreter_exits_cleanly_with_a_runtime_in_every_state(tmp_path):

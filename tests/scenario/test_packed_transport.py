@@ -1,5 +1,6 @@
 """`transport="packed"`: fewer bytes on the link, and every bit as before."""
 
+import gc
 import warnings
 from copy import deepcopy
 from itertools import count
@@ -12,6 +13,7 @@ from torch import nn
 import stagehand
 from architectures.trees import assert_bitwise_equal
 from scenario.small import assert_passes_equal, blocks_of, runtime_of, values
+from stagehand.core.arena import live_leases
 from stagehand.core.device import AcceleratorDevice
 from stagehand.errors import StagehandOOMError, StagehandWarning
 from stagehand.residency import finding
@@ -168,6 +170,19 @@ def test_budget_below_the_smallest_names_what_the_decoder_needs(sim):
     with pytest.raises(StagehandOOMError, match="for a block as it crosses the link"):
         stagehand.layer(model, vram_budget=least - 1, transport="packed")
     assert not hasattr(model, "_stagehand_layer_runtime")
+
+
+def test_a_dropped_model_takes_its_packed_bytes_along_though_its_runtime_is_kept(sim):
+    model = net().requires_grad_(False)
+    stagehand.layer(model, vram_budget=4 * BLOCK, transport="packed")
+    runtime = runtime_of(model)
+    run(model, batch())
+    assert runtime.report().compact_blocks > 0
+    del model
+    gc.collect()
+    torch.accelerator.synchronize()
+    assert (live_leases(), sim.pinned_bytes()) == (0, 0)
+    assert runtime.report().pinned_bytes == 0
 
 
 def test_budget_can_be_lowered_to_the_smallest(streamed):

@@ -10,6 +10,7 @@ from torch import nn
 import stagehand
 from stagehand.optim import GradScaler, OffloadedAdamW
 
+FUSED = "_step_supports_amp_scaling"
 OPTIMIZERS = {
     "loop": lambda p: torch.optim.AdamW(p, foreach=False),
     "fused": lambda p: torch.optim.AdamW(p, fused=True),
@@ -32,6 +33,9 @@ def train(model, make, scaler, *, steps=6, worst=None):
         scaler.step(optimizer)
         scaler.update()
         scales.append(scaler.get_scale())
+    # A scaler of torch's own would find the optimizer as it was.
+    plain = make([nn.Parameter(torch.zeros(1))])
+    assert vars(optimizer).get(FUSED) == vars(plain).get(FUSED)
     return [p.detach().cpu().clone() for p in model.parameters()], scales
 
 

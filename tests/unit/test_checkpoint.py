@@ -24,6 +24,7 @@ from stagehand.errors import (
     TruncatedShardError,
 )
 from stagehand.stores.checkpoint import Checkpoint, Extent
+from stagehand.stores.headers import FileStamp
 
 
 def raw_file(path: Path, header: object, data: bytes = b"") -> Path:
@@ -526,3 +527,30 @@ def test_near_names_among_very_many_are_those_of_the_same_layer(tmp_path):
     checkpoint = Checkpoint.open(raw_file(tmp_path / "a", header))
     with pytest.raises(MissingTensorError, match=r"nearest 'layers.77.fc.weight';"):
         checkpoint.match({"model.layers.77.fc.weight": (torch.uint8, (0,))})
+
+
+def test_file_that_shrinks_while_its_header_is_read_is_named(tmp_path, monkeypatch):
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(struct.pack("<Q", 50) + b"{}")
+    whole = FileStamp(size=58, mtime_ns=0, inode=0)
+    monkeypatch.setattr(FileStamp, "of", lambda _: whole)
+    with pytest.raises(TruncatedShardError, match="expected 50 bytes, found 2"):
+        Checkpoint.open(path)
+
+
+def test_a_part_of_a_tensor_ends_where_the_tensor_does():
+    whole = Extent(
+        name="a",
+        path=Path("model.safetensors"),
+        offset=100,
+        nbytes=10,
+        dtype=torch.float16,
+        shape=(5,),
+    )
+    for start, end, offset, nbytes in (
+        (2, 6, 102, 4),
+        (6, 50, 106, 4),
+        (20, 50, 110, 0),
+    ):
+        part = whole.between(start, end)
+        assert (part.offset, part.nbytes, part.shape) == (offset, nbytes, (nbytes,))

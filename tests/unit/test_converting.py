@@ -826,3 +826,16 @@ def test_memory_is_that_of_one_tensor(tmp_path):
     grown = [int(line) for line in done.stdout.splitlines()]
     assert len(grown) == len(CONVERSIONS)
     assert max(grown) < 10_000  # KiB; all weights are 80_000
+
+
+def test_a_file_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
+    path, synced, sync = tmp_path / "model.safetensors", [], os.fsync
+
+    def seen(number):
+        sync(number)
+        synced.append((os.fstat(number).st_size, path.exists()))
+
+    monkeypatch.setattr(os, "fsync", seen)
+    with replaced(path) as file:
+        file.write(b"all of it")
+    assert synced == [(9, False)]

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stagehand.residency.keeping import choose_kept
+from stagehand.residency.keeping import _disk_uses, choose_kept
 from stagehand.residency.plan import Workload
 
 
@@ -70,3 +70,8 @@ def test_blocks_that_are_used_often_come_first():
 def test_blocks_that_nobody_uses_are_not_kept():
     assert choose_kept(workload([0, 1], [10] * 3), range(3), 100) == {0, 1}
     assert choose_kept(workload([0, 1], [10] * 3), [], 100) == frozenset()
+
+
+def test_the_disk_has_the_time_of_all_uses_in_a_loop():
+    found = _disk_uses(workload([0, 1, 0, 2, 0], [1, 1, 1], [5, 1, 2, 1, 3]), {1, 2})
+    assert found == ([1, 2], [3, 9])

@@ -18,6 +18,7 @@ from stagehand.core.telemetry import Counters
 from stagehand.core.transfer import Priority, Slot, Ticket, TransferEngine
 from stagehand.core.workers import WorkerGroup
 from stagehand.errors import ReadError, StagehandInternalError, StagehandOOMError
+from stagehand.residency import lane_loader
 from stagehand.residency.blocks import Block
 from stagehand.residency.host_loader import HostLoader
 from stagehand.residency.lane_loader import LaneLoader
@@ -536,6 +537,22 @@ def test_saved_block_is_home_when_save_returns(sim, kind):
     assert block.store.written == (kind != "pinned")  # straight into the image
     assert (rig.counters.d2h_bytes, rig.counters.d2h_copies) == (NBYTES, 1)
     rig.close()
+
+
+def test_kept_block_that_was_changed_on_the_device_is_read_anew(lane, monkeypatch):
+    """Where the system does not tell which pages of a mapping were written."""
+    monkeypatch.setattr(lane_loader, "was_written", lambda _: False)
+    rig = lane()
+    block = rig.blocks[1]
+    rig.loader.keep([block])
+    for saves in (False, True):
+        changed_on_device(rig, block)
+        if saves:
+            rig.loader.save(block)
+        block.state = BlockState.UNLOADED
+    assert block.store.reads == 1
+    rig.start(block)
+    assert rig.on_device(block) == 99
 
 
 @pytest.mark.parametrize("kind", ["pinned", "pageable", "host"])

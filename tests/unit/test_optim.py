@@ -620,3 +620,20 @@ def test_step_hooks_of_torch_are_called():
     optimizer.register_step_post_hook(lambda *_: calls.append(1))
     train(optimizer, params, range(2))
     assert len(calls) == 4
+
+
+def test_moments_are_rounded_with_noise_of_their_own():
+    """With the same one, the one that is nearer to the number above would go up
+    wherever the other one does, and their errors would add up.
+    """
+    weight = torch.nn.Parameter(torch.zeros(2000))
+    weight.grad = torch.full((2000,), 1.001)
+    optimizer = OffloadedAdamW([weight], betas=(0.5, 0.5), **ROUNDED)
+    optimizer.step()
+    (state,) = states_of(optimizer)
+    first, second = state["exp_avg"], state["exp_avg_sq"]
+    up, up_too = first > 0.5, second > 0.5
+    assert 0 < up.sum() < 2000
+    assert 0 < up_too.sum() < 2000
+    assert (up & ~up_too).any()
+    assert (up_too & ~up).any()

@@ -139,6 +139,14 @@ def test_small_neighbours_are_one_read_and_what_is_far_is_another():
     assert [chunk.parts for chunk in chunks] == [tuple(near), (far,)]
 
 
+def test_little_that_is_left_of_a_large_tensor_is_read_with_what_follows():
+    end = reading._CHUNK_BYTES + 2 * 4096
+    parts = [Part(0, 0, end), Part(end, end, 100)]
+    chunks = cut(parts, 0, Sectors(512, 4096))
+    assert [chunk.in_place for chunk in chunks] == [True, False]
+    assert (chunks[1].start, chunks[1].end) == (reading._CHUNK_BYTES, end + 100)
+
+
 def test_large_tensor_in_line_with_its_sectors_is_read_in_place_but_for_its_ends():
     part = Part(1000, 1000, MIB)
     head, body, tail = cut([part], 0, Sectors(512, 512))
@@ -297,6 +305,7 @@ def test_file_system_that_refuses_is_read_through_the_page_cache_and_it_is_left_
     monkeypatch.setattr(os, "preadv", preadv)
     files, target = opened(path), bytearray(SIZE)
     files.read(path, 0, memoryview(target))
+    assert not files._descriptor(path).is_direct  # nobody asks it again
     files.close()
     assert target == content
     assert cached_share(path) < 0.1
@@ -471,3 +480,29 @@ def test_buffer_of_a_thread_is_made_once():
     thread.start()
     thread.join()
     assert other[0] != scratch.get()[1]
+
+
+def test_a_forked_process_leaves_file_numbers_that_may_be_its_own(path, monkeypatch):
+    new_file(path)
+    file = OpenFile(path, past_cache=False)
+    number = file.number
+    with monkeypatch.context() as forked:
+        forked.setattr(OpenFile, "_getpid", staticmethod(lambda: -1))
+        del file
+    os.fstat(number)
+    os.close(number)
+
+
+def test_files_that_are_closed_while_one_is_opened_are_not_read(path, monkeypatch):
+    new_file(path)
+    files, opens = opened(path), FileSet._open
+
+    def closed_meanwhile(self, which):
+        file = opens(self, which)
+        self.close()
+        return file
+
+    monkeypatch.setattr(FileSet, "_open", closed_meanwhile)
+    with pytest.raises(ClosedError, match="its files were closed"):
+        files.read(path, 0, memoryview(bytearray(KIB)))
+    assert not files._descriptors

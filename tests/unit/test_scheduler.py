@@ -558,6 +558,44 @@ def test_tensor_assigned_on_one_stream_and_taken_in_on_another_is_no_race(sim):
     rig.close()
 
 
+def test_tensor_is_assigned_where_an_earlier_pass_may_still_read_its_slot(sim):
+    """On another stream: the values go into the slot that it read."""
+    rig = Rig(simulated(), [(30,)] * 3)
+    rig.run(1, 2)
+    other = rig.device.new_stream()
+    [weight] = rig.blocks[0].tensors
+    rig.begin_pass()
+    seen = weight + 1
+    rig.end_pass()
+    assert rig.blocks[0].bound
+    weight.data = torch.zeros(30)
+    with rig.device.on(other):
+        rig.run(1, 2)
+        seen_later = weight + 1
+    rig.device.synchronize()
+    assert torch.equal(seen.cpu(), torch.arange(30) / 1024 + 1)
+    assert torch.equal(seen_later.cpu(), torch.ones(30))
+    rig.close()
+
+
+def test_view_of_a_slot_that_is_read_after_the_pass_is_waited_for_by_the_next_load(sim):
+    """No tensor of the block points there by then: a graph, say, read the view."""
+    rig = Rig(simulated(), [(30,)] * 3, pinned=(1, 2), lookahead=0)
+    rig.run(1, 2)
+    block = rig.blocks[2]
+    assert block.slot is not None
+    assert not block.bound
+    seen = block.views[0] + 1
+    rig.begin_pass()
+    rig.scheduler.before(rig.blocks[1])
+    assert block.slot is None
+    rig.scheduler.after(rig.blocks[1])
+    rig.end_pass()
+    rig.device.synchronize()
+    assert torch.equal(seen.cpu(), values(block)[0] + 1)
+    rig.close()
+
+
 @pytest.mark.parametrize("how", ["joined", "at hand"])
 def test_block_that_is_here_may_be_read_on_another_stream(sim, how):
     """As autograd does, and a module that looks up rows of it: that stream waits."""

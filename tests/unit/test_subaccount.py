@@ -205,3 +205,20 @@ class AnyOrder(RuleBasedStateMachine):
 
 AnyOrder.TestCase.settings = settings(max_examples=80, stateful_step_count=30)
 TestAnyOrder = AnyOrder.TestCase
+
+
+def test_what_a_ceiling_in_the_whole_refuses_was_never_there():
+    whole, one, _ = two_parts()
+    whole.grant(10, "a", mode=Mode.CEILING)
+    assert one.grant(20, "slot") is None
+    assert one.peak_bytes == one.held_bytes == 0
+    assert one.grant(10, "slot")
+
+
+def test_the_whole_keeps_nothing_for_a_part_that_has_left():
+    whole, one, other = two_parts()
+    one.grant(50, "floor", mode=Mode.FLOOR)
+    assert whole.floors() == {"a": 50}
+    one.detach()
+    assert whole.floors() == {}
+    assert other.grant(80, "slot")

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from interrupts import interrupted_at
-from stagehand.core.device import AcceleratorDevice
+from stagehand.core import traffic as traffic_module
+from stagehand.core.device import AcceleratorDevice, HostDevice
 from stagehand.core.limits import Limits, Priority
 from stagehand.core.telemetry import Counters
 from stagehand.core.traffic import Denied, Parcel, Traffic, event_of
@@ -153,6 +154,27 @@ def test_a_load_that_a_use_waits_for_frees_its_slot(sim):
 
 
 # Copies home that yield
+
+
+@pytest.mark.parametrize("how", ["large", "in another order"])
+def test_what_cannot_be_cut_goes_as_a_whole(monkeypatch, how):
+    device, sent = HostDevice(), []
+    pair = torch.zeros(4, 4), torch.zeros(4, 4)
+    if how == "large":
+        monkeypatch.setattr(traffic_module, "_WHOLE_BYTES", 63)
+    else:
+        pair = pair[0], pair[1].t()
+    parcel = Parcel(
+        traffic(),
+        device.current_stream(),
+        (),
+        [pair],
+        lambda _, source: sent.append(source.numel()),
+        device.new_event(),
+    )
+    assert parcel.send(8) == 64
+    assert sent == [16]
+    assert parcel.sent
 
 
 def test_a_copy_home_waits_for_the_next_load_and_goes_behind_it(sim):

@@ -83,6 +83,16 @@ def load_after_read(rig):
     assert is_filled_with(second, 2)
 
 
+def load_parts_after_read(rig):
+    rig.load(1)
+    first = rig.use(rig.main)
+    parts = [(0, NBYTES // 2), (NBYTES // 2, NBYTES)]
+    rig.engine.load_parts(rig.slot, rig.buffer, rig.host(2), parts)
+    second = rig.use(rig.main)
+    assert is_filled_with(first, 1)
+    assert is_filled_with(second, 2)
+
+
 def load_after_two_readers(rig):
     rig.load(1)
     rig.use(rig.main)
@@ -337,6 +347,7 @@ HAZARDS = (
 # The line that closes each hazard, by the method it stands in.
 GUARDS = {
     ("load", "stream.wait_event(slot._drained)"): (load_after_read, load_after_save),
+    ("load_parts", "stream.wait_event(slot._drained)"): (load_parts_after_read,),
     ("await_filled", "stream.wait_event(slot._filled)"): (
         *(read_after_load, read_after_reload_by_the_same_stream),
         read_by_a_second_stream,

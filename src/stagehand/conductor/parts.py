@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-import weakref
 from functools import partial
 from typing import TYPE_CHECKING, Any
-
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from stagehand.conductor.adapters import RuntimeAdapter
 from stagehand.conductor.budget import Budget
@@ -19,6 +16,7 @@ from stagehand.conductor.slots import LinkSlots
 from stagehand.core.clock import Phase, PhaseClock
 from stagehand.core.ledger import NO_LIMIT, Ledger, Mode, SubAccount
 from stagehand.core.limits import Limits, tightest
+from stagehand.core.steps import hear_steps
 from stagehand.core.traffic import Traffic
 from stagehand.errors import ClosedError, ConfigError
 from stagehand.residency.shared import shared_device
@@ -26,6 +24,8 @@ from stagehand.units import MIB
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    import torch
 
     from stagehand.conductor.adapters import Adapter, Conducted
     from stagehand.conductor.config import ConductorConfig
@@ -91,12 +91,13 @@ class Parts:
         self._counted = (0, 0, 0, 0)
         self._seconds_per_load = 0.0
         self._leader: tuple[Conducted, Callable[[], None]] | None = None
-        self._optimizers: Callable[[], object] | None = None
+        self._optimizers: Callable[[], None] | None = None
         try:
             self._set_yielding(device)
             self.clock.subscribe(self._moved)
             if config.detect_phases:
-                self._optimizers = _hear_optimizers(self)
+                begins = self._optimizer_begins
+                self._optimizers = hear_steps(begins, compiled=True)
             # Last: others on the device must not feel what could not be made.
             self._shared.cap_pinned(self, pinned)
         except BaseException:
@@ -277,8 +278,7 @@ class Parts:
             else:
                 self.clock.enter(phase)
 
-    def optimizer_begins(self) -> None:
-        """Some optimizer of torch's is about to step."""
+    def _optimizer_begins(self, _: torch.optim.Optimizer) -> None:
         with self._lock:
             if self._told or self._closed or self.clock.phase is Phase.STEP_END:
                 return
@@ -453,19 +453,3 @@ def _time_left(rates: LinkRates, seconds: float, nbytes: int) -> float:
         nbytes: Of the load.
     """
     return max(0.0, seconds - nbytes / rates.h2d) * rates.d2h
-
-
-def _hear_optimizers(parts: Parts) -> Callable[[], object]:
-    """Be told of every step of torch's optimizers, until the result is called.
-
-    The hook is torch's own and does not keep the parts alive.
-    """
-    known = weakref.ref(parts)
-
-    def begins(*_: Any) -> None:
-        parts = known()
-        if parts is not None:
-            parts.optimizer_begins()
-
-    handle = register_optimizer_step_pre_hook(begins)
-    return weakref.finalize(parts, handle.remove)

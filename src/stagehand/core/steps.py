@@ -1,17 +1,18 @@
-"""Whether an optimizer has stepped: fused ones move no version counter."""
+"""Tells who listens that an optimizer steps: fused ones move no version counter."""
 
 import weakref
 from collections.abc import Callable
 from functools import cache
+from itertools import count
 from typing import Any
 
 import torch
 from torch.compiler import is_dynamo_compiling
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from stagehand.torch_private import in_backward
+from stagehand.torch_private import in_backward, untraced
 
-__all__ = ["Steps"]
+__all__ = ["Steps", "hear_steps"]
 
 
 class Steps:
@@ -26,18 +27,15 @@ class Steps:
         False
     """
 
-    _begun = 0
-
     def __init__(self, prepare: Callable[[], None]) -> None:
-        _watch()
         self._frozen: set[int] = set()
-        self._seen = Steps._begun
+        self._begun = self._seen = 0
         self._prepare = prepare
-        _known.add(self)
+        hear_steps(self._note)
 
     def came(self) -> bool:
         """Return whether one has begun since this was asked last."""
-        seen, self._seen = self._seen, Steps._begun
+        seen, self._seen = self._seen, self._begun
         return seen != self._seen
 
     def take_frozen(self) -> set[int]:
@@ -48,26 +46,69 @@ class Steps:
         frozen, self._frozen = self._frozen, set()
         return frozen
 
+    def _note(self, optimizer: torch.optim.Optimizer) -> None:
+        self._begun += 1
+        params = (p for group in optimizer.param_groups for p in group["params"])
+        frozen = [id(p) for p in params if not p.requires_grad and p.grad is not None]
+        self._frozen.update(frozen)
+        if not in_backward():
+            self._prepare()
 
-_known: weakref.WeakSet[Steps] = weakref.WeakSet()
+
+def hear_steps(
+    listener: Callable[[torch.optim.Optimizer], None], *, compiled: bool = False
+) -> Callable[[], None]:
+    """Call a method before each step of an optimizer of torch's kind, in any thread.
+
+    Torch has one hook for all, which stays: who comes and goes would change torch's own
+    list of hooks in the middle of another thread's step.
+
+    Args:
+        listener: A method. Its object is not kept.
+        compiled: Whether to tell of compiled steps, too, whose graph breaks there.
+
+    Returns:
+        A function that ends this; it takes no lock.
+    """
+    _watch()
+    number = next(_numbers)
+
+    def end() -> None:
+        _heard.pop(number, None)
+        _in_compiled.discard(number)
+
+    _heard[number] = weakref.WeakMethod(listener, lambda _: end())
+    if compiled:
+        _in_compiled.add(number)
+    return end
+
+
+_numbers = count()
+_heard: dict[int, "weakref.WeakMethod[Callable[[torch.optim.Optimizer], None]]"] = {}
+"""Who listens. Others come and go meanwhile: it is copied before it is gone through."""
+_in_compiled: set[int] = set()
+"""Which of them listen in compiled code."""
 
 
 @cache
 def _watch() -> None:
-    register_optimizer_step_pre_hook(_note)
+    register_optimizer_step_pre_hook(_tell)
 
 
-def _note(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    if is_dynamo_compiling():
-        return  # it would compile a step anew each time
-    Steps._begun += 1
-    known = tuple(_known)
-    if not known:
-        return
-    params = (p for group in optimizer.param_groups for p in group["params"])
-    frozen = [id(p) for p in params if not p.requires_grad and p.grad is not None]
-    in_midst = in_backward()
-    for steps in known:
-        steps._frozen.update(frozen)
-        if not in_midst:
-            steps._prepare()
+def _tell(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    if not is_dynamo_compiling():
+        _tell_all(optimizer)
+    elif _in_compiled:  # else: to look at who listens would compile a step anew
+        _tell_untraced(optimizer)
+
+
+def _tell_all(optimizer: torch.optim.Optimizer) -> None:
+    for known in _heard.copy().values():
+        listener = known()
+        if listener is not None:
+            listener(optimizer)
+
+
+@untraced("a conductor follows the steps of optimizers: compile without fullgraph=True")
+def _tell_untraced(optimizer: torch.optim.Optimizer) -> None:
+    _tell_all(optimizer)

@@ -372,6 +372,21 @@ class Masters:
         if self._images.pop(block.index, None) is not None and lease is not None:
             lease.let_go(self._alone)  # somebody may keep a tensor of it, say to save
 
+    def let_go(self, block: Block) -> None:
+        """Leave a block's memory to who has its tensors, for the model is gone.
+
+        No copy is under way.
+        """
+        self.stop_pinning()
+        self.unpack(block)
+        block.tensors = block.tracked = ()
+        block.handles.clear()
+        block.casts.clear()
+        block.set_store(None)
+        lease = self._images.pop(block.index, None)
+        if lease is not None:
+            lease.let_go(self._alone)
+
     def rescue(self, block: Block, image: torch.Tensor) -> None:
         """Let plain memory be the truth of a block whose files cannot be.
 
