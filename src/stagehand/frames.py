@@ -1,5 +1,6 @@
 """In the middle of which calls a thread is, as another thread sees it."""
 
+import copy
 import gc
 import sys
 import threading
@@ -10,7 +11,7 @@ from inspect import CO_OPTIMIZED
 from types import FrameType
 from typing import Any
 
-__all__ = ["awaits_thread", "frames_of", "objects_in"]
+__all__ = ["Call", "awaits_thread", "frame_of_copy", "frames_of", "objects_in"]
 
 # Reentrant: the garbage collector may run before it is switched off.
 _switch = threading.RLock()
@@ -20,6 +21,27 @@ _WAITS = [
 ]
 _OWN_REFERENCES = 3  # to what a frame shows: its own, the reader's, and that to count
 _DEPTH = 3  # calls: further in than `join()` are only those that it makes itself
+
+
+class Call:
+    """A call, told from others without its frame, which would keep all that it has.
+
+    That of a call that is over may have been given to another one of the same function.
+    """
+
+    __slots__ = ("_code", "_number")
+
+    def __init__(self, frame: FrameType) -> None:
+        self._number = id(frame)
+        self._code = frame.f_code
+
+    def is_of(self, frame: FrameType) -> bool:
+        """Whether a frame is the call's."""
+        return id(frame) == self._number and frame.f_code is self._code
+
+    def goes_on(self, thread: int) -> bool:
+        """Whether a thread, by its number, is in it."""
+        return any(map(self.is_of, frames_of(thread)))
 
 
 def frames_of(thread: int) -> list[FrameType]:
@@ -59,6 +81,20 @@ def objects_in(thread: int) -> list[Any]:
     """Return whose methods a thread is in, by its number, innermost first."""
     found = [_local(frame, "self") for frame in frames_of(thread)]
     return [one for one in found if one is not None]
+
+
+def frame_of_copy() -> FrameType | None:
+    """Return the call that copies what holds an object, for its `__deepcopy__`.
+
+    None where `copy` was told to copy that object itself, or somebody else copies.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename != copy.__file__:
+        frame = frame.f_back
+    if frame is None or frame.f_back is None:
+        return None
+    around = frame.f_back
+    return around if around.f_code.co_filename == copy.__file__ else None
 
 
 def _computes(worker: Any, future: Future[Any]) -> bool:

@@ -31,6 +31,9 @@ class _Parkable(Protocol):
         """Bring what always stays to the device."""
 
     def resume(self) -> None:
+        """Do so after all was brought home to be pickled."""
+
+    def end_copy(self) -> None:
         """Do so after all was brought home to be copied."""
 
 
@@ -83,7 +86,7 @@ class Moves:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Give the copy the ordinary method. It is copied last."""
-        self._runtime.resume()
+        self._runtime.end_copy()
         copied = memo[id(self._runtime.model)]
         return MethodType(type(copied)._apply, copied)
 

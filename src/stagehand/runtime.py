@@ -25,6 +25,7 @@ from stagehand.errors import (
     ConfigError,
     OrphanedParameterError,
 )
+from stagehand.frames import frame_of_copy
 from stagehand.gradients.gradients import Gradients
 from stagehand.graph import SavedTensors
 from stagehand.guards import Guards
@@ -294,7 +295,10 @@ class Runtime(Passing, Sharing, Storing, Conduct):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         """A copy of the model has no runtime, and all of its tensors on the host."""
-        self._settle()
+        if (frame := frame_of_copy()) is not None and self.is_open:
+            self._edges.begin_reading(frame, self._settle)
+        else:
+            self._settle()
 
     def __reduce__(self) -> Any:
         """Nor has a pickled model."""
@@ -308,6 +312,14 @@ class Runtime(Passing, Sharing, Storing, Conduct):
             resumes = self._resumes or self._ready or rest.bound
             self.park()
             self._resumes = resumes
+
+    def end_copy(self) -> None:
+        """A copy of the model, which begins with the runtime, is made."""
+        try:
+            self.resume()
+        finally:
+            if (frame := frame_of_copy()) is not None:
+                self._edges.end_reading(frame)
 
     def resume(self) -> None:
         """Let what stays on the device be there again, beside its optimizer's state."""

@@ -26,6 +26,7 @@ import torch
 
 from stagehand.core.turn import HERE, Turn, host_while, runs_library
 from stagehand.errors import DeadlockError
+from stagehand.frames import Call
 from stagehand.torch_private import (
     at_end_of_backward,
     backward_call,
@@ -143,6 +144,7 @@ class Edges:
         """Calls of autograd inside of the one that has the turn."""
         self.guests = self.lock.guests
         """Autograd's calls that are part of a forward pass."""
+        self._readings: list[Call] = []  # of the thread that has the turn
         self._inner: dict[int, Any] = {}
         """What sees that one of them is over, if an interrupt keeps it from telling."""
         self.recomputing = 0
@@ -189,6 +191,33 @@ class Edges:
             self.lock.release()
             raise
         self.lock.sorted()
+
+    def begin_reading(self, frame: FrameType, settle: Callable[[], None]) -> None:
+        """Have all tensors stay where they are settled, until `end_reading`.
+
+        An operator reads a tensor's place without the interpreter's lock: where another
+        thread points it elsewhere meanwhile, it finds half of the one and half of the
+        other.
+
+        Args:
+            frame: Of the call that reads them: if it fails, nobody tells of the end.
+            settle: Brings them where they shall be.
+        """
+        self.take_lock()
+        self._readings = [call for call in self._readings if not call.is_of(frame)]
+        self._recount()
+        self._readings.append(Call(frame))
+        try:
+            settle()
+        except BaseException:
+            self.end_reading(frame)
+            raise
+
+    def end_reading(self, frame: FrameType) -> None:
+        """End what began with the same frame, if anything did."""
+        if self._readings and self._readings[-1].is_of(frame):
+            del self._readings[-1]
+            self.lock.release()
 
     def running(self) -> bool:
         """Like `inside`, but first close what an interrupt or a failure left open."""
@@ -458,12 +487,18 @@ class Edges:
             del self._stack[-1]
         self._abort()
         # That has ended uses by hand, too: the rest is what runs, and this call.
-        self.lock.recount(len(self._stack) + 1)
+        self.lock.recount(len(self._stack) + self._count_readings() + 1)
 
     def _recount(self) -> None:
         """Where this thread enters from outside, forget what else it seems to have."""
         if self.lock.count > 1 and not (self._stack or self._listener.in_use()):
-            self.lock.recount(1)
+            self.lock.recount(self._count_readings() + 1)
+
+    def _count_readings(self) -> int:
+        """Return how many of this thread go on, and forget those that failed."""
+        me = HERE.thread.ident or 0
+        self._readings = [call for call in self._readings if call.goes_on(me)]
+        return len(self._readings)
 
     def _sink(self) -> None:
         """Take off the hooks of sites that an interrupt left."""
@@ -473,12 +508,14 @@ class Edges:
 
     def _is_left(self) -> bool:
         # In another thread than its owner's: the stack may change meanwhile.
+        owner = self.lock.owner
+        if any(call.goes_on(owner.ident) for call in self._readings if owner):
+            return False
         if self._backward is not None:  # which may end in any thread
             return self._is_unheard()
         for entry in self._stack[:1]:
             return not _is_running(entry.frame)
         # Between passes it is had for one call; an interrupt may have come to its end.
-        owner = self.lock.owner
         if owner is None or (self.thread is None and self._listener.in_use()):
             return False
         return not runs_library(owner)  # where it ends the use or the pass that it had

@@ -101,8 +101,9 @@ class _Hook:
 class _StateAsked(_Hook):
     """Brings everything home first: whoever saves wants one device, and whole storages.
 
-    In the middle of a pass, a state dict is of tensors wherever they are. One of the
-    parameters themselves leaves them where they were brought.
+    There it stays until all is read, whatever other threads run. In the middle of a
+    pass, a state dict is of tensors wherever they are. One of the parameters themselves
+    leaves them where they were brought.
     """
 
     __slots__ = ("_edges", "_settle", "keeps")
@@ -113,21 +114,27 @@ class _StateAsked(_Hook):
         self.keeps = False
 
     def __call__(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        self.keeps = keep_vars
         if not self._edges.running():
-            self._settle()
+            self._edges.begin_reading(_module_frame(), self._settle)
+            self.keeps = keep_vars
 
 
 class _StateGiven(_Hook):
-    __slots__ = ("_asked", "_from_public_api", "_resume")
+    __slots__ = ("_asked", "_edges", "_from_public_api", "_resume")
 
-    def __init__(self, asked: _StateAsked, resume: Callable[[], None]) -> None:
+    def __init__(
+        self, asked: _StateAsked, edges: Edges, resume: Callable[[], None]
+    ) -> None:
         self._asked = asked
+        self._edges = edges
         self._resume = resume
 
     def __call__(self, *_: Any) -> None:
-        if not self._asked.keeps:
-            self._resume()
+        try:
+            if not self._asked.keeps:
+                self._resume()
+        finally:
+            self._edges.end_reading(_module_frame())
 
 
 class _StateLoading(_Hook):
@@ -587,7 +594,7 @@ class SiteHooks:
             self._hook_edge(edge, begin, self._handles)
         loading = _StateLoading(model, self._await_copies)
         asking = _StateAsked(self._edges, self._settle)
-        given = _StateGiven(asking, self._resume)
+        given = _StateGiven(asking, self._edges, self._resume)
         add = partial(add_hook, self._handles)
         add(model.register_load_state_dict_pre_hook, loading)
         add(model.register_load_state_dict_post_hook, _StateLoaded(loading))
