@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
+from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.utils import parametrize
 
 import stagehand
@@ -254,17 +255,27 @@ def test_of_files_only_what_was_chosen_is_read(hold, tmp_path, place, ram):
     save_file(model.state_dict(), tmp_path / "model.safetensors")
     held = hold(model, place=place, ram_budget=ram)
     runtime_of(held.model).convert_registry_to_file_backed_sharded(tmp_path)
-    held.run(tokens())
+    for _ in range(5):  # what is kept in host memory is read whole, once
+        held.run(tokens())
     before = held.totals["disk_bytes"]
-    moved = held.run(tokens())
-    assert moved == DEPTH * (MIX_BYTES + TAKEN * ROW_BYTES)
-    assert held.totals["disk_bytes"] - before <= moved
+    moved = sum(held.run(tokens()) for _ in range(4))
+    ahead = DEPTH * MIX_BYTES  # what of it was read in an earlier pass, or for a later
+    assert abs(moved - 4 * DEPTH * (MIX_BYTES + TAKEN * ROW_BYTES)) <= ahead
+    assert held.totals["disk_bytes"] - before <= moved + ahead
     with torch.no_grad():
         for network in (held.model, held.resident):
             network[1].experts.down.mul_(2)
     held.run(tokens())
     held.run(tokens(seed=3))
     held.run(tokens(LONG))
+    held.run(tokens())
+    for number in range(DEPTH):  # several at once
+        up = held.model[number].experts.up
+        values = up.detach().cpu() * 2
+        up.data = values.clone()
+        with torch.no_grad():
+            held.resident[number].experts.up.copy_(values)
+    held.run(tokens())
 
 
 def test_in_pageable_memory_they_are_staged_by_rows(hold):
@@ -377,7 +388,37 @@ def _parametrized(experts):
     parametrize.register_parametrization(experts, "up", Twice())
 
 
-@pytest.mark.parametrize("change", [_hook, _forward])
+def _sees(module, given, output):
+    if isinstance(module, Experts):
+        output += module.up.mean() + module.down.mean()
+
+
+def _looking_hook(experts):
+    experts.register_forward_hook(_sees)
+
+
+@pytest.mark.parametrize("change", [_hook, _looking_hook])
+def test_hooks_that_were_there_before_see_all(hold, change):
+    model = Chosen()
+    change(model.experts[0])
+    held = hold(model)
+    for _ in range(3):
+        held.run(tokens(), torch.tensor([[1, 2]]))
+
+
+def test_hooks_of_all_modules_see_all_of_them(hold):
+    held = hold(Chosen())
+    for _ in range(2):
+        held.run(tokens(), torch.tensor([[1, 2]]))
+    hook = register_module_forward_hook(_sees)
+    try:
+        for _ in range(3):
+            held.run(tokens(), torch.tensor([[1, 2]]))
+    finally:
+        hook.remove()
+
+
+@pytest.mark.parametrize("change", [_hook, _forward, _looking_hook])
 def test_calls_whose_inputs_others_change_read_all(hold, change):
     held = hold(Chosen())
     for network in (held.model, held.resident):
@@ -429,6 +470,34 @@ def test_what_computes_experts_in_another_way_may_read_all(hold):
         network.config._experts_implementation = "dense"
     for _ in range(2):
         assert held.run(torch.tensor([[1]])) > 3 * few
+    for network in (held.model, held.resident):
+        network.config._experts_implementation = "eager"
+    held.run(torch.tensor([[1]]))
+    assert held.run(torch.tensor([[1]])) == few
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(held.model.model.layers[0].mlp.experts), "forward", dense)
+        for _ in range(2):
+            assert held.run(torch.tensor([[1]])) > 3 * few
+
+
+def test_under_vmap_they_read_all(hold):
+    class Batched(Experts):
+        def forward(self, x: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+            gate, up = (self.up[numbers] @ x).chunk(2, -1)
+            parts = self.down[numbers] @ (gate.sigmoid() * up).unsqueeze(-1)
+            return parts.squeeze(-1).sum(0)
+
+    model = Chosen()
+    for experts in model.experts:
+        experts.__class__ = Batched
+    held = hold(model)
+    x, numbers = tokens(3).to("hpu"), torch.tensor([[1, 2], [3, 4], [0, 15]]).to("hpu")
+    with torch.no_grad():
+        expected = torch.vmap(held.resident)(x, numbers)
+        for _ in range(3):
+            output = torch.vmap(held.model)(x, numbers)
+            assert_bitwise_equal(output, expected, "output")
+    held.run(tokens()[0], numbers[0])
 
 
 def test_those_that_several_modules_have_read_all(hold):
@@ -488,7 +557,7 @@ def test_an_interrupt_at_any_line_leaves_no_rows_behind(hold, first):
             pass
         else:
             break
-        held.run(tokens(LONG), torch.arange(EXPERTS).repeat(LONG, 1))
+        held.run(tokens(), torch.arange(EXPERTS).unsqueeze(0))
         held.run(tokens(), numbers)
 
 

@@ -90,7 +90,7 @@ class Mover:
         staged = block.state is _HOST_STAGED
         if self._replaced_in == self.passed and not staged and block.is_replaced():
             self.take_in(block)  # one is rarely replaced alone
-            block.versions = block.read_versions()
+            block.versions, block.runs = block.read_versions(), ()
         slot.occupant = block
         try:
             started = self._loader.start(block, slot, priority)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from stagehand.errors import ConfigError
+from stagehand.torch_private import func_transforms
 from stagehand.weights.sites import has_other_hooks
 
 if TYPE_CHECKING:
@@ -106,8 +107,9 @@ class Experts:
     def _reads_what_it_is_given(self, module: nn.Module) -> bool:
         """Whether a call reads the rows that its arguments name, and nobody any more.
 
-        Backward reads what was saved. A cast or a parametrization is one of all rows,
-        and hooks behind ours may change the arguments.
+        Backward reads what was saved. A cast or a parametrization is one of all rows.
+        Hooks may change the arguments behind ours, and read the weights; under `vmap`
+        nobody can read the numbers.
         """
         return not (
             torch.is_grad_enabled()
@@ -115,6 +117,7 @@ class Experts:
             or hasattr(module, "parametrizations")
             or "forward" in vars(module)
             or has_other_hooks(module)
+            or func_transforms()
         )
 
 
@@ -126,11 +129,13 @@ def is_experts(module: nn.Module, kinds: Iterable[type[nn.Module]]) -> bool:
 def _is_of_transformers(module: nn.Module) -> bool:
     """Whether `use_experts_implementation` has made a module's class, for one device.
 
-    What computes it can be chosen at any time.
+    What computes it can be chosen at any time; a forward that somebody else has written
+    may read all rows.
     """
     config = getattr(module, "config", None)
     return (
         vars(module).get("_is_expert_parallel") is False
+        and type(module).forward.__module__.startswith("transformers.")
         and getattr(config, "_experts_implementation", "") in _READ_WHAT_WAS_CHOSEN
     )
 

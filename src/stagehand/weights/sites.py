@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import sys
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -24,6 +25,7 @@ from stagehand.residency.finding import is_called
 from stagehand.torch_private import (
     add_hook,
     dispatch_modes,
+    global_forward_hooks,
     in_backward,
     pop_saved_hooks,
     remove_hooks,
@@ -428,9 +430,10 @@ class _RowsEnd(_Hook):
 
 
 def has_other_hooks(module: nn.Module) -> bool:
-    """Whether others than a runtime have hooks that see a module's inputs first."""
-    hooks = (getattr(h, "__self__", h) for h in module._forward_pre_hooks.values())
-    return not all(isinstance(hook, _Hook) for hook in hooks)
+    """Whether hooks of others than a runtime are called for calls of a module."""
+    own = module._forward_pre_hooks, module._forward_hooks
+    hooks = chain(*(place.values() for place in (global_forward_hooks, *own)))
+    return not all(isinstance(getattr(h, "__self__", h), _Hook) for h in hooks)
 
 
 def is_hooked(module: nn.Module) -> bool:
