@@ -220,7 +220,7 @@ class LookAhead:
 
     def _is_left(self, block: Block) -> bool:
         """Whether a block is left to the call that reads it, and knows which rows."""
-        return self.picks and block.rows > 0 and not block.stays
+        return self.picks and block.picks and not block.stays
 
     def _is_awaited(self, slot: Slot | None) -> bool:
         """Whether a block that is left to its call will have a slot first."""

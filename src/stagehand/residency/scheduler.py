@@ -157,7 +157,7 @@ class Scheduler:
         """
         if (
             block.slot is None
-            and not (block.uses or block.stays or block.trains)
+            and not (block.uses or block.stays)
             and self._loader.takes_rows(block)
         ):
             parts = block.layout.parts_of(runs)
