@@ -234,6 +234,15 @@ def test_gradients_are_those_of_the_resident_model(sim, stream):
         mine.grad = None
 
 
+def test_with_gradients_all_of_frozen_ones_cross(hold):
+    held = hold(build().requires_grad_(False))
+    for seed in range(3):
+        held.run(tokens(seed=seed))
+    before = held.crossed
+    held.model(tokens().to("hpu"))
+    assert held.crossed - before >= (DEPTH - 1) * EXPERT_BYTES
+
+
 def test_what_was_trained_is_what_is_read_then(hold):
     held = hold()
     networks = held.model, held.resident
@@ -445,7 +454,7 @@ def test_hooks_of_all_modules_see_all_of_them(hold):
         hook.remove()
 
 
-@pytest.mark.parametrize("change", [_hook, _forward, _looking_hook])
+@pytest.mark.parametrize("change", [_hook, _forward, _looking_hook, _parametrized])
 def test_calls_whose_inputs_others_change_read_all(hold, change):
     held = hold(Chosen())
     for network in (held.model, held.resident):
@@ -524,7 +533,8 @@ def test_under_vmap_they_read_all(hold):
         for _ in range(3):
             output = torch.vmap(held.model)(x, numbers)
             assert_bitwise_equal(output, expected, "output")
-    held.run(tokens()[0], numbers[0])
+    held.run(tokens()[0], numbers[0].cpu())  # of a class that only its base names
+    assert held.run(tokens()[0], numbers[0].cpu()) == 2 * TAKEN * ROW_BYTES
 
 
 @pytest.mark.parametrize("names", [["up"], ["up", "down"]])
