@@ -145,6 +145,7 @@ class Runtime(Passing, Sharing, Storing, Conduct):
             track=self._track,
             untrack=self._untrack,
             drop_rows=parts.scheduler.drop_rows,
+            complete_rows=parts.scheduler.complete_rows,
             settle=self._settle,
             resume=self.resume,
             await_copies=parts.loader.await_copies,

@@ -55,7 +55,8 @@
   where in a file of `torch.save` a tensor lies, as torch's documentation says. Without
   them, such files are refused.
 - `torch._C._functorch.get_interpreter_stack`: which transforms of `torch.func` are
-  active? Without it, those that cannot go through a streamed model are not refused.
+  active? Without it, those that cannot go through a streamed model are not refused, and
+  others fail where the numbers of experts are read.
 - `torch.cuda._sanitizer`: its dispatch mode sees the library's copies, others do not.
   It is known by this name alone.
 - `torch._dynamo.callback_handler`: learn when the compiler looks at a frame. It is as
@@ -65,6 +66,9 @@
   versions that are supported.
 - `Module._forward_hooks` and the like: take a hook off whose registration was
   interrupted before its handle was there. Of those that are missing nothing is taken.
+- `torch.nn.modules.module._global_forward_hooks`: does somebody see what every module
+  has computed, and its weights with that? Without it, rows of experts that a call does
+  not read are not there for such hooks.
 - `torch._disable_dynamo`: leave a function out of compiled graphs without importing the
   compiler. Without it, compiled blocks warn of what they cannot trace. Two attributes
   of what it returns, `_torchdynamo_disable` and `..._msg`, say why; where the compiler
@@ -104,8 +108,10 @@ __all__ = [
     "dispatch_modes",
     "dispatching",
     "func_transform",
+    "func_transforms",
     "function_modes",
     "give_value",
+    "global_forward_hooks",
     "graph_task",
     "has_more_hooks",
     "in_backward",
@@ -206,6 +212,10 @@ function_modes: Callable[[], int] = torch._C._len_torch_function_stack
 _func_levels: Callable[[], Any] = getattr(
     getattr(torch._C, "_functorch", None), "get_interpreter_stack", lambda: None
 )
+global_forward_hooks: Mapping[int, Callable[..., Any]] = getattr(
+    torch.nn.modules.module, "_global_forward_hooks", {}
+)
+"""What is called with the outputs of every module, before the module's own hooks."""
 _APPLY = getattr(torch.autograd.Function.apply, "__code__", None)
 _run_backward = getattr(torch.autograd.graph, "_engine_run_backward", None)
 
@@ -340,14 +350,17 @@ def _remove_hooks(handles: list[RemovableHandle]) -> None:
         handles.pop()
 
 
+def func_transforms() -> list[str]:
+    """Return what `torch.func` does in this thread, from the outside in."""
+    return [level.key().name for level in _func_levels() or ()]
+
+
 def func_transform() -> str | None:
     """Return what `torch.func` does in this thread that makes other tensors of all.
 
     With `vmap` what is made meanwhile and has no batch is an ordinary tensor.
     """
-    levels = _func_levels()
-    names = (level.key().name for level in levels or ())
-    return next((name for name in names if name != "Vmap"), None)
+    return next((name for name in func_transforms() if name != "Vmap"), None)
 
 
 class _Sparing:

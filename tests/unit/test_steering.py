@@ -21,7 +21,7 @@ class Piece:
     hosted: bool = False
     link_nbytes: int = 10
     changes: bool = False
-    rows: int = 0
+    picks: bool = False
     runs_nbytes: int = 0
     nbytes: int = 10
 

@@ -73,6 +73,7 @@ class Block(Residency):
         "link_nbytes",
         "nbytes",
         "needs_staging",
+        "picks",
         "read_elsewhere",
         "rows",
         "runs",
@@ -179,6 +180,8 @@ class Block(Residency):
         """Whether modules read its tensors that are no sites of it."""
         self.rows = 0
         """How many rows its tensors have, if calls may read some without the others."""
+        self.picks = False
+        """Whether its latest call could do with some of them, if it was for few."""
         self.runs: Runs = ()
         """The rows that its slot holds or is to hold, where those are not all."""
         self.runs_nbytes = 0

@@ -262,7 +262,7 @@ class LaneLoader:
 
     def takes_rows(self, block: Block) -> bool:
         """See `Loader.takes_rows`. A kept block is read once, whole."""
-        if block.wire is not None or block.index in self._staged:
+        if block.index in self._staged:
             return False
         if block.index not in self._keepers:
             return True

@@ -294,4 +294,4 @@ class LookAhead:
 
 def _is_left(block: Block) -> bool:
     """Whether a block can be left to the call that reads it, and knows which rows."""
-    return block.rows > 0 and block.wire is None and not block.stays
+    return block.picks and not block.stays

@@ -90,7 +90,7 @@ class Mover:
         staged = block.state is _HOST_STAGED
         if self._replaced_in == self.passed and not staged and block.is_replaced():
             self.take_in(block)  # one is rarely replaced alone
-            block.versions = block.read_versions()
+            block.versions, block.runs = block.read_versions(), ()
         slot.occupant = block
         try:
             started = self._loader.start(block, slot, priority)
@@ -302,6 +302,14 @@ class Mover:
         else:
             block.to(BlockState.UNLOADED)
         block.seal = block.slot = slot.occupant = None
+
+    def complete(self, block: Block) -> None:
+        """Bring all of a block of which some rows are in use."""
+        slot = block.slot
+        if slot is None:
+            raise StagehandInternalError(f"block {block.name!r} is not on the device")
+        self._reload(block, slot)
+        self.bind(block, slot, self._device.current_stream())
 
     def discard(self, block: Block, slot: Slot) -> None:
         """Let a block leave its slot, of whose bytes none are wanted home."""

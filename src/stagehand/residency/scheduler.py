@@ -123,6 +123,8 @@ class Scheduler:
             self.fetched = None
             fetched.uses -= 1
         if block.uses:
+            if block.runs:
+                self._mover.complete(block)
             block.uses += 1
             return
         stream = self._device.current_stream()
@@ -157,7 +159,7 @@ class Scheduler:
         """
         if (
             block.slot is None
-            and not (block.uses or block.stays or block.trains)
+            and not (block.uses or block.stays)
             and self._loader.takes_rows(block)
         ):
             parts = block.layout.parts_of(runs)
@@ -178,6 +180,12 @@ class Scheduler:
     @picks.setter
     def picks(self, picks: bool) -> None:
         self._ahead.picks = picks
+
+    def complete_rows(self) -> None:
+        """Bring the rest of what is in use by rows: others read all that is here."""
+        for block in self.blocks:
+            if block.runs and block.uses:
+                self._mover.complete(block)
 
     def drop_rows(self, block: Block) -> None:
         """End what `before_rows` has brought, when nobody uses it any more.

@@ -108,7 +108,7 @@ class Steering:
         slots = tuple(0 if b.hosted else b.slot_nbytes for b in self._blocks)
         share = self._picked_share()
         crossing = tuple(
-            0 if b.hosted else int(b.link_nbytes * (share if b.rows else 1))
+            0 if b.hosted else int(b.link_nbytes * (share if b.picks else 1))
             for b in self._blocks
         )
         return Workload(

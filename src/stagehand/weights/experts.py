@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from stagehand.errors import ConfigError
+from stagehand.torch_private import func_transforms
 from stagehand.weights.sites import has_other_hooks
 
 if TYPE_CHECKING:
@@ -74,12 +75,14 @@ class Experts:
         own = {id(t) for t in site._parameters.values() if t is not None}
         if len(sites) > 1 or own != {id(tensor) for tensor in block.tensors}:
             return None
+        if block.layout.rows < 2:
+            return None
         block.rows = block.layout.rows
 
         def begin(module: nn.Module, args: Any, kwargs: Any) -> None:
             self._begin(choice, module, block, args, kwargs)
 
-        return begin if block.rows > 1 else None
+        return begin
 
     def _begin(
         self,
@@ -93,32 +96,44 @@ class Experts:
         if block.stays and block.slot is not None:
             scheduler.before(block)
             return
-        runs = None
+        if choice is None and _is_of_transformers(module):
+            choice = _chosen_in_transformers
         plain = block.wire is None and not block.trains
-        if plain and self._reads_what_it_is_given(module):
-            if choice is not None:
+        block.picks = plain and choice is not None and _reads_what_it_is_given(module)
+        runs = None
+        if block.picks and choice is not None:
+            if not self._is_read_again():
                 runs = _runs_of(choice(*args, **kwargs), block)
-            elif _is_of_transformers(module):
-                runs = _runs_of(_chosen_in_transformers(*args, **kwargs), block)
-        scheduler.picks = runs is not None
+            scheduler.picks = runs is not None
         if runs is None:
             scheduler.before(block)
         else:
             scheduler.before_rows(block, runs)
 
-    def _reads_what_it_is_given(self, module: nn.Module) -> bool:
-        """Whether a call reads the rows that its arguments name, and nobody any more.
+    def _is_read_again(self) -> bool:
+        """Whether more is made of weights now than their call says.
 
-        Backward reads what was saved. A cast or a parametrization is one of all rows,
-        and hooks behind ours may change the arguments.
+        Backward reads what was saved, and a cast that autocast keeps is one of all
+        rows. Under `vmap` nobody can read the numbers.
         """
-        return not (
+        return (
             torch.is_grad_enabled()
             or torch.is_autocast_enabled(self._kind)
-            or hasattr(module, "parametrizations")
-            or "forward" in vars(module)
-            or has_other_hooks(module)
+            or bool(func_transforms())
         )
+
+
+def _reads_what_it_is_given(module: nn.Module) -> bool:
+    """Whether a call reads the rows that its arguments name, and nobody any more.
+
+    A parametrization is one of all rows. Hooks may change the arguments behind ours,
+    and read the weights.
+    """
+    return not (
+        hasattr(module, "parametrizations")
+        or "forward" in vars(module)
+        or has_other_hooks(module)
+    )
 
 
 def is_experts(module: nn.Module, kinds: Iterable[type[nn.Module]]) -> bool:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import sys
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -24,6 +25,7 @@ from stagehand.residency.finding import is_called
 from stagehand.torch_private import (
     add_hook,
     dispatch_modes,
+    global_forward_hooks,
     in_backward,
     pop_saved_hooks,
     remove_hooks,
@@ -102,19 +104,24 @@ class _StateAsked(_Hook):
     """Brings everything home first: whoever saves wants one device, and whole storages.
 
     There it stays until all is read, whatever other threads run. In the middle of a
-    pass, a state dict is of tensors wherever they are. One of the parameters themselves
-    leaves them where they were brought.
+    pass, a state dict is of tensors wherever they are, all of them. One of the
+    parameters themselves leaves them where they were brought.
     """
 
-    __slots__ = ("_edges", "_settle", "keeps")
+    __slots__ = ("_complete", "_edges", "_settle", "keeps")
 
-    def __init__(self, edges: Edges, settle: Callable[[], None]) -> None:
+    def __init__(
+        self, edges: Edges, settle: Callable[[], None], complete: Callable[[], None]
+    ) -> None:
         self._edges = edges
         self._settle = settle
+        self._complete = complete
         self.keeps = False
 
     def __call__(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        if not self._edges.running():
+        if self._edges.running():
+            self._complete()
+        else:
             self._edges.begin_reading(_module_frame(), self._settle)
             self.keeps = keep_vars
 
@@ -435,9 +442,10 @@ class _RowsEnd(_Hook):
 
 
 def has_other_hooks(module: nn.Module) -> bool:
-    """Whether others than a runtime have hooks that see a module's inputs first."""
-    hooks = (getattr(h, "__self__", h) for h in module._forward_pre_hooks.values())
-    return not all(isinstance(hook, _Hook) for hook in hooks)
+    """Whether hooks of others than a runtime are called for calls of a module."""
+    own = module._forward_pre_hooks, module._forward_hooks
+    hooks = chain(*(place.values() for place in (global_forward_hooks, *own)))
+    return not all(isinstance(getattr(h, "__self__", h), _Hook) for h in hooks)
 
 
 def is_hooked(module: nn.Module) -> bool:
@@ -539,6 +547,7 @@ class SiteHooks:
             under autocast; returns the same.
         untrack: Called with both, and what the site returns, when it ends.
         drop_rows: Called with a block of which it had only some rows, then.
+        complete_rows: Called when all rows are read in the middle of that.
         settle: Brings every tensor home before the model is copied.
         resume: Called when it was.
         await_copies: Called before others write weights on the host.
@@ -553,6 +562,7 @@ class SiteHooks:
         track: Callable[[Block, Reader], bool],
         untrack: Callable[[Block, Reader, Any], None],
         drop_rows: Callable[[Block], None],
+        complete_rows: Callable[[], None],
         settle: Callable[[], None],
         resume: Callable[[], None],
         await_copies: Callable[[], None],
@@ -563,6 +573,7 @@ class SiteHooks:
         self._track = track
         self._untrack = untrack
         self._drop_rows = drop_rows
+        self._complete_rows = complete_rows
         self._rise = rise
         self._settle = settle
         self._resume = resume
@@ -593,7 +604,7 @@ class SiteHooks:
             begin = _EdgeBegin(self._edges, self._rise, self._settle)
             self._hook_edge(edge, begin, self._handles)
         loading = _StateLoading(model, self._await_copies)
-        asking = _StateAsked(self._edges, self._settle)
+        asking = _StateAsked(self._edges, self._settle, self._complete_rows)
         given = _StateGiven(asking, self._edges, self._resume)
         add = partial(add_hook, self._handles)
         add(model.register_load_state_dict_pre_hook, loading)
