@@ -20,8 +20,10 @@ from architectures.trees import assert_bitwise_equal
 from interrupts import interrupted_at
 from scenario.small import blocks_of, runtime_of, smallest_budget
 from stagehand.core.transfer import Priority, TransferEngine
+from stagehand.errors import ReadError
 from stagehand.residency import finding
 from stagehand.residency.host_loader import HostLoader
+from stagehand.stores.safetensors import SafetensorsStore
 from streamed import total_bytes, weight_bytes
 
 EXPERTS, TAKEN, DEPTH, WIDTH = 16, 2, 4, 32
@@ -698,6 +700,41 @@ def test_what_fails_in_a_call_leaves_no_rows_behind(hold):
     with torch.no_grad(), pytest.raises(IndexError):
         held.model[1].experts(tokens().to("hpu"), torch.tensor([[99, 1]]).to("hpu"))
     assert not any(block.runs for block in blocks_of(held.model))
+    held.run(tokens(LONG))
+    held.run(tokens())
+
+
+@pytest.mark.parametrize("place", ["hpu", "cpu"])
+@pytest.mark.filterwarnings("ignore:.*beside their files:UserWarning")
+def test_a_read_that_fails_is_an_error_and_the_next_pass_reads_again(
+    hold, tmp_path, place, monkeypatch
+):
+    model = build()
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    held = hold(model, place=place, ram_budget=EXPERT_BYTES + (1 << 14))
+    runtime_of(held.model).convert_registry_to_file_backed_sharded(tmp_path)
+    for seed in range(3):
+        held.run(tokens(seed=seed))
+    reads = SafetensorsStore.read_rows_into
+
+    def fails(self, image, runs):
+        raise ReadError("no such luck")
+
+    monkeypatch.setattr(SafetensorsStore, "read_rows_into", fails)
+    with torch.no_grad(), pytest.raises(ReadError, match="no such luck"):
+        held.model(tokens().to(place))
+    monkeypatch.setattr(SafetensorsStore, "read_rows_into", reads)
+    held.run(tokens(LONG))
+    held.run(tokens())
+
+
+def test_under_a_conductor_with_few_copies_at_a_time_it_is_the_same(hold):
+    held = hold(more=0.3)
+    conductor = stagehand.ConductorRuntime(stagehand.ConductorConfig(h2d_slots=1))
+    conductor.attach(held.model)
+    for seed in range(6):
+        held.run(tokens(seed=seed))
+    conductor.detach(held.model)
     held.run(tokens(LONG))
     held.run(tokens())
 
