@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import weakref
+from collections import Counter
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, ParamSpec
 
@@ -214,8 +215,9 @@ class Runtime(Passing, Sharing, Storing, Conduct):
         experts = Experts(
             self._parts.scheduler, self._device.torch_device, self._settings.experts
         )
+        readers = Counter(block for _, block in sites)
         for (site, block), reader in zip(sites, self._readers, strict=True):
-            pick = experts.begin_of(site, block, [s for s, b in sites if b is block])
+            pick = experts.begin_of(site, block) if readers[block] == 1 else None
             self._hooks.add_site(site, block, reader, pick)
             block.unseen = block.unseen or _is_read_unseen(site)
             self._add_look(site, block.name)
@@ -687,8 +689,7 @@ class Runtime(Passing, Sharing, Storing, Conduct):
             self._gradients.close()
         self._host_memory.close()
         self._readers = []
-        for block in self._parts.blocks:
-            self._parts.masters.let_go(block)
+        self._parts.masters.let_go(self._parts.blocks)
 
     def _sum_up(self) -> None:
         self._close_step()

@@ -435,8 +435,8 @@ def _looking_hook(experts):
     experts.register_forward_hook(_sees)
 
 
-@pytest.mark.parametrize("change", [_hook, _looking_hook])
-def test_hooks_that_were_there_before_see_all(hold, change):
+@pytest.mark.parametrize("change", [_hook, _looking_hook, _parametrized])
+def test_what_was_there_before_sees_all(hold, change):
     model = Chosen()
     change(model.experts[0])
     held = hold(model)
@@ -461,14 +461,6 @@ def test_calls_whose_inputs_others_change_read_all(hold, change):
     held = hold(Chosen())
     for network in (held.model, held.resident):
         change(network.experts[0])
-    for _ in range(3):
-        held.run(tokens(), torch.tensor([[1, 2]]))
-
-
-def test_parametrized_ones_read_all(hold):
-    model = Chosen()
-    _parametrized(model.experts[0])
-    held = hold(model)
     for _ in range(3):
         held.run(tokens(), torch.tensor([[1, 2]]))
 

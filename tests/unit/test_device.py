@@ -196,14 +196,19 @@ def test_pieces_that_share_memory_take_no_more_of_it_than_is_counted(sim, count)
         assert allocator.reserved >= count * taken
 
 
-def test_memory_cached_by_the_allocator_is_free(sim, monkeypatch):
-    device = accelerator()
+def report_memory(monkeypatch):
+    """Let torch say that 500 bytes of 2000 are free, and that 300 are cached."""
     for name, value in (
         ("get_memory_info", (500, 2000)),
         ("memory_reserved", 1200),
         ("memory_allocated", 900),
     ):
         monkeypatch.setattr(torch.accelerator, name, lambda index, v=value: v)
+
+
+def test_memory_cached_by_the_allocator_is_free(sim, monkeypatch):
+    device = accelerator()
+    report_memory(monkeypatch)
     assert device.free_bytes() == 500 + (1200 - 900)
 
 
@@ -230,12 +235,7 @@ def test_memory_beyond_the_part_that_a_process_may_have_is_not_free(
 ):
     """torch raises there, however much the device has: by default 80 % were taken."""
     device = registering()
-    for name, value in (
-        ("get_memory_info", (500, 2000)),
-        ("memory_reserved", 1200),
-        ("memory_allocated", 900),
-    ):
-        monkeypatch.setattr(torch.accelerator, name, lambda index, v=value: v)
+    report_memory(monkeypatch)
     monkeypatch.setattr(
         torch.cuda, "get_per_process_memory_fraction", {device._index: part}.get
     )

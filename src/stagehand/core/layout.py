@@ -27,6 +27,7 @@ __all__ = [
     "Runs",
     "can_cast",
     "contiguous_stride",
+    "copy_rows",
     "copy_values",
     "layout_of",
     "moved",
@@ -189,8 +190,7 @@ class BlockLayout:
     ) -> None:
         """Copy some rows of one tensor per entry into the image."""
         for view, tensor in zip(self.views(image), tensors, strict=True):
-            for first, end in runs:
-                copy_values(view[first:end], tensor[first:end])
+            copy_rows(view, tensor, runs)
 
     def matches(self, image: torch.Tensor, tensors: Sequence[torch.Tensor]) -> bool:
         """Return whether an image holds the bits of one tensor per entry."""
@@ -312,6 +312,12 @@ def copy_values(target: torch.Tensor, source: torch.Tensor) -> None:
     # Memory that was allocated in inference mode may only be written in it.
     with torch.inference_mode(target.is_inference()), torch.no_grad():
         target.copy_(source)
+
+
+def copy_rows(target: torch.Tensor, source: torch.Tensor, runs: Runs) -> None:
+    """Like `copy_values`, of some rows."""
+    for first, end in runs:
+        copy_values(target[first:end], source[first:end])
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:

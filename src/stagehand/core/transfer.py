@@ -272,7 +272,7 @@ class TransferEngine:
         else:
             self._copy(_block_in(slot), "H2D", stream, target, source)
         filled.record(stream)  # type: ignore[union-attr]
-        slot.seen_by = slot._reader = None
+        slot.seen_by = slot._reader = None  # as `_filled` does, in less time
         nbytes = target.numel()
         counters = self._counters
         counters.h2d_bytes += nbytes

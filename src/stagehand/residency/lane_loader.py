@@ -56,6 +56,12 @@ class _Slab:
         """Have a job that fills it."""
         self.job = job
 
+    def holds(self, block: Block, versions: list[int]) -> bool:
+        """Whether its bytes are those of a block's host tensors of these versions."""
+        return self.held == versions and not any(
+            map(was_written, store_of(block).hosts)
+        )
+
     def place_of(self, block: Block) -> torch.Tensor:
         """Return where a block lies in the slab: if it can be, as a disk wants it."""
         buffer, nbytes = self.lease.buffer, block.link_nbytes
@@ -213,7 +219,7 @@ class LaneLoader:
 
     def _fill(self, block: Block, slab: _Slab) -> int | None:
         versions = block.versions
-        if slab.held == versions and not any(map(was_written, store_of(block).hosts)):
+        if slab.holds(block, versions):
             return 0
         sent, slab.sent = slab.sent, None
         if sent is not None:
@@ -232,12 +238,12 @@ class LaneLoader:
         target, image = block.target, block.image
         if target is None:
             raise StagehandInternalError(f"block {block.name!r} has no place in {slot}")
-        if block.runs:
-            self._start_rows(block, slot, target)
-            return True
         if image is None and self.pin_on is not None:
             self.pin_on()
             image = block.image
+        if block.runs:
+            self._start_rows(block, slot, target, image)
+            return True
         if image is None:
             if block.wire is not None and not self._renew(block, block.wire, priority):
                 return False
@@ -269,16 +275,19 @@ class LaneLoader:
         slab = self._keepers[block.index]
         return (
             slab is not None
-            and slab.held == block.read_versions()
             and block.all_versions() == block.clean_versions
-            and not any(map(was_written, store_of(block).hosts))
+            and slab.holds(block, block.read_versions())
         )
 
-    def _start_rows(self, block: Block, slot: Slot, target: torch.Tensor) -> None:
+    def _start_rows(
+        self,
+        block: Block,
+        slot: Slot,
+        target: torch.Tensor,
+        source: torch.Tensor | None,
+    ) -> None:
         """Fill a slot with a block's `runs` alone: from pinned memory, or a slab."""
-        if block.image is None and self.pin_on is not None:
-            self.pin_on()
-        slab, source = None, block.image
+        slab = None
         block.tell_edits()
         block.versions = block.read_versions()
         if source is not None:

@@ -369,23 +369,26 @@ class Masters:
                 point_to(tensor, host if place is None else moved(host, place))
             block.set_store(None)
         self._origin.pop(block.index, None)
-        if self._images.pop(block.index, None) is not None and lease is not None:
+        self._give_up_image(block)
+
+    def _give_up_image(self, block: Block) -> None:
+        lease = self._images.pop(block.index, None)
+        if lease is not None:
             lease.let_go(self._alone)  # somebody may keep a tensor of it, say to save
 
-    def let_go(self, block: Block) -> None:
-        """Leave a block's memory to who has its tensors, for the model is gone.
+    def let_go(self, blocks: Iterable[Block]) -> None:
+        """Leave blocks' memory to who has their tensors, for the model is gone.
 
         No copy is under way.
         """
         self.stop_pinning()
-        self.unpack(block)
-        block.tensors = block.tracked = ()
-        block.handles.clear()
-        block.casts.clear()
-        block.set_store(None)
-        lease = self._images.pop(block.index, None)
-        if lease is not None:
-            lease.let_go(self._alone)
+        for block in blocks:
+            self.unpack(block)
+            block.tensors = block.tracked = ()
+            block.handles.clear()
+            block.casts.clear()
+            block.set_store(None)
+            self._give_up_image(block)
 
     def rescue(self, block: Block, image: torch.Tensor) -> None:
         """Let plain memory be the truth of a block whose files cannot be.
@@ -429,9 +432,7 @@ class Masters:
         block.set_store(store)
         block.clean_versions = block.all_versions()
         block.point_to_host()
-        lease = self._images.pop(block.index, None)
-        if lease is not None:
-            lease.let_go(self._alone)  # somebody may keep a tensor of it, say to save
+        self._give_up_image(block)
 
 
 def _can_move(block: Block) -> bool:

@@ -313,10 +313,7 @@ class Mover:
 
     def discard(self, block: Block, slot: Slot) -> None:
         """Let a block leave its slot, of whose bytes none are wanted home."""
-        if block.bound:  # whoever read its tensors used the slot
-            self._engine.release(slot, self._device.current_stream())
-        else:
-            self.note_readers(block, slot)
+        self.note_readers(block, slot)
         self.vacate(block, slot)
         self._counters.evictions += 1
         self.leave_to_holders(slot)

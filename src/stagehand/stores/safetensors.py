@@ -17,6 +17,7 @@ from stagehand.core.layout import (
     BlockLayout,
     Place,
     Runs,
+    copy_rows,
     copy_values,
     plain_tensors,
     same_bits,
@@ -140,8 +141,7 @@ class SafetensorsStore:
         views = self._layout.views(image)
         for index in sorted(self._edited):  # last, as all of them do
             self._files.check_file(self._extents[index].path)
-            for first, end in runs:
-                copy_values(views[index][first:end], self._hosts[index][first:end])
+            copy_rows(views[index], self._hosts[index], runs)
         return read
 
     def _fill(self, parts: Mapping[Path, Sequence[Part]], image: torch.Tensor) -> int:

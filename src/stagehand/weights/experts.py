@@ -18,7 +18,7 @@ from stagehand.torch_private import func_transforms
 from stagehand.weights.sites import has_other_hooks
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping
 
     from torch import nn
 
@@ -59,21 +59,20 @@ class Experts:
         self._choices = choices
 
     def begin_of(
-        self, site: nn.Module, block: Block, sites: Sequence[nn.Module]
+        self, site: nn.Module, block: Block
     ) -> Callable[[nn.Module, Any, Any], None] | None:
         """Return what begins uses of a block for calls of a site, if rows can come.
 
         Args:
-            site: Reads the block.
+            site: Nobody else reads the block.
             block: What it reads.
-            sites: All that read it.
         """
         if not is_experts(site, self._choices):
             return None
         kinds = (kind for kind in self._choices if isinstance(site, kind))
         choice = self._choices.get(next(kinds, type(site)))
         own = {id(t) for t in site._parameters.values() if t is not None}
-        if len(sites) > 1 or own != {id(tensor) for tensor in block.tensors}:
+        if own != {id(tensor) for tensor in block.tensors}:
             return None
         if block.layout.rows < 2:
             return None
