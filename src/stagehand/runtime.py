@@ -475,15 +475,17 @@ class Runtime(Passing, Sharing, Storing, Conduct):
         """Change the device bytes for weights, from the next pass on.
 
         Args:
-            vram_budget: As in `stagehand.layer`.
+            vram_budget: As in `stagehand.layer`. A share, such as "80%", is one of what
+                is free and of what streamed weights hold now.
 
         Raises:
+            ConfigError: If it is no size.
             StagehandOOMError: If it cannot work; it names the smallest that can.
         """
         self._check_open()
-        nbytes = parse_bytes(
-            vram_budget, name="vram_budget", of=self._device.free_bytes()
-        )
+        held = self._tenancy.shared.ledger.device.held_bytes
+        free = self._device.free_bytes() + held
+        nbytes = parse_bytes(vram_budget, name="vram_budget", of=free)
         with self._turn():
             self._limit_to(nbytes)
             self._parts.budget_bytes = self._marked_bytes = nbytes
