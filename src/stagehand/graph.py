@@ -261,16 +261,18 @@ class SavedTensors:
         """Return a context that saves weights as handles, and all else as outside."""
         return _Saving(self)
 
-    def rise(self, *, instead: bool = True) -> bool:
-        """Be on top of this thread's hooks; return whether the caller must end that.
-
-        Then with `pop_saved_hooks`. It is not so where this was on top already, nor
-        instead of others: whoever put those there takes off what is there, also after
-        an interrupt, which nobody else would be told of.
+    def push_hooks(self, *, instead: bool = True) -> bool:
+        """Make this pair the one through which this thread saves tensors.
 
         Args:
-            instead: Take the place of the pair that is on top, if it is no runtime's:
-                those that take turns would pile up.
+            instead: Whether to replace the pair on top, where it is somebody else's,
+                instead of pushing on it. Pairs of runtimes are never replaced: two
+                runtimes that take turns would wrap each other's pairs without end.
+
+        Returns:
+            Whether the caller must call `pop_saved_hooks()` later: False if the pair
+            was on top already, or has replaced another one. Whoever pushed that one
+            pops whatever is in its place, after an interrupt, too.
         """
         top = top_saved_hooks()
         if top is None:
@@ -288,14 +290,15 @@ class SavedTensors:
         sparing(self._is_in_slot)
         return not instead
 
-    def fall(self) -> None:
-        """Take off what an interrupt has left on this thread: the model is gone."""
+    def pop_left_hooks(self) -> None:
+        """Pop what an interrupt has left on this thread: the model is gone."""
         while (top := top_saved_hooks()) is not None:
             if not self._is_part(getattr(top[1], "__self__", None)):
                 return
             pop_saved_hooks()
 
     def _is_part(self, owner: Any) -> bool:
+        """Whether a hook's object belongs to this runtime."""
         return owner is self or (isinstance(owner, _Inside) and owner.saved is self)
 
     def _is_in_slot(self, tensor: torch.Tensor) -> bool:
@@ -400,7 +403,7 @@ class SavedTensors:
         if is_grad_enabled():
             # A backward that is itself differentiated saves the weight again, in the
             # node that unpacks it. Autograd ends with each node what began in it.
-            self.rise()
+            self.push_hooks()
         return packed.view()
 
     def _handle(
@@ -445,17 +448,17 @@ class SavedTensors:
 class _Saving:
     """A context of one thread: one that is never left must not end in another."""
 
-    __slots__ = ("_rose", "_saved")
+    __slots__ = ("_pushed", "_saved")
 
     def __init__(self, saved: SavedTensors) -> None:
         self._saved = saved
-        self._rose = False
+        self._pushed = False
 
     def __enter__(self) -> None:
-        self._rose = self._saved.rise(instead=False)
+        self._pushed = self._saved.push_hooks(instead=False)
 
     def __exit__(self, *_: object) -> None:
-        if self._rose:
+        if self._pushed:
             pop_saved_hooks()
 
 

@@ -310,7 +310,7 @@ class Passing(PassListener):
 
     def _track(self, block: Block, reader: Reader) -> bool:
         """A site begins, with gradients or under autocast."""
-        if block.casts or torch.is_autocast_enabled(self._edges.kind):
+        if block.casts or torch.is_autocast_enabled(self._edges.device_type):
             self._casts.begin(block, reader)
         if not torch.is_grad_enabled():
             return False
@@ -319,12 +319,12 @@ class Passing(PassListener):
                 reader.begin(block)
             if block.unseen:
                 self._saved.site = block
-        return self._saved.rise()
+        return self._saved.push_hooks()
 
     def _untrack(self, block: Block, reader: Reader, output: Any) -> None:
         """It ends."""
         self._saved.site = None
-        if block.casts or torch.is_autocast_enabled(self._edges.kind):
+        if block.casts or torch.is_autocast_enabled(self._edges.device_type):
             last = block.uses - (self._parts.scheduler.fetched is block) <= 1
             self._casts.end(block, reader, output, last=last)
         if reader.since is not None and self._gradients is not None:

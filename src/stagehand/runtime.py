@@ -142,7 +142,7 @@ class Runtime(Passing, Sharing, Storing, Conduct):
         self._hooks = SiteHooks(
             self._edges,
             before=parts.scheduler.before,
-            rise=self._saved.rise,
+            push_hooks=self._saved.push_hooks,
             track=self._track,
             untrack=self._untrack,
             drop_rows=parts.scheduler.drop_rows,
@@ -745,7 +745,7 @@ def _twice(rest: ExitStack, call: Callable[..., object], *args: object) -> None:
 
 def _end(saved: SavedTensors, parts: Parts, ends: Callable[[], None]) -> None:
     """Leave nothing of a model that is gone, also where its runtime is kept."""
-    saved.fall()
+    saved.pop_left_hooks()
     take_off_dead()
     parts.close()
     ends()

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-__all__ = ["Edges", "PassListener", "apart", "move_inputs"]
+__all__ = ["Edges", "PassListener", "call_unseen", "move_inputs"]
 
 
 class PassListener:
@@ -130,7 +130,7 @@ class Edges:
         self.lock = Turn(name, self._is_left, self._bury, self._has_raised)
         self._listener = listener
         self._device = device
-        self.kind = device.type
+        self.device_type = device.type
         """As autocast knows the device."""
         self._stack: list[_Frame] = []
         self.thread: Any = None
@@ -149,10 +149,12 @@ class Edges:
         """What sees that one of them is over, if an interrupt keeps it from telling."""
         self.recomputing = 0
         """Edges that are recomputed now, one inside of the other."""
-        self.risen: list[tuple[nn.Module | type, bool]] = []
-        """Sites and edges that run with gradients, and whether they put hooks on top.
+        self.pushed: list[tuple[nn.Module | type, bool]] = []
+        """Sites and edges that run with gradients, the innermost last, and whether each
+        has pushed hooks for saved tensors that its end has to pop.
 
-        Edges all by the same name: they end in turn."""
+        A site is noted by its module. All edges are noted by one class, for they end in
+        the order in which they are here."""
 
     def inside(self) -> bool:
         """Return whether this thread runs inside the model."""
@@ -257,7 +259,7 @@ class Edges:
             if len(self._stack) > 1:
                 return None
             self.thread = HERE.thread
-            entry.context = apart(self._listener.begin_pass, module)
+            entry.context = call_unseen(self._listener.begin_pass, module)
             if entry.context is not None:
                 entry.context.__enter__()
             moved: tuple[Any, Any] = move_inputs((args, kwargs), self._device)
@@ -267,7 +269,7 @@ class Edges:
                 self.lock.release()
                 raise
             if len(self._stack) == 1 and self._stack[0].module is module:
-                apart(self._listener.abort_pass)
+                call_unseen(self._listener.abort_pass)
             self.leave(module)  # the module's own end hook finds nothing to end
             raise
 
@@ -323,7 +325,7 @@ class Edges:
         try:
             if not self._stack:
                 self.thread = None
-                apart(self._listener.end_pass)
+                call_unseen(self._listener.end_pass)
         finally:
             self.lock.release()
 
@@ -350,7 +352,7 @@ class Edges:
             return
         self._sort_out()
         self._queue_end()
-        apart(partial(self._listener.begin_backward, by_module=by_module))
+        call_unseen(partial(self._listener.begin_backward, by_module=by_module))
 
     def _comes_after(self, task: int) -> bool:
         """Return whether a call of autograd's comes after the one that has the turn.
@@ -440,7 +442,7 @@ class Edges:
         self._ended.set()
 
     def _forget_backward(self) -> None:
-        del self._stack[:], self.risen[:]  # autograd has taken their hooks off
+        del self._stack[:], self.pushed[:]  # autograd has taken their hooks off
         self._nested.clear()
         self.thread = None
         self.recomputing = 0
@@ -479,7 +481,7 @@ class Edges:
                 return
         elif _is_running(self._stack[-1].frame):
             return
-        self._sink()
+        self._pop_pushed()
         while self._stack and not _is_running(self._stack[-1].frame):
             context = self._stack[-1].context
             if context is not None:
@@ -500,10 +502,10 @@ class Edges:
         self._readings = [call for call in self._readings if call.goes_on(me)]
         return len(self._readings)
 
-    def _sink(self) -> None:
-        """Take off the hooks of sites that an interrupt left."""
-        while self.risen:
-            if self.risen.pop()[1]:
+    def _pop_pushed(self) -> None:
+        """Pop the hooks for saved tensors that sites and edges left at an interrupt."""
+        while self.pushed:
+            if self.pushed.pop()[1]:
                 pop_saved_hooks()
 
     def _is_left(self) -> bool:
@@ -574,11 +576,12 @@ def move_inputs(tree: Any, device: torch.device) -> Any:
     return tree
 
 
-def apart(call: Callable[..., Any], *args: Any) -> Any:
-    """Call something that no dispatch mode shall see.
+def call_unseen(call: Callable[..., Any], *args: Any) -> Any:
+    """Call a function without the dispatch modes of this thread.
 
-    Selective checkpointing counts the operators that a region runs, and expects the
-    recomputation to run the same.
+    Selective checkpointing is one: it counts the operators that a region runs, and
+    expects the same ones when the region is recomputed. Copies of weights are not part
+    of that. Only the sanitizer's mode, which looks for races, stays.
     """
     if not dispatch_modes():
         return call(*args)

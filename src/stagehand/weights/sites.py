@@ -33,7 +33,7 @@ from stagehand.torch_private import (
     take_off,
     untraced,
 )
-from stagehand.weights.edges import apart
+from stagehand.weights.edges import call_unseen
 
 if TYPE_CHECKING:
     from collections.abc import (
@@ -199,13 +199,13 @@ def _get_nothing() -> Callable[..., None]:
 
 
 class _EdgeBegin(_Hook):
-    __slots__ = ("_edges", "_rise", "_settle")
+    __slots__ = ("_edges", "_push_hooks", "_settle")
 
     def __init__(
-        self, edges: Edges, rise: Callable[[], bool], settle: Callable[[], None]
+        self, edges: Edges, push_hooks: Callable[[], bool], settle: Callable[[], None]
     ) -> None:
         self._edges = edges
-        self._rise = rise
+        self._push_hooks = push_hooks
         self._settle = settle
 
     @skipped
@@ -217,7 +217,7 @@ class _EdgeBegin(_Hook):
             self._edges.recomputing += 1
         if torch.is_grad_enabled():
             # What is no site has weights too, and a recompute must save the same.
-            self._edges.risen.append((_EdgeEnd, self._rise()))
+            self._edges.pushed.append((_EdgeEnd, self._push_hooks()))
         return moved
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
@@ -240,8 +240,8 @@ class _EdgeEnd(_Hook):
         if is_dynamo_compiling():
             _call_untraced(self, module, args, output)
             return
-        risen = self._edges.risen
-        if risen and risen[-1][0] is _EdgeEnd and risen.pop()[1]:
+        pushed = self._edges.pushed
+        if pushed and pushed[-1][0] is _EdgeEnd and pushed.pop()[1]:
             pop_saved_hooks()
         if in_backward() and self._edges.recomputing:
             self._edges.recomputing -= 1
@@ -259,7 +259,7 @@ class _ExtraBegin(_EdgeBegin):
         is_extra: Callable[[nn.Module], bool],
         settle: Callable[[], None],
     ) -> None:
-        super().__init__(edges, _rise_never, settle)
+        super().__init__(edges, _push_none, settle)
         self._is_extra = is_extra
 
     @skipped
@@ -272,7 +272,7 @@ class _ExtraBegin(_EdgeBegin):
         return moved
 
 
-def _rise_never() -> bool:
+def _push_none() -> bool:
     return False
 
 
@@ -342,13 +342,13 @@ class _SiteBegin(_SiteHook):
                 else:
                     moved = edges.moved_again(args, kwargs)
         if self._pick is not None:
-            apart(self._pick, module, *(moved or (args, kwargs)))
+            call_unseen(self._pick, module, *(moved or (args, kwargs)))
         elif dispatch_modes():
-            apart(self._before, self._block)
+            call_unseen(self._before, self._block)
         else:
             self._before(self._block)
-        if torch.is_grad_enabled() or torch.is_autocast_enabled(edges.kind):
-            edges.risen.append((module, self._track(self._block, self._reader)))
+        if torch.is_grad_enabled() or torch.is_autocast_enabled(edges.device_type):
+            edges.pushed.append((module, self._track(self._block, self._reader)))
         return moved
 
 
@@ -377,9 +377,9 @@ class _SiteEnd(_SiteHook):
             return
         if edges.guests and edges.inside():
             edges.lock.await_guests()
-        block, risen = self._block, edges.risen
-        if risen and risen[-1][0] is module:
-            if risen.pop()[1]:
+        block, pushed = self._block, edges.pushed
+        if pushed and pushed[-1][0] is module:
+            if pushed.pop()[1]:
                 pop_saved_hooks()
             self._untrack(block, self._reader, output)
         if block.uses:
@@ -541,10 +541,10 @@ class SiteHooks:
     Args:
         edges: The model's edge.
         before: Called with a block when a site begins.
-        rise: Called when an edge begins with gradients; returns whether it put hooks
-            on top of those through which this thread saves tensors.
+        push_hooks: Called when an edge begins with gradients, to save weights as
+            handles; returns whether the edge's end has to pop these hooks.
         track: Called with a block and its reader when a site begins with gradients or
-            under autocast; returns the same.
+            under autocast; pushes such hooks, too, and returns the same.
         untrack: Called with both, and what the site returns, when it ends.
         drop_rows: Called with a block of which it had only some rows, then.
         complete_rows: Called when all rows are read in the middle of that.
@@ -558,7 +558,7 @@ class SiteHooks:
         edges: Edges,
         *,
         before: Callable[[Block], None],
-        rise: Callable[[], bool],
+        push_hooks: Callable[[], bool],
         track: Callable[[Block, Reader], bool],
         untrack: Callable[[Block, Reader, Any], None],
         drop_rows: Callable[[Block], None],
@@ -574,7 +574,7 @@ class SiteHooks:
         self._untrack = untrack
         self._drop_rows = drop_rows
         self._complete_rows = complete_rows
-        self._rise = rise
+        self._push_hooks = push_hooks
         self._settle = settle
         self._resume = resume
         self._handles: list[RemovableHandle] = []
@@ -601,7 +601,7 @@ class SiteHooks:
         models = _wrapped(model)
         self._models.update(models)
         for edge in _entrances(models, sites, tables):
-            begin = _EdgeBegin(self._edges, self._rise, self._settle)
+            begin = _EdgeBegin(self._edges, self._push_hooks, self._settle)
             self._hook_edge(edge, begin, self._handles)
         loading = _StateLoading(model, self._await_copies)
         asking = _StateAsked(self._edges, self._settle, self._complete_rows)
