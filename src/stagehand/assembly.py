@@ -305,6 +305,7 @@ def assemble(
         counters,
         h2d_capacity=settings.inflight,
         d2h_capacity=settings.inflight,
+        priority=settings.stream_priority,
         streams=shared.streams(),
     )
     device_arena = Arena(

@@ -137,8 +137,9 @@ class TransferEngine:
         counters: Where copies are counted as they are submitted.
         h2d_capacity: See `Lane`.
         d2h_capacity: See `Lane`.
-        priority: Of both lanes' streams.
-        streams: Theirs, to the device and from it, if they are shared.
+        priority: Of the streams that it makes: the lanes', unless `streams` has them,
+            and the one on which wires cross. Lower runs first.
+        streams: The lanes', to the device and from it, if they are shared.
     """
 
     def __init__(
