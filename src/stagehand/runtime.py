@@ -339,6 +339,9 @@ class Runtime(Passing, Sharing, Storing, Conduct):
 
         Args:
             step: Its number; the next one by default.
+
+        Raises:
+            ClosedError: After `shutdown()`, as all methods of a runtime do.
         """
         self._check_open()
         with self._turn():
@@ -394,6 +397,8 @@ class Runtime(Passing, Sharing, Storing, Conduct):
 
         Raises:
             ConfigError: If there is no such block.
+            StagehandOOMError: If blocks in use leave no room for it.
+            CheckpointError: If its file cannot be read.
         """
         block = self._block(block_id)
         self._edges.take_lock()
@@ -510,6 +515,9 @@ class Runtime(Passing, Sharing, Storing, Conduct):
         """Bring every tensor home to the host and free all device memory.
 
         The next pass brings them back.
+
+        Raises:
+            ConfigError: If the model runs, or a block is in use.
         """
         with self._at_rest():
             self._clear_device()
@@ -555,7 +563,13 @@ class Runtime(Passing, Sharing, Storing, Conduct):
         self._ready = self._resumes = False
 
     def place(self) -> None:
-        """Bring what always stays to the device, as the next pass would."""
+        """Bring what always stays to the device, as the next pass would.
+
+        In the middle of a pass nothing happens: it is there.
+
+        Raises:
+            StagehandOOMError: If there is no room for what has joined the model.
+        """
         self._check_open()
         if not self._edges.running():
             with self._edges.lock:
@@ -638,6 +652,7 @@ class Runtime(Passing, Sharing, Storing, Conduct):
         device is given back even where its file was removed or cut short.
 
         Raises:
+            ConfigError: At once, if the model runs or a block is in use.
             CheckpointError: At the end, once, if a file changed in place: it names the
                 tensors that are still views of it.
             OrphanedParameterError: At the end, if tensors were cast while they were
@@ -646,12 +661,24 @@ class Runtime(Passing, Sharing, Storing, Conduct):
         self._end(keep_pool=False)
 
     def shutdown_keep_pool(self) -> Arena:
-        """Like `shutdown`, but keep the pinned memory for `layer(..., pool=)`."""
+        """Like `shutdown`, but keep the pinned memory for `layer(..., pool=)`.
+
+        Returns:
+            The pool. `close()` frees its memory if no other model takes it.
+        """
         self._end(keep_pool=True)
         return self._parts.pinned_arena
 
     def at_shutdown(self, call: Callable[[nn.Module], None]) -> None:
-        """Call something with the plain model at the end of the shutdown."""
+        """Call something with the plain model at the end of the shutdown.
+
+        Args:
+            call: Called once, with the model. Several are called in the order in which
+                they were given.
+
+        Raises:
+            ConfigError: If it cannot be called.
+        """
         self._check_open()
         if not callable(call):
             raise ConfigError(
