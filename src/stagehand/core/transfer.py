@@ -73,7 +73,7 @@ class Slot:
         self.storage: Any = None
         """The leased buffer's storage."""
         self.storage_key = 0
-        """Its `_cdata`, which takes longer to ask for than how often it is used."""
+        """The storage's `_cdata`: to read it takes longer than to count references."""
         self.address = 0
         """Where its bytes begin; 0 without memory."""
         self.alone = 0

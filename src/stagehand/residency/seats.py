@@ -334,7 +334,7 @@ class Seats:
         return stay - {seat.number}
 
     def givers(self, seat: Seat) -> Iterator[Seat]:
-        """Those who can give, in the order in which they are asked."""
+        """Yield tenants that can give up memory, those first that are asked first."""
         stay, reserved = self._staying(seat), self.holds.reserved
         yield from sorted(
             (
