@@ -335,29 +335,9 @@ def assemble(
         counters=counters,
     )
     odd = {n: t for n, t in finding.rest.tensors.items() if not can_stream(t)}
-    odd_bytes = _odd_bytes(odd.values(), device)
     streamed = [block for block in blocks[1:] if not block.hosted]
     wire_bytes = _most_wire_bytes(streamed, settings)
-    try:
-        steering = Steering(
-            scheduler,
-            blocks,
-            must_stay=[0],
-            budget_bytes=settings.budget_bytes - odd_bytes - wire_bytes,
-            max_lookahead=settings.lookahead,
-        )
-    except StagehandOOMError as error:
-        raise _too_small(
-            settings.budget_bytes,
-            error.needed_bytes,
-            stay=blocks[:1],
-            away=streamed,
-            odd_bytes=odd_bytes,
-            wire_bytes=wire_bytes,
-            name=_name_of_budget(settings),
-            advice=_raise_marks if settings.watermarks else _raise_budget,
-            why=_why_they_stay(odd, odd_bytes),
-        ) from None
+    steering = _steering(scheduler, streamed, settings, odd, wire_bytes)
     pinners = WorkerGroup("pinner", 1, device.claim_thread)
     masters = Masters(pinned_arena, pinners, device.page_locked)
     scheduler.leave_hosts_with(masters.leave)
@@ -386,6 +366,41 @@ def assemble(
         for site in group.sites
     ]
     return parts, sites
+
+
+def _steering(
+    scheduler: Scheduler,
+    streamed: Sequence[Block],
+    settings: Settings,
+    odd: Mapping[str, torch.Tensor],
+    wire_bytes: int,
+) -> Steering:
+    """Return what plans for the budget, with a first plan made.
+
+    Raises:
+        StagehandOOMError: If the budget cannot work; it names the smallest that can.
+    """
+    odd_bytes = _odd_bytes(odd.values(), settings.device)
+    try:
+        return Steering(
+            scheduler,
+            scheduler.blocks,
+            must_stay=[0],
+            budget_bytes=settings.budget_bytes - odd_bytes - wire_bytes,
+            max_lookahead=settings.lookahead,
+        )
+    except StagehandOOMError as error:
+        raise _too_small(
+            settings.budget_bytes,
+            error.needed_bytes,
+            stay=scheduler.blocks[:1],
+            away=streamed,
+            odd_bytes=odd_bytes,
+            wire_bytes=wire_bytes,
+            name=_name_of_budget(settings),
+            advice=_raise_marks if settings.watermarks else _raise_budget,
+            why=_why_they_stay(odd, odd_bytes),
+        ) from None
 
 
 def _shared(settings: Settings) -> SharedDevice:
