@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Additions"]
 
-_END = (object(),)  # no module and no tensor: it tells where a list of these ends
+_END = (object(),)  # no module and no tensor: lists of these differ if one is longer
 
 
 class Additions:
@@ -56,11 +56,12 @@ class Additions:
         self._wires = wires
         self._home = home
         self._joined: dict[int, torch.Tensor] = {}  # by id
-        # Of the modules' own tables: those with something in them, each seen through
-        # one view, and those without; buffers apart.
+        # The modules' dicts of children and parameters, and what these held at the last
+        # look. A view of a dict's values is made once and stays current.
         self._tables: list[ValuesView[Any]] = []
-        self._empty: list[dict[str, Any]] = []
         self._held: list[Any] = []
+        # Those that held nothing, buffers included; and dicts of buffers with lengths.
+        self._empty: list[dict[str, Any]] = []
         self._buffers: list[dict[str, Any]] = []
         self._counts: list[int] = []
         self._hooks = WeakSet(filter(None, map(hook_of, model.modules())))
@@ -97,7 +98,7 @@ class Additions:
         self._refuse_computed(new)
         self._note(model)
         if len(new) < len(unknown):
-            self._held = [*_END]  # values may come in place: nothing would tell
+            self._held = [*_END]  # look each time: values may come in place, unseen
         present = {id(t): t for t in (*model.parameters(), *model.buffers())}
         gone = [t for key, t in self._joined.items() if key not in present]
         if not new and not gone:
@@ -111,7 +112,7 @@ class Additions:
         return True
 
     def look(self) -> None:
-        """Look what has joined where nothing is brought: the device is the host.
+        """Note what has joined, where the device is the host and nothing is moved.
 
         Raises:
             ConfigError: If hooks of `accelerate` keep what streamed.
@@ -131,7 +132,7 @@ class Additions:
         )
 
     def take_home_buffers(self, home: torch.device) -> None:
-        """Move buffers that nobody has taken in, as those that a forward has made."""
+        """Move buffers home that were not taken in, such as a forward's own."""
         model = self._model()
         known = self._known()
         for module in () if model is None else model.modules():
@@ -241,7 +242,7 @@ class Additions:
                 parts.odd_origin[number] = self._home
 
     def _refusal(self, new: list[torch.Tensor], needed: int) -> StagehandOOMError:
-        """Forget what has joined, so that the next pass tries again."""
+        """Return the error, and forget what has joined: the next pass tries again."""
         parts = self._parts
         limit = parts.weights.limit_bytes
         for tensor in new:

@@ -53,29 +53,34 @@ class Settings:
     lookahead: int
     """Blocks to load ahead at most."""
     inflight: int | None = None
-    """Copies in flight in each direction before prefetches are denied."""
+    """Copies in flight in each direction before prefetches are denied; None for any."""
     stream_priority: int = -1
+    """Of the copies' streams; lower ones run first."""
     watermarks: Watermarks | None = None
-    """Make room when the whole process needs memory."""
+    """Between which the whole process's device memory lowers the budget."""
     inference_mode: bool = False
     """No gradients will be asked for."""
     checks: Checks = _NO_CHECKS
     timed: bool = False
+    """Whether every use and copy is timed, not only those that a plan needs."""
     traced: bool = False
+    """Whether spans are kept for a trace."""
     log_interval: int = 10
+    """Steps for each line in the log `stagehand`."""
     telemetry_file: str | Path | None = None
+    """Gets a line of JSON for each step."""
     pool: Arena | None = None
     """Pinned memory of an earlier runtime."""
     shared: bool = True
     """Whether it shares the device's memory and lanes with other runtimes."""
     name: str = "model"
-    """For those who share a device."""
+    """By which others who share the device, and errors, know the model."""
     began: float = field(default_factory=time.perf_counter)
     """When making the runtime began."""
     experts: Mapping[type[nn.Module], Callable[..., Any]] = field(default_factory=dict)
-    """Classes of which calls read some rows, and what says which."""
+    """By module class: what takes a call's arguments and returns the rows it reads."""
     transport: str = "plain"
-    """"packed" lets what shrinks cross the link packed."""
+    """"packed" packs bfloat16 blocks that shrink; "plain" sends them as they are."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -184,7 +189,7 @@ class Parts:
         )
 
     def grant_odd(self) -> bool:
-        """Have memory for what is in no block; False if there is none."""
+        """Book memory for tensors that are in no block; False if there is none."""
         if self.odd_grant is not None:
             self.odd_grant.release()
         nbytes = self.odd_bytes
@@ -195,12 +200,16 @@ class Parts:
         return grant is not None
 
     def place_odd(self) -> bool:
-        """Move what is in no block to the device; return whether anything was moved.
+        """Move tensors that are in no block to the device.
 
-        While models in other threads leave no room for it, the next pass does so.
+        Where models in other threads leave no room now, the next pass does so.
+
+        Returns:
+            Whether anything was moved.
 
         Raises:
-            StagehandOOMError: If there is no room, whoever is there.
+            StagehandOOMError: If there is no room, and no other thread that could give
+                some up later.
         """
         if len(self.odd) == self.odd_placed:
             return False
@@ -230,13 +239,13 @@ class Parts:
         )
 
     def take_gradients_along(self) -> None:
-        """Let gradients of what is trained where it stays lie where it lies now."""
+        """Move gradients of tensors that stay, and train there, to their tensors."""
         staying = [b for b in self.scheduler.staying() if not b.trains]
         for tensor in (*(t for b in staying for t in b.tensors), *self.odd):
             take_along(tensor)
 
     def take_home_odd(self) -> None:
-        """Move it to the host, wherever it came from."""
+        """Move tensors that are in no block to the host, wherever they came from."""
         self._note_origins()
         self.odd_placed = 0
         for tensor in self.odd:
@@ -247,7 +256,7 @@ class Parts:
             self.odd_grant = None
 
     def give_back_odd(self) -> None:
-        """Move it back to where it came from. Idempotent."""
+        """Move tensors that are in no block to where they came from. Idempotent."""
         for tensor, origin in zip(self.odd, self.odd_origin, strict=False):
             relocate(tensor, origin)
 
@@ -296,6 +305,7 @@ def assemble(
         counters,
         h2d_capacity=settings.inflight,
         d2h_capacity=settings.inflight,
+        priority=settings.stream_priority,
         streams=shared.streams(),
     )
     device_arena = Arena(
@@ -325,29 +335,9 @@ def assemble(
         counters=counters,
     )
     odd = {n: t for n, t in finding.rest.tensors.items() if not can_stream(t)}
-    odd_bytes = _odd_bytes(odd.values(), device)
     streamed = [block for block in blocks[1:] if not block.hosted]
     wire_bytes = _most_wire_bytes(streamed, settings)
-    try:
-        steering = Steering(
-            scheduler,
-            blocks,
-            must_stay=[0],
-            budget_bytes=settings.budget_bytes - odd_bytes - wire_bytes,
-            max_lookahead=settings.lookahead,
-        )
-    except StagehandOOMError as error:
-        raise _too_small(
-            settings.budget_bytes,
-            error.needed_bytes,
-            stay=blocks[:1],
-            away=streamed,
-            odd_bytes=odd_bytes,
-            wire_bytes=wire_bytes,
-            name=_name_of_budget(settings),
-            advice=_raise_marks if settings.watermarks else _raise_budget,
-            why=_why_they_stay(odd, odd_bytes),
-        ) from None
+    steering = _steering(scheduler, streamed, settings, odd, wire_bytes)
     pinners = WorkerGroup("pinner", 1, device.claim_thread)
     masters = Masters(pinned_arena, pinners, device.page_locked)
     scheduler.leave_hosts_with(masters.leave)
@@ -376,6 +366,41 @@ def assemble(
         for site in group.sites
     ]
     return parts, sites
+
+
+def _steering(
+    scheduler: Scheduler,
+    streamed: Sequence[Block],
+    settings: Settings,
+    odd: Mapping[str, torch.Tensor],
+    wire_bytes: int,
+) -> Steering:
+    """Return what plans for the budget, with a first plan made.
+
+    Raises:
+        StagehandOOMError: If the budget cannot work; it names the smallest that can.
+    """
+    odd_bytes = _odd_bytes(odd.values(), settings.device)
+    try:
+        return Steering(
+            scheduler,
+            scheduler.blocks,
+            must_stay=[0],
+            budget_bytes=settings.budget_bytes - odd_bytes - wire_bytes,
+            max_lookahead=settings.lookahead,
+        )
+    except StagehandOOMError as error:
+        raise _too_small(
+            settings.budget_bytes,
+            error.needed_bytes,
+            stay=scheduler.blocks[:1],
+            away=streamed,
+            odd_bytes=odd_bytes,
+            wire_bytes=wire_bytes,
+            name=_name_of_budget(settings),
+            advice=_raise_marks if settings.watermarks else _raise_budget,
+            why=_why_they_stay(odd, odd_bytes),
+        ) from None
 
 
 def _shared(settings: Settings) -> SharedDevice:

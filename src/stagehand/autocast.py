@@ -1,15 +1,17 @@
 """Lets autocast keep its casts of streamed weights, but not their memory.
 
-Autocast caches its casts of trained fp32 weights until its region ends: half of a
-model's bytes. Which it keeps can be told from the gradients: what is cast once is
-added up before it is cast back, what is cast for each use after, which rounds
-differently. So the cache is left alone, and its casts of streamed weights have memory
-only while their block is in use: when a site ends they are emptied, and they are made
-again when it is used again. What autograd saves of them are handles already.
+Autocast caches its casts of trained float32 weights until its region ends: half of a
+model's bytes. To switch the cache off would change gradients. With it, a weight that is
+used several times is cast once, and the uses' gradients are added up in the low
+precision before they are cast back. Without it each use has a cast of its own, and they
+are added up after being cast back, which rounds differently. So the cache is left on,
+and its casts of streamed weights have memory only while their block is in use: they are
+emptied when a site ends, and made again when the block is used again. What autograd
+saves of them are handles already (see `graph`).
 
-A cast is known by the graph, when an operator saves it for backward. One that none
-saves, for the operator's input has no gradient, is asked for with an operator that
-computes nothing.
+A cast is found through the graph, when an operator saves it for backward. If none does,
+because the operator's other input needs no gradient, an operator that computes nothing
+is run on the weight to find the cast.
 
 Without gradients it makes no difference whether a cast is kept, and none is.
 """
@@ -37,8 +39,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Casts"]
 
-# Who refers to a tensor that is in autocast's cache and nowhere else, and to its
-# memory: whoever asks is one of them.
+# Reference counts of a tensor that only autocast's cache refers to, and of its memory;
+# whoever asks is counted, too.
 _CACHED, _ALONE = 2, 2
 
 
@@ -52,13 +54,13 @@ class Casts:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._nothing: dict[torch.dtype, torch.Tensor] = {}
-        # Sites that run: the number of the graph's next node when they began, if what
-        # they cast is not known yet; None if the cache is off for them.
+        # Sites that run, each with the sequence number of autograd's next node when it
+        # began, to learn what it casts; or with None, if the cache is off during it.
         self._sites: list[tuple[Reader, int | None]] = []
         self._has_warned = False
 
     def forget(self) -> None:
-        """A pass begins: sites that an interrupt has left do not run any more."""
+        """Begin a pass: forget sites that an interrupt has left."""
         if any(since is None for _, since in self._sites):
             torch.set_autocast_cache_enabled(True)
         self._sites.clear()
@@ -70,7 +72,7 @@ class Casts:
         )
 
     def begin(self, block: Block, reader: Reader) -> None:
-        """A module that reads a block begins; the block is in use."""
+        """Begin the call of a site, whose block is in use."""
         if block.casts:
             self.fill(block)
         if not self._are_kept():
@@ -83,13 +85,13 @@ class Casts:
             torch.set_autocast_cache_enabled(False)
 
     def end(self, block: Block, reader: Reader, output: Any, *, last: bool) -> None:
-        """It ends.
+        """End the call of a site.
 
         Args:
-            block: The block, which is still in use.
-            reader: What of it the module reads.
-            output: What the module returns.
-            last: Whether nobody else reads the block now.
+            block: Its block, which is still in use.
+            reader: What of it the site reads.
+            output: What the site returns.
+            last: Whether no other site uses the block now.
         """
         if self._sites and self._sites[-1][0] is reader:
             _, since = self._sites.pop()
@@ -132,7 +134,7 @@ class Casts:
             )
 
     def empty(self, block: Block) -> None:
-        """Take it from those that nobody but autocast refers to."""
+        """Take the memory of a block's casts, of those that only autocast refers to."""
         if block.read_elsewhere:
             return
         for known in block.casts.values():
@@ -152,7 +154,7 @@ class Casts:
         return found
 
     def _ask_for(self, block: Block, weight: torch.Tensor) -> None:
-        """Find the cast of a weight of which nothing was saved."""
+        """Find the cast of a weight that no operator has saved, and note it."""
         saved: list[torch.Tensor] = []
         dtype = torch.get_autocast_dtype(self._device.type)
         with without_modes(), saved_tensors_hooks(saved.append, _never):
@@ -167,7 +169,10 @@ class Casts:
 def _cast_in(
     reader: Reader, output: Any, since: int
 ) -> tuple[torch.Tensor, ...] | None:
-    """Return what a use of a site has cast, but for what is small; None if unknown."""
+    """Return the matrices that a site's call has cast; None if that is unknown.
+
+    Vectors are too small to matter.
+    """
     terms = terms_of(output, since)
     if not terms:
         return None

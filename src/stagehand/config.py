@@ -49,7 +49,7 @@ class StagehandConfig:
     max_inflight: int | None = 2
     """Copies in flight in each direction before prefetches wait; None for no limit."""
     copy_stream_priority: int = -1
-    """Priority of the lanes' streams; lower runs first."""
+    """Priority of the streams on which copies run; lower runs first."""
     nan_inf_check: bool = False
     """Count NaN and infinite values in outputs of blocks. Costs a pass over them."""
     strict_bf16: bool = False

@@ -50,11 +50,11 @@ from stagehand.torch_private import (
 
 __all__ = ["SavedTensors", "WeightHandle"]
 
-# A model may cut its weights anew in each pass. Of one slot; of one block, and of that
-# those which begin at one byte, as a weight and its transpose do; of one runtime.
+# Bounds of caches: a model may cut its weights in other ways in each pass. Views of one
+# slot, handles of one block, places of one runtime.
 _VIEWS_KEPT = 1_000
 _HANDLES_KEPT = 10_000
-_ALIKE_KEPT = 8
+_ALIKE_KEPT = 8  # handles of views that begin at one byte
 _PLACES_KEPT = 100_000
 
 _Tensor = torch.Tensor
@@ -62,7 +62,7 @@ _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 
 _NO_STREAM = object()
 
-# As hooks do that an interrupt has left on a thread, a graph keeps no model.
+# Weak, for a graph or hooks that an interrupt has left must not keep the model alive.
 _Watch = WeakMethod[Callable[[], AbstractContextManager[Any]]]
 
 # A tensor's number, and offset, type, shape and strides of a view.
@@ -155,8 +155,8 @@ class WeightHandle:
             if len(slot.views) < _VIEWS_KEPT:
                 slot.views[place] = view
                 slot.alone += 1
-        # A view of its own: who keeps it holds the memory, and the slot can tell.
-        return view.data  # as `detach()`, sooner
+        # A tensor of its own: if somebody keeps it, the memory's reference count tells.
+        return view.data  # like `detach()`, but faster
 
     def where_it_lies(self) -> torch.Tensor:
         """Return the view on the device or on the host, wherever the block is."""
@@ -244,15 +244,15 @@ class SavedTensors:
         self._fetch = fetch
         self._turn_back = turn_back
         self._current_stream = device.current_stream
-        # The host has one for good, which need not be asked for.
+        # The host has only one stream, which need not be asked for at each unpack.
         self._only: Any = device.current_stream() if device.is_host else _NO_STREAM
         self.backward: int | None = None
         """The number of the backward pass that is known to go on."""
         self.site: Block | None = None
         """The block of the site that runs now, if it may be read unseen."""
         self.watch: _Watch | None = None
-        """What to be in where this forward's regions are recomputed, if in anything."""
-        # Where views of weights were seen: in which slot, if it still has that memory.
+        """Makes a context in which backward recomputes regions of this forward."""
+        # By address: the slot in which a view was seen, if it still has that memory.
         self._seen: dict[int, Slot] = {}
         # What views of blocks of one form have in common.
         self._places: dict[_Key, _Place] = {}
@@ -261,16 +261,18 @@ class SavedTensors:
         """Return a context that saves weights as handles, and all else as outside."""
         return _Saving(self)
 
-    def rise(self, *, instead: bool = True) -> bool:
-        """Be on top of this thread's hooks; return whether the caller must end that.
-
-        Then with `pop_saved_hooks`. It is not so where this was on top already, nor
-        instead of others: whoever put those there takes off what is there, also after
-        an interrupt, which nobody else would be told of.
+    def push_hooks(self, *, instead: bool = True) -> bool:
+        """Make this pair the one through which this thread saves tensors.
 
         Args:
-            instead: Take the place of the pair that is on top, if it is no runtime's:
-                those that take turns would pile up.
+            instead: Whether to replace the pair on top, where it is somebody else's,
+                instead of pushing on it. Pairs of runtimes are never replaced: two
+                runtimes that take turns would wrap each other's pairs without end.
+
+        Returns:
+            Whether the caller must call `pop_saved_hooks()` later: False if the pair
+            was on top already, or has replaced another one. Whoever pushed that one
+            pops whatever is in its place, after an interrupt, too.
         """
         top = top_saved_hooks()
         if top is None:
@@ -288,14 +290,15 @@ class SavedTensors:
         sparing(self._is_in_slot)
         return not instead
 
-    def fall(self) -> None:
-        """Take off what an interrupt has left on this thread: the model is gone."""
+    def pop_left_hooks(self) -> None:
+        """Pop what an interrupt has left on this thread: the model is gone."""
         while (top := top_saved_hooks()) is not None:
             if not self._is_part(getattr(top[1], "__self__", None)):
                 return
             pop_saved_hooks()
 
     def _is_part(self, owner: Any) -> bool:
+        """Whether a hook's object belongs to this runtime."""
         return owner is self or (isinstance(owner, _Inside) and owner.saved is self)
 
     def _is_in_slot(self, tensor: torch.Tensor) -> bool:
@@ -311,8 +314,8 @@ class SavedTensors:
     ) -> Any:
         """Return a handle of a weight, and of anything else what `otherwise` makes.
 
-        It runs for all that is saved, and calls little. Where a view was seen before
-        only tells where to look: whose memory is there now, the slot knows.
+        It runs for all that is saved, so it calls little. `_seen` is only a hint where
+        to look: which block is in the slot now, the slot itself knows.
         """
         if (
             type(saved) is _Tensor  # mostly
@@ -400,7 +403,7 @@ class SavedTensors:
         if is_grad_enabled():
             # A backward that is itself differentiated saves the weight again, in the
             # node that unpacks it. Autograd ends with each node what began in it.
-            self.rise()
+            self.push_hooks()
         return packed.view()
 
     def _handle(
@@ -435,7 +438,7 @@ class SavedTensors:
         block = self._owners.get(id(weight))
         if block is None or cast.device != weight.device:
             return None
-        # Only what casting again would give: autocast's casts, which nobody changes.
+        # Only where casting again gives the same: nobody has changed autocast's cast.
         if cast._version or cast.stride() != weight.stride():
             return None
         note_cast(block.casts, cast, weight)
@@ -443,19 +446,23 @@ class SavedTensors:
 
 
 class _Saving:
-    """A context of one thread: one that is never left must not end in another."""
+    """Pushes hooks for saved tensors, as a context.
 
-    __slots__ = ("_rose", "_saved")
+    It is no generator: one that an interrupt leaves open would be closed by the garbage
+    collector, in any thread, and pop hooks there.
+    """
+
+    __slots__ = ("_pushed", "_saved")
 
     def __init__(self, saved: SavedTensors) -> None:
         self._saved = saved
-        self._rose = False
+        self._pushed = False
 
     def __enter__(self) -> None:
-        self._rose = self._saved.rise(instead=False)
+        self._pushed = self._saved.push_hooks(instead=False)
 
     def __exit__(self, *_: object) -> None:
-        if self._rose:
+        if self._pushed:
             pop_saved_hooks()
 
 
@@ -463,9 +470,10 @@ class _Inside:
     """Hooks on top of somebody else's: weights are handles, all else is theirs.
 
     To unpack something, theirs may run the model again, as checkpointing does. Autograd
-    unpacks all that an operator saved, one by one: a weight that came first would keep
-    its slot's memory while other blocks are brought. So before the first weight of a
-    site, what else the site saved first is unpacked, and kept until it is asked for.
+    unpacks all that an operator saved, one by one. If a weight came first, its view
+    would keep the slot's memory while the recompute brings other blocks. So before the
+    first weight of a site is unpacked, the first other tensor that the site saved is,
+    which triggers the recompute; it is kept until it is asked for.
     """
 
     def __init__(
@@ -502,7 +510,7 @@ class _Inside:
         if type(packed) is not _OfSite:
             return self._unpacked(packed)
         found = self._unpacked(packed.packed)
-        self.saved.come_to(packed.block)  # theirs may have brought others meanwhile
+        self.saved.come_to(packed.block)  # after theirs, which may bring other blocks
         return found
 
     def _unpacked(self, packed: Any) -> torch.Tensor:

@@ -31,10 +31,10 @@ class _Parkable(Protocol):
         """Bring what always stays to the device."""
 
     def resume(self) -> None:
-        """Do so after all was brought home to be pickled."""
+        """Bring it back after all tensors were brought home to be pickled."""
 
     def end_copy(self) -> None:
-        """Do so after all was brought home to be copied."""
+        """Bring it back after all tensors were brought home to be copied."""
 
 
 class Moves:

@@ -142,12 +142,13 @@ class Passing(PassListener):
         return self._pass_context(module)
 
     def _note_changes(self) -> None:
-        """Take for changed what optimizers may have stepped since the latest pass.
+        """Mark blocks as changed that may have been, since the latest pass, unseen.
 
-        One that has stepped may have used gradients from before that. And after a pass
-        without gradients, what trains may have been swapped with averages of it: of
-        bfloat16 weights these differ in so few elements that no sample tells. On the
-        host nothing tells where gradients go.
+        Fused optimizers move no version counter. If one has stepped, any block that
+        trains may be changed. So it may after a pass without gradients: users swap
+        averages of the weights in for such passes, and in bfloat16 these differ in so
+        few elements that a sample does not show it. Where the model computes on the
+        host, gradients are not followed, and nothing tells which blocks were stepped.
         """
         stepped = self._steps.came()
         if self._gradients is not None:
@@ -156,9 +157,9 @@ class Passing(PassListener):
             self._note_trained()
 
     def _note_trained(self) -> None:
-        """Take for changed what trains, or did when this was asked last.
+        """Mark blocks as changed that train, or did at the last such call.
 
-        And what was stepped though it is frozen.
+        And those that were stepped although they are frozen.
         """
         frozen = self._steps.take_frozen()
         if not self._parts.trains:
@@ -170,7 +171,7 @@ class Passing(PassListener):
             block.trained = trains
 
     def _take_additions(self) -> None:
-        """Bring what has joined the model to the device, which has its own memory."""
+        """Bring tensors that have joined the model to the device, if there are any."""
         additions = self._additions()
         if additions is None:
             return
@@ -180,7 +181,7 @@ class Passing(PassListener):
         if self._device.is_host:
             additions.look()
             return
-        self._take_in()  # what cannot be had at any budget is refused first
+        self._take_in()  # first: it refuses what no budget would make possible
         for reader in self._readers:
             reader.forget()
         self._strays.look_again()
@@ -200,7 +201,7 @@ class Passing(PassListener):
             self._measure.know(self._parts.scheduler.blocks)
 
     def _take_in_additions(self, additions: Additions) -> bool:
-        """See `Additions.take_in`. What joins may need more than is had now."""
+        """Call `Additions.take_in` with as much of the budget as it needs."""
         weights = self._parts.weights
         while True:
             weights.set_limit(self._marked_bytes)
@@ -213,7 +214,7 @@ class Passing(PassListener):
                 self._marked_bytes = min(error.needed_bytes, self._parts.budget_bytes)
 
     def _turn_back(self) -> None:
-        """Something is unpacked: autograd goes back, if it is through this model."""
+        """Begin a backward pass, for autograd unpacks what this model has saved."""
         if self.is_open:
             self._edges.enter_backward()
 
@@ -223,21 +224,21 @@ class Passing(PassListener):
         self._tell(Phase.BACKWARD)
         self._parts.scheduler.expect_changes(follow=True)
         self._hands_over = self._tenancy.begin()
-        if by_module:  # it may be the first that is seen of what users have done
+        if by_module:  # no forward may have looked since users changed the model
             self._take_additions()
             self._note_changes()
-        if by_module or not self._took_gradients:  # a region may be around the model
+        if by_module or not self._took_gradients:  # all of it may be in a checkpoint
             self._watch()
         self._begin_uses(changes_follow=True)
 
     def _watch(self) -> None:
-        """Expect gradients of what wants some; what has none to give is refused."""
+        """Expect gradients of all that requires them; refuse quantized weights."""
         self._wires.check_frozen()
         if self._gradients is not None:
             self._gradients.watch(self._parts.streamed)
 
     def _lend(self, blocks: Sequence[Block]) -> None:
-        """Bring blocks to who reads them at once and is no site of them."""
+        """Bring blocks, at the same time, for code that is no site of them."""
         if self._took_gradients and self._gradients is not None:
             self._gradients.watch([block for block in blocks if block.hosted])
         self._parts.scheduler.before_all(blocks)
@@ -250,8 +251,8 @@ class Passing(PassListener):
         try:
             self._end_backward(failed=failed)
         except BaseException as error:
-            # It fails by what a thread or a listener has raised, for one. An interrupt
-            # leaves it to be ended by who enters next.
+            # For one, a thread or a listener has raised. After an interrupt, whoever
+            # enters the model next ends the backward.
             if isinstance(error, Exception) and not failed:
                 failed = True
                 self._end_backward(failed=True)
@@ -285,8 +286,8 @@ class Passing(PassListener):
         self._await_reads()
 
     def _await_reads(self) -> None:
-        """Weights that are trained are stepped or swapped after a pass, on the host:
-        wait until no copy for it reads them."""
+        """Wait until no copy reads weights on the host, if some train: users step them,
+        or swap averages in, when the pass is over."""
         if self._gradients is not None and self._gradients.are_expected:
             self._parts.loader.await_reads()
 
@@ -309,8 +310,12 @@ class Passing(PassListener):
             self._casts.fill(block)
 
     def _track(self, block: Block, reader: Reader) -> bool:
-        """A site begins, with gradients or under autocast."""
-        if block.casts or torch.is_autocast_enabled(self._edges.kind):
+        """Begin a site's call, with gradients or under autocast.
+
+        Returns:
+            Whether hooks for saved tensors were pushed, which its end has to pop.
+        """
+        if block.casts or torch.is_autocast_enabled(self._edges.device_type):
             self._casts.begin(block, reader)
         if not torch.is_grad_enabled():
             return False
@@ -319,19 +324,19 @@ class Passing(PassListener):
                 reader.begin(block)
             if block.unseen:
                 self._saved.site = block
-        return self._saved.rise()
+        return self._saved.push_hooks()
 
     def _untrack(self, block: Block, reader: Reader, output: Any) -> None:
-        """It ends."""
+        """End what `_track` began."""
         self._saved.site = None
-        if block.casts or torch.is_autocast_enabled(self._edges.kind):
+        if block.casts or torch.is_autocast_enabled(self._edges.device_type):
             last = block.uses - (self._parts.scheduler.fetched is block) <= 1
             self._casts.end(block, reader, output, last=last)
         if reader.since is not None and self._gradients is not None:
             self._gradients.end_use(reader, output)
 
     def _follow(self, table: torch.Tensor, node: Node) -> None:
-        """See `Gradients.follow`. What is recomputed adds to a graph of its own."""
+        """See `Gradients.follow`. Not in backward: a recompute has its own graph."""
         if self._gradients is not None and self._saved.backward is None:
             self._gradients.follow(table, node)
 
@@ -339,17 +344,22 @@ class Passing(PassListener):
         return torch.is_grad_enabled() and not self._settings.inference_mode
 
     def _tell(self, phase: Phase) -> None:
-        """Move the clock of a step that nobody else tells of its phases."""
+        """Move the clock on, unless the user tells it the phases of the step."""
         if self._measure.in_step and not self._manual:
             self._measure.clock.enter(phase)
 
     def _begin_uses(self, *, changes_follow: bool) -> None:
+        """Make all ready for the uses of a pass: room, pinned memory, files, the plan.
+
+        Args:
+            changes_follow: Whether trained weights may change when the pass is over.
+        """
         parts, measure = self._parts, self._measure
         if self._took_gradients and self._wires.must_leave() is not None:
             self._clear_device()
         self._make_room()
         if not self._ready:
-            if not parts.scheduler.in_use:  # place what there is room for, no more
+            if not parts.scheduler.in_use:  # so that only what has room is placed
                 parts.steering.steer()
             self._prepare()
         if parts.loader.pin_on is not None:
@@ -376,6 +386,7 @@ class Passing(PassListener):
         parts.engine.stopwatch = parts.scheduler.stopwatch
 
     def _pass_context(self, module: nn.Module) -> ExitStack:
+        """Return the modes and hooks that are active in a forward pass, entered."""
         with ExitStack() as stack:  # an interrupt leaves none of them entered
             if self._settings.inference_mode:
                 stack.enter_context(torch.no_grad())
@@ -483,20 +494,20 @@ class Passing(PassListener):
         return 0 if self._gradients is None else self._gradients.missing_bytes
 
     def _place_between_passes(self) -> None:
-        """Do as `_place_rest` where users may edit before the next pass."""
+        """Call `_place_rest` between passes, where users may edit the weights next."""
         self._place_rest()
         self._parts.scheduler.rest()
 
     def _place_rest(self) -> None:
-        """Bring what always stays to the device; what has no values yet comes later.
+        """Bring what stays to the device, as far as it has values.
 
-        Before anything is pinned, that is only what is never pinned.
+        Before the first pass that is the small rest only, which is never pinned.
         """
         parts = self._parts
         staying = parts.scheduler.staying() if self._ready else parts.blocks[:1]
         parts.scheduler.settle(b for b in staying if b.store is not None and b.tensors)
         parts.place_odd()
-        self._parts.take_gradients_along()
+        parts.take_gradients_along()
 
     def _take_in(self) -> None:
         """Take in what was assigned to the `.data` of tensors, wherever they are."""
@@ -504,6 +515,8 @@ class Passing(PassListener):
             self._parts.scheduler.take_in(block)
 
     def _make_room(self) -> None:
+        """Set the limit for weights: the least of what watermarks, other models on the
+        device and changed weights in host memory leave of the budget."""
         marks, parts = self._settings.watermarks, self._parts
         allocated = self._device.allocated_bytes()
         if marks is not None and allocated is not None:

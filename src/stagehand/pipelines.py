@@ -293,7 +293,7 @@ _PLACED: WeakSet[Any] = WeakSet()
 
 
 class _Placed:
-    """Of their classes, and of those of their copies."""
+    """Marks the classes that `_placed` makes; copies of pipelines have them, too."""
 
     __slots__ = ()
 
@@ -342,7 +342,10 @@ def _placed(own: type, place: torch.device) -> type:
 
 
 def _is_plain(pipe: Any) -> bool:
-    """Whether it is a copy that has no streamed model; one that is shared may be."""
+    """Whether a pipeline is an unplaced copy without a streamed model.
+
+    A copy shares the models that were not copied, and these may stream.
+    """
     return pipe not in _PLACED and not any(_streams(m) for _, m in _modules(pipe))
 
 

@@ -108,12 +108,12 @@ class Runtime(Passing, Sharing, Storing, Conduct):
         self._compact_files = CompactFiles()
         self._manual = False
         self._took_gradients = False  # the latest forward
-        self._handled = None  # what was being handled where a pass began
-        self._ready = False
+        self._handled = None  # the exception that was being handled as the pass began
+        self._ready = False  # `_prepare` was done since the device was last cleared
         self._closed = False
-        self._hands_over = False
+        self._hands_over = False  # another model is expected to run next
         self._startup_seconds = 0.0
-        self._resumes = False
+        self._resumes = False  # what stays was here before all was brought home
         self._last_report: Report | None = None
         self._at_shutdown: list[Callable[[nn.Module], None]] = []
         self._home = next(
@@ -142,7 +142,7 @@ class Runtime(Passing, Sharing, Storing, Conduct):
         self._hooks = SiteHooks(
             self._edges,
             before=parts.scheduler.before,
-            rise=self._saved.rise,
+            push_hooks=self._saved.push_hooks,
             track=self._track,
             untrack=self._untrack,
             drop_rows=parts.scheduler.drop_rows,
@@ -184,11 +184,11 @@ class Runtime(Passing, Sharing, Storing, Conduct):
         self._additions = weakref.ref(additions)  # see `Moves`
         ends = _weakly(self._let_go)
         self._finalizer = weakref.finalize(model, _end, self._saved, parts, ends)
-        # At exit the model is there, for whoever comes later: the system takes all.
+        # Not at exit: other exit functions may use the model; the system frees memory.
         self._finalizer.atexit = False
-        # Until here the model and the device are as they were.
+        # Before this the model and the device are unchanged: there is nothing to undo.
         try:
-            # No other model has it make room before it is whole, or when it failed.
+            # Until it is whole, or undone, no other model may have it make room.
             self._edges.lock.acquire()
             for block in parts.blocks:
                 parts.masters.adopt(block)
@@ -235,7 +235,7 @@ class Runtime(Passing, Sharing, Storing, Conduct):
             raise
 
     def _undo(self, model: nn.Module) -> None:
-        """Leave the plain model where it could not be streamed."""
+        """Give the plain model back after streaming it has failed half way."""
         parts = self._parts
         parts.keep_pool = self._settings.pool is not None
         with ExitStack() as rest:  # in reverse; all of it, whatever fails
@@ -245,7 +245,7 @@ class Runtime(Passing, Sharing, Storing, Conduct):
             self.park()
 
     def _make_gradients(self) -> Gradients | None:
-        """Gradients are at home where they are made on the host."""
+        """Return what brings gradients to the host; None if they are made there."""
         parts = self._parts
         if self._device.is_host:
             return None
@@ -262,7 +262,7 @@ class Runtime(Passing, Sharing, Storing, Conduct):
         )
 
     def _add_edges(self) -> None:
-        """What stays on the device is away: whichever module reads it begins a pass."""
+        """Let modules that read what stays begin a pass, too, for it is away now."""
         model = self._model_ref()
         if model is not None:
             self._hooks.add_edges(model)
@@ -297,27 +297,30 @@ class Runtime(Passing, Sharing, Storing, Conduct):
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        """A copy of the model has no runtime, and all of its tensors on the host."""
+        """Give a copy of the model no runtime, and bring what it copies to the host."""
         if (frame := frame_of_copy()) is not None and self.is_open:
             self._edges.begin_reading(frame, self._settle)
         else:
             self._settle()
 
     def __reduce__(self) -> Any:
-        """Nor has a pickled model."""
+        """Give a pickle of the model no runtime, either."""
         self._settle()
         return type(None), ()
 
     def _settle(self) -> None:
-        """Bring all home for one who reads every tensor, until `resume`."""
+        """Bring every tensor home, for a copy, a pickle or a state dict of the model.
+
+        `resume` brings back what stays.
+        """
         if self.is_open:
-            rest = self._parts.blocks[0]  # it is there before the first pass, too
+            rest = self._parts.blocks[0]  # which is placed before the first pass
             resumes = self._resumes or self._ready or rest.bound
             self.park()
             self._resumes = resumes
 
     def end_copy(self) -> None:
-        """A copy of the model, which begins with the runtime, is made."""
+        """End what `__deepcopy__` began: the rest of the model is copied, too."""
         try:
             self.resume()
         finally:
@@ -325,7 +328,7 @@ class Runtime(Passing, Sharing, Storing, Conduct):
                 self._edges.end_reading(frame)
 
     def resume(self) -> None:
-        """Let what stays on the device be there again, beside its optimizer's state."""
+        """Bring back what stays, if `_settle` took it home from its optimizer state."""
         if self._resumes and not self._closed:
             self.place()
 
@@ -336,6 +339,9 @@ class Runtime(Passing, Sharing, Storing, Conduct):
 
         Args:
             step: Its number; the next one by default.
+
+        Raises:
+            ClosedError: After `shutdown()`, as all methods of a runtime do.
         """
         self._check_open()
         with self._turn():
@@ -391,6 +397,8 @@ class Runtime(Passing, Sharing, Storing, Conduct):
 
         Raises:
             ConfigError: If there is no such block.
+            StagehandOOMError: If blocks in use leave no room for it.
+            CheckpointError: If its file cannot be read.
         """
         block = self._block(block_id)
         self._edges.take_lock()
@@ -452,13 +460,20 @@ class Runtime(Passing, Sharing, Storing, Conduct):
     ) -> Callable[[], None]:
         """Call `listener(parameters)` in backward as their gradients come home.
 
-        In one worker thread, with streamed parameters that are on the host and whose
-        gradients are complete beside them; it may change both. It runs no streamed
-        model: that may wait for the backward, which waits for it. Where the model
-        computes on the host, gradients are there at once and nobody is called.
+        It is called in one worker thread, with streamed parameters that are on the host
+        and whose gradients are complete beside them. Where the model computes on the
+        host, gradients are there at once and it is never called.
+
+        Args:
+            listener: May change the parameters and their gradients. It must not run a
+                streamed model: that may wait for the backward, which waits for it.
 
         Returns:
             A function that ends the subscription.
+
+        Raises:
+            ConfigError: If `listener` cannot be called.
+            ClosedError: After `shutdown()`.
         """
         self._check_open()
         if not callable(listener):
@@ -475,15 +490,17 @@ class Runtime(Passing, Sharing, Storing, Conduct):
         """Change the device bytes for weights, from the next pass on.
 
         Args:
-            vram_budget: As in `stagehand.layer`.
+            vram_budget: As in `stagehand.layer`. A share, such as "80%", is one of what
+                is free and of what streamed weights hold now.
 
         Raises:
+            ConfigError: If it is no size.
             StagehandOOMError: If it cannot work; it names the smallest that can.
         """
         self._check_open()
-        nbytes = parse_bytes(
-            vram_budget, name="vram_budget", of=self._device.free_bytes()
-        )
+        held = self._tenancy.shared.ledger.device.held_bytes
+        free = self._device.free_bytes() + held
+        nbytes = parse_bytes(vram_budget, name="vram_budget", of=free)
         with self._turn():
             self._limit_to(nbytes)
             self._parts.budget_bytes = self._marked_bytes = nbytes
@@ -498,6 +515,9 @@ class Runtime(Passing, Sharing, Storing, Conduct):
         """Bring every tensor home to the host and free all device memory.
 
         The next pass brings them back.
+
+        Raises:
+            ConfigError: If the model runs, or a block is in use.
         """
         with self._at_rest():
             self._clear_device()
@@ -510,14 +530,14 @@ class Runtime(Passing, Sharing, Storing, Conduct):
 
     @contextmanager
     def _turn(self) -> Iterator[None]:
-        """Have the lock, also while a pass of this thread goes on."""
+        """Hold the model's lock; this thread may be in a pass of it."""
         self._edges.await_failure()
         with self._edges.lock:
             yield
 
     @contextmanager
     def _at_rest(self) -> Iterator[None]:
-        """Have the lock while neither the model runs nor a block is in use."""
+        """Hold the model's lock; refuse if it runs or one of its blocks is in use."""
         self._check_open()
         if self._edges.running():
             raise ConfigError(
@@ -534,7 +554,7 @@ class Runtime(Passing, Sharing, Storing, Conduct):
             yield
 
     def _clear_device(self) -> None:
-        """Let all blocks go home; the next use prepares all anew."""
+        """Bring all blocks home; the next pass pins and places them anew."""
         self._parts.scheduler.park()
         self._parts.loader.pin_on = None
         self._parts.masters.stop_pinning()
@@ -543,7 +563,13 @@ class Runtime(Passing, Sharing, Storing, Conduct):
         self._ready = self._resumes = False
 
     def place(self) -> None:
-        """Bring what always stays to the device, as the next pass would."""
+        """Bring what always stays to the device, as the next pass would.
+
+        In the middle of a pass nothing happens: it is there.
+
+        Raises:
+            StagehandOOMError: If there is no room for what has joined the model.
+        """
         self._check_open()
         if not self._edges.running():
             with self._edges.lock:
@@ -567,7 +593,7 @@ class Runtime(Passing, Sharing, Storing, Conduct):
         totals = measure.telemetry.totals()
         startup, first = self._startup_seconds, measure.first_seconds
         limit = plan.limit
-        if limit in ("link", "budget"):  # which may have waited for files
+        if limit in ("link", "budget"):  # loads may have waited for files
             read = any(record.disk_bytes for record in measure.telemetry.records[-1:])
             limit = "disk" if read else limit
         return Report(
@@ -626,6 +652,7 @@ class Runtime(Passing, Sharing, Storing, Conduct):
         device is given back even where its file was removed or cut short.
 
         Raises:
+            ConfigError: At once, if the model runs or a block is in use.
             CheckpointError: At the end, once, if a file changed in place: it names the
                 tensors that are still views of it.
             OrphanedParameterError: At the end, if tensors were cast while they were
@@ -634,12 +661,24 @@ class Runtime(Passing, Sharing, Storing, Conduct):
         self._end(keep_pool=False)
 
     def shutdown_keep_pool(self) -> Arena:
-        """Like `shutdown`, but keep the pinned memory for `layer(..., pool=)`."""
+        """Like `shutdown`, but keep the pinned memory for `layer(..., pool=)`.
+
+        Returns:
+            The pool. `close()` frees its memory if no other model takes it.
+        """
         self._end(keep_pool=True)
         return self._parts.pinned_arena
 
     def at_shutdown(self, call: Callable[[nn.Module], None]) -> None:
-        """Call something with the plain model at the end of the shutdown."""
+        """Call something with the plain model at the end of the shutdown.
+
+        Args:
+            call: Called once, with the model. Several are called in the order in which
+                they were given.
+
+        Raises:
+            ConfigError: If it cannot be called.
+        """
         self._check_open()
         if not callable(call):
             raise ConfigError(
@@ -684,7 +723,7 @@ class Runtime(Passing, Sharing, Storing, Conduct):
             raise lost
 
     def _let_go(self) -> None:
-        """The model is gone: its memory is left to who has tensors that lie there."""
+        """The model was collected: leave its memory to whoever has tensors there."""
         if self._gradients is not None:
             self._gradients.close()
         self._host_memory.close()
@@ -736,14 +775,14 @@ class Runtime(Passing, Sharing, Storing, Conduct):
 
 
 def _twice(rest: ExitStack, call: Callable[..., object], *args: object) -> None:
-    """Do something at the end, and again what an interrupt has left of it."""
+    """Call something idempotent at the end, twice: an interrupt may cut one short."""
     for _ in range(2):
         rest.callback(call, *args)
 
 
 def _end(saved: SavedTensors, parts: Parts, ends: Callable[[], None]) -> None:
-    """Leave nothing of a model that is gone, also where its runtime is kept."""
-    saved.fall()
+    """Free what a collected model had, even if somebody keeps its runtime."""
+    saved.pop_left_hooks()
     take_off_dead()
     parts.close()
     ends()
@@ -752,7 +791,10 @@ def _end(saved: SavedTensors, parts: Parts, ends: Callable[[], None]) -> None:
 def _weakly(
     call: Callable[_P, None], otherwise: Callable[_P, None] | None = None
 ) -> Callable[_P, None]:
-    """Return a function that calls a method while its object lives, then another."""
+    """Return a function that calls a method as long as its object lives.
+
+    After that it calls `otherwise`, or does nothing.
+    """
     known = weakref.WeakMethod(call)
 
     def called(*args: _P.args, **kwargs: _P.kwargs) -> None:
@@ -774,10 +816,10 @@ def _complaint(block: Block) -> CheckpointError | None:
 
 
 def _is_read_unseen(site: nn.Module) -> bool:
-    """Whether the way back through a site may read weights that no handle stands for.
+    """Whether backward through a site may read weights without unpacking a handle.
 
-    Parts that are recomputed by themselves do, and functions that keep a parameter
-    itself; not PyTorch's own modules without parts.
+    Parts that are checkpointed by themselves do, and functions that keep the parameter
+    itself. PyTorch's own modules without parts do not.
     """
     return not type(site).__module__.startswith("torch.nn.") or any(
         tensor is not None

@@ -18,7 +18,7 @@ __all__ = [
 MIB = 1 << 20
 """Bytes in one `_mb` of the public options, which count in binary."""
 PAGE_BYTES = 4096
-"""Of memory, and of files in the page cache."""
+"""Bytes in a page of memory, or of a file in the page cache."""
 
 _FACTORS = {
     "": 1,

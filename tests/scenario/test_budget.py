@@ -248,3 +248,25 @@ def test_an_argument_that_cannot_work_is_named(arguments, problem):
 def test_an_argument_of_block_mode_that_cannot_work_is_named(argument, problem):
     with pytest.raises(stagehand.ConfigError, match=problem):
         stagehand.StagehandRuntime(uneven(), **argument)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_share_of_the_device_is_as_many_bytes_when_the_weights_are_there(
+    sim, monkeypatch, shared
+):
+    """`set_budget("50%")` was half of what the model's own weights had left."""
+
+    def free_bytes(device):
+        return 10**9 - sim.allocated_bytes()
+
+    monkeypatch.setattr(AcceleratorDevice, "free_bytes", free_bytes)
+    model, inputs = uneven(), batch()
+    stagehand.layer(model, vram_budget="50%", device="hpu", shared=shared)
+    runtime = runtime_of(model)
+    budget = runtime.report().budget_bytes
+    with torch.no_grad():
+        model(inputs)
+    assert runtime.report().resident_bytes > 0
+    runtime.set_budget("50%")
+    assert runtime.report().budget_bytes == budget
+    runtime.shutdown()

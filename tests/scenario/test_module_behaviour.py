@@ -1027,7 +1027,7 @@ def test_a_part_that_waits_until_what_stays_is_back_leaves_no_pass_open(left):
     thread.join(timeout=120)
     assert not edges.is_busy
     assert edges.lock.owner is None
-    assert edges.risen == []
+    assert edges.pushed == []
     assert_bitwise_equal(given, [plain.body["blocks"][2](x)], "output")
     given.clear()
 

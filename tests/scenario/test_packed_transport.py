@@ -59,6 +59,7 @@ def streamed(sim):
                 vram_high_watermark_mb=budget / MIB,
                 vram_low_watermark_mb=0.9 * budget / MIB,
                 transport=options.pop("transport"),
+                copy_stream_priority=options.pop("priority", -1),
             )
             stagehand.StagehandRuntime(model, config, r"^\d+$", **options)
         if model not in found:
@@ -619,3 +620,22 @@ def test_tied_weights_are_packed_once(streamed):
     expected = resident(model, x)
     streamed(model, 4 * BLOCK)
     assert_passes_equal(model, expected.to("hpu"), x)
+
+
+def test_stream_of_packed_bytes_has_the_priority_that_was_asked_for(
+    sim, streamed, monkeypatch
+):
+    """It had the default one, whatever `copy_stream_priority` said."""
+    plain, priorities = AcceleratorDevice.new_stream, []
+
+    def new_stream(device, priority=0):
+        priorities.append(priority)
+        return plain(device, priority)
+
+    monkeypatch.setattr(AcceleratorDevice, "new_stream", new_stream)
+    model, x = net(), batch()
+    expected = resident(model, x)
+    streamed(model, mode="blocks", priority=-3)
+    assert_bitwise_equal(run(model, x), expected, "output")
+    assert runtime_of(model).report().compact_blocks > 0
+    assert set(priorities) == {-3}

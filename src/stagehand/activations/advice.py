@@ -34,11 +34,11 @@ class BlockCost:
 
     name: str
     saved_bytes: int
-    """What its forward saves."""
+    """Bytes that its forward saves."""
     input_bytes: int
-    """What a checkpoint of it would save."""
+    """Bytes that a checkpoint of it would save."""
     seconds: float
-    """Of its forward."""
+    """How long its forward takes."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -121,12 +121,12 @@ class Books:
 
     @property
     def _leaving_bytes(self) -> int:
-        """Of what is on its way to the host, and still counted."""
+        """Bytes that are on their way to the host, and still count as held."""
         return sum(leaving.nbytes for leaving in self._leaving)
 
     @property
     def held_bytes(self) -> int:
-        """Of saved storages that only the graph keeps on the device."""
+        """Bytes of saved storages that only the graph keeps on the device."""
         held = self._held
         for given in tuple(self._given):
             held -= given.room

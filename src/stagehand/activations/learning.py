@@ -92,9 +92,9 @@ class Lessons:
     ) -> None:
         self._lock = lock
         self.latest: Lesson | None = None
-        """Of the last forward that ended."""
+        """The lesson of the last forward that ended."""
         self.rates: Rates | None = None
-        """Of the link, as far as it was measured."""
+        """The link's rates, once they are measured."""
         self._device = device
         self._carrier = carrier
         self._engine = carrier.engine

@@ -98,12 +98,14 @@ class Handle:
     Attributes:
         alias: The tensor, detached, while its bytes are on the device.
         version: The tensor's version when it was saved.
-        form: Set when the alias is let go; None if it is that of its bundle's home.
-        ghost: Set with it. Of a tensor that others keep: it has its version, always,
-            and no memory.
-        piece: Of its storage; None if it is that piece itself.
-        sequence: Of the operator that saved it: backward goes down.
-        number: Of that save: backward goes up through what one operator has saved.
+        form: Set when the alias is let go; None if it is that of its bundle's `home`.
+        ghost: Set with it, if others keep the tensor: a tensor without memory that
+            shares its version counter, so that their changes show.
+        piece: The piece of its storage; None if it is that piece itself.
+        sequence: Autograd's number of the operator that saved it: backward runs
+            operators in descending order.
+        number: Counts what was saved: backward unpacks what one operator has saved in
+            ascending order.
     """
 
     __slots__ = (
@@ -346,15 +348,16 @@ class Extra(Handle):
 
 
 class Allowance:
-    """Bytes that a forward may keep without asking. They count as held.
+    """Bytes of the budget that a known forward may fill without a look at each tensor.
 
-    What it keeps in them is looked at when something must leave, or never.
+    All of them count as held. What the forward has kept in them is looked at only if
+    something must leave: mostly never.
 
     Attributes:
-        scope: The forward; it dies with the last of what it has kept.
+        scope: The forward, weakly: it dies with the last of what it has saved.
         given: All of the bytes.
-        room: Of these, what is not used.
-        pieces: What was kept, in order.
+        room: The bytes that are not used yet.
+        pieces: What was kept in them, in order.
     """
 
     __slots__ = ("given", "pieces", "room", "scope")
@@ -366,7 +369,7 @@ class Allowance:
 
 
 NOTHING = Allowance(None, -1)
-"""Of a forward that has to ask."""
+"""The allowance of a forward that has none: each tensor is looked at."""
 
 
 class Bundle:
@@ -374,16 +377,18 @@ class Bundle:
 
     Attributes:
         members: The pieces, weakly.
-        nbytes: Of all of them, each at an aligned start.
-        counted: Of all of them.
+        nbytes: Bytes of all pieces, each at an aligned start.
+        counted: Bytes of all pieces without what alignment adds: so many count as held.
         slab: Host memory, from the first copy on.
-        home: The only piece's, there; None if it is not alone.
-        left: The event behind the copy to the host.
+        home: Where a bundle's only piece lies in the slab; None if there are more.
+        left: Done when the copy to the host is.
         back: Device memory that the bytes came back to.
         arrived: The event behind that copy.
-        seen: The stream that has waited for it; the memory belongs to its maker.
+        maker: The stream that asked for `back`, to which that memory belongs.
+        seen: The stream that has waited for `arrived`.
         due: How many handles are to be unpacked before `back` is let go.
         sums: CRC32 of the bytes of each piece that left, if asked for, by its start.
+        gone: Where a bundle that dies leaves its memory, for the carrier to take back.
     """
 
     __slots__ = (
@@ -446,7 +451,8 @@ class Bundle:
 
     @property
     def need(self) -> tuple[int, int]:
-        """Which of two is needed first: the larger."""
+        """How soon backward needs it: of two bundles, the one with the larger value
+        first."""
         need = -1, 0
         for piece in self.living():
             for handle in piece.handles():
@@ -458,23 +464,24 @@ class Scope:
     """What one forward has saved.
 
     Attributes:
-        streams: On which it ran.
-        count: Pieces, in the order in which they were first saved.
-        tensors: How many it has saved.
-        allowance: What it may keep without asking.
+        streams: The streams on which it has saved something.
+        count: How many pieces it has saved.
+        tensors: How many tensors it has saved; several can be in one piece.
+        allowance: What it may keep without a look.
         twins: Whether several tensors in one storage are to be expected.
         ended: Whether it has saved all.
-        form: Of the first tensor: forwards that begin alike are planned alike.
+        form: Size and type of its first tensor: by it forwards of a kind are known.
         prefix: What is to leave; None as long as no forward like it was seen.
         saves: What the one before it has saved, by position.
-        off: Whether all stays, because spilling is of no use.
-        leads: Whether the next piece may be of the prefix.
-        noted: While it is observed, all pieces.
+        off: Whether all stays, because spilling does not lower the peak of memory.
+        leads: Whether the next piece may belong to the prefix.
+        noted: While it is observed, all pieces: each with its bytes and sequence.
         open: The bundle that is being gathered.
         bundles: Those that were sent, oldest first.
-        shared: What has left, and was kept by others then.
-        is_stirred: Whether not all is where autograd has saved it, and counted.
-        task: The backward pass that unpacked last.
+        shared: What has left while others kept it, each with its bytes.
+        is_stirred: Whether anything has left or is not counted: if not, unpacking has
+            nothing to do.
+        task: The backward pass that unpacked last; -1 before the first one.
         coming: In that pass, bundles that are still to be brought, the last first.
     """
 

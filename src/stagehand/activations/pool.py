@@ -110,11 +110,11 @@ class SlabPool:
         self, arena: Arena, classes: Sequence[int] = (), counts: Sequence[int] = ()
     ) -> None:
         self.hits = 0
-        """Slabs that were there."""
+        """Requests for which there was a slab."""
         self.misses = 0
-        """Slabs that had to be made, and pageable memory."""
+        """Requests for which a slab was made, or pageable memory was used."""
         self.pageable = 0
-        """Of these, how often it was pageable memory."""
+        """Requests for which pageable memory was used."""
         self._arena = arena
         self._classes = tuple(classes)
         self._free: dict[int, list[Slab]] = {size: [] for size in classes}

@@ -45,9 +45,9 @@ class Prefix:
 
     count: int
     nbytes: int
-    """Of what leaves."""
+    """Bytes of what leaves."""
     kept_bytes: int
-    """Of all that comes after it."""
+    """Bytes of all storages that come after the prefix."""
     skipped: frozenset[int]
     """Positions before `count` that leaving would not free."""
 
@@ -71,9 +71,9 @@ class Forecast:
     backward_stall: float
     """How long backward waits for what comes back."""
     peak_bytes: int
-    """Of saved storages on the device."""
+    """The most bytes of saved storages on the device."""
     vain_bytes: int
-    """Copied to the host, and still on the device when backward begins."""
+    """Bytes copied to the host that are still on the device when backward begins."""
 
     @property
     def stall(self) -> float:

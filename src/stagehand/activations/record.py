@@ -12,22 +12,23 @@ __all__ = ["ActivationStep"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ActivationStep:
-    """One step in numbers. Tensors count by their storage."""
+    """One step in numbers. Several saved tensors in one storage count once."""
 
     step: int
     """The step's number."""
     activations_saved: int
     """Storages that autograd saved and that could have left."""
     activations_kept: int
-    """Of these, those that stayed on the device."""
+    """Saved storages that stayed on the device."""
     activations_spilled: int
-    """Of these, those that left it."""
+    """Saved storages that left the device."""
     activations_restored: int
-    """Those that came back."""
+    """Storages that came back to the device."""
     spill_bytes: int
     """Bytes copied to the host."""
     freed_bytes: int
-    """Of these, those whose device memory was let go."""
+    """Bytes copied to the host whose device memory was free before backward came, for
+    nobody else kept it."""
     restore_bytes: int
     """Bytes copied back."""
     stall_time_ms: float | None
@@ -38,24 +39,24 @@ class ActivationStep:
     demand_count: int
     """Copies back that had not begun when they were needed."""
     pool_hits: int
-    """Pieces of host memory that were there."""
+    """Slabs of pinned host memory that the pool had."""
     pool_misses: int
-    """Pieces that had to be made, and pageable memory."""
+    """Slabs that it had to make, or to replace by pageable memory."""
     pageable_count: int
-    """How often it was pageable memory."""
+    """How often pageable memory was used, which makes the host wait."""
     saved_peak_bytes: int
     """The most bytes of saved tensors on the device."""
     over_count: int
     """How often saved tensors exceeded the budget because nothing more could leave:
     one is larger than the budget, or what is in use is."""
     budget_bytes: int
-    """What was allowed; the watermarks may have moved it."""
+    """Bytes of saved tensors that were allowed; the watermarks may have moved it."""
     vram_peak_bytes: int | None
     """The most device memory of the process so far; None where nobody counts it."""
 
     @property
     def pool_hit_rate(self) -> float | None:
-        """Hits over all; None if nothing was asked for."""
+        """Hits over all requests, from 0 to 1; None if there were none."""
         asked = self.pool_hits + self.pool_misses
         return self.pool_hits / asked if asked else None
 

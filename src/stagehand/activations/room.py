@@ -44,10 +44,10 @@ class Room(Returning):
         self._kept.append((ref, piece.nbytes))
 
     def _look(self) -> None:
-        """Look at what forwards have kept without asking, and take back the rest.
+        """Count what forwards have kept in their allowances, and end these.
 
-        Who is about to keep something in another thread may do so still: an allowance
-        is looked at once more.
+        Another thread may be about to keep something in one, so an allowance of a
+        forward that goes on is looked at once more next time.
         """
         given, self._given = self._given, []
         for allowance in given:
@@ -62,6 +62,7 @@ class Room(Returning):
             allowance.given = allowance.room = 0
 
     def _look_at(self, refs: list[weakref.ref[Piece]], scope: Scope) -> None:
+        """Count pieces that a forward has kept, in order, without asking."""
         count = len(refs)
         for ref in refs[:count]:
             piece = ref()
@@ -81,7 +82,7 @@ class Room(Returning):
         del refs[:count]
 
     def _take_back(self, allowance: Allowance) -> None:
-        """Take back what is not used."""
+        """Take back the part of an allowance that is not used."""
         if allowance.given > 0:
             self._held -= allowance.room
             allowance.given -= allowance.room
@@ -107,18 +108,20 @@ class Room(Returning):
             self._send(bundle, scope)
 
     def _send_waiting(self, *, at_once: bool = False) -> None:
-        """Send what waits, as far as so many copies may be under way."""
+        """Send bundles that wait, as many as may be under way at a time, or all."""
         while self._waiting and (at_once or self._may_send()):
             scope, bundle = self._waiting.popleft()
             self._send(bundle, scope)
 
     def _may_send(self) -> bool:
+        """Whether another bundle may be on its way to the host."""
         most = self.most_leaving
         if most is not None and len(self._leaving) >= most:
             return False
         return self._carrier.may_send()
 
     def _send(self, bundle: Bundle, scope: Scope) -> None:
+        """Queue the copies of a bundle that still has pieces to send."""
         leaving = Leaving(scope.streams)
         try:
             pieces = leaving.take(bundle.members)
@@ -140,7 +143,7 @@ class Room(Returning):
             self._held -= bundle.counted - leaving.nbytes
 
     def _put_back(self, bundle: Bundle, leaving: Leaving) -> None:
-        """Let pieces be as if they had not been about to leave."""
+        """Undo what was done to send a bundle, where that has failed."""
         if leaving in self._leaving:
             self._leaving.remove(leaving)
         pieces = bundle.living()
@@ -152,7 +155,7 @@ class Room(Returning):
     # Room
 
     def _watch(self, most: int = _STUCK_LOOKS) -> None:
-        """Make room for what others have let go of, if there is none."""
+        """Count pieces that others have let go of, and make room if that takes any."""
         if self._look_at_stuck(most) and self._held > self.budget_bytes:
             self._make_room(0)
 
@@ -209,10 +212,10 @@ class Room(Returning):
             self._send(bundle, first.scope)
 
     def _may_leave(self, piece: Piece) -> bool:
-        """Whether a piece is to leave if there is no room.
+        """Whether a piece may leave to make room.
 
-        What others keep is, if they had let go of it when backward came to forwards
-        like its own: then it is free when they do so.
+        One that others keep may, if in earlier forwards of the kind they had let go of
+        it when backward came: then its memory is free when they do so again.
         """
         if not piece.is_plain():
             return False
@@ -244,7 +247,7 @@ class Room(Returning):
         leaving.sources.clear()
 
     def _free(self, piece: Piece, ref: weakref.ref[Piece]) -> None:
-        """Let a piece go. If others keep it, it is free when they let it go, too."""
+        """Let a piece go. What others keep is free when they let go of it."""
         self.tally.spilled_count += 1
         if piece.can_go(others=1):
             piece.free(shared=False)
@@ -255,7 +258,7 @@ class Room(Returning):
             piece.scope.shared.append((ref, piece.nbytes))
 
     def _set_aside(self, piece: Piece) -> None:
-        """Do not count a piece: somebody else keeps its memory, or has changed it."""
+        """Count a piece no more: others keep its memory, or have changed it."""
         self.tally.stuck_count += 1
         self._stuck.append((weakref.ref(piece), piece.nbytes))
         self._stuck_bytes += piece.nbytes
@@ -298,7 +301,7 @@ class Room(Returning):
             self._drop_used(wanted=False)
 
     def _prune(self) -> None:
-        """Count dead pieces no more. Backward lets the newest go first."""
+        """Count dead pieces no more."""
         kept = self._kept
         for _ in range(len(kept)):
             item = kept.popleft()
@@ -309,6 +312,7 @@ class Room(Returning):
         self._unpruned = 0
 
     def _prune_newest(self) -> None:
+        """Count the newest pieces no more that are dead: backward frees these first."""
         kept = self._kept
         while kept and kept[-1][0]() is None:
             self._held -= kept.pop()[1]

@@ -11,21 +11,25 @@ Not spilled: what somebody else keeps on the device anyway (weights, inputs, tab
 positions), small tensors, tensors without a storage of their own, and what is saved
 inside of backward.
 
-Others may let go of what they keep at any time, and nothing tells; then the graph alone
-would hold more than the budget. To count it from the start would spill other tensors
-for memory that cannot be had; to copy it always would free nothing where it is kept on.
-So what counts is who keeps it when backward comes, as observed forwards have shown.
-What others have let go of by then is planned like all else. It leaves in its turn, and
-the graph lets go of it even if they, or the forward itself, have not yet: it is free
-when they do. If they keep it on, backward uses their memory, not a copy.
+"Others" are users and the forward's own code: they may keep a tensor that autograd has
+saved, too, and let go of it at any time, which nothing tells. Then only the graph keeps
+it, and holds more than the budget. Two simple ways out are wrong. If such tensors
+counted from the start, others would be spilled for memory that cannot be had; if they
+were always copied, nothing would be freed as long as they are kept. So it counts who
+keeps a tensor when backward comes, as observed forwards have shown:
 
-They may change their habits. What they newly keep leaves in its turn like all else, in
-vain if they keep it on; the next forward knows. What they kept until backward before,
-and now let go of sooner, is looked at whenever the library runs anyway: all of it when
-a forward begins or ends and when backward begins, the next eight when a tensor is saved
-that it might leave no room for, or unpacked. What is free leaves at once. So the graph
-holds more than the budget only between the last reference of others and the library's
-next call, or its next few where others keep more than eight.
+- What others have let go of by then is planned like all else. It leaves in its turn,
+  and the graph lets go of it even if others have not yet: its memory is free when they
+  do. If they keep it on this time, backward uses their memory, not the copy.
+- What others still keep then neither counts nor leaves.
+
+Others may change their habits. What they newly keep leaves in its turn, in vain; the
+next forward knows. What they kept until backward before, and now let go of sooner, is
+looked for whenever the library runs anyway: all such tensors when a forward begins or
+ends and when backward begins; the next eight when a tensor is unpacked, or saved while
+they might leave no room for it. What is free by then leaves at once. So the graph holds
+more than the budget only between the last reference of others and the library's next
+call, or its next few calls where others keep more than eight.
 """
 
 from __future__ import annotations
@@ -49,7 +53,7 @@ __all__ = ["Spill", "Tally"]
 
 _Tensor = torch.Tensor
 _Parameter = torch.nn.Parameter
-_STALE = 1000  # dead entries, beside as many as there are living ones
+_STALE = 1000  # dead entries of `_live` that are tolerated, beside as many as live
 _ref = weakref.ref
 
 
@@ -71,7 +75,7 @@ class Spill(Room):
     # Saving
 
     def begin(self) -> Scope:
-        """Return what stands for a forward."""
+        """Begin a forward; return what stands for it."""
         self._device.refuse_capture("a forward whose saved tensors may leave")
         with self._lock:
             self._tidy()
@@ -145,9 +149,9 @@ class Spill(Room):
         nbytes: int,
         scope: Scope,
     ) -> Piece | Extra:
-        """Save a tensor and look at it at once."""
+        """Save a tensor, and count it or let older ones leave at once."""
         if self._given:
-            self._look()  # what was kept before comes first
+            self._look()  # first, for what it finds is older
         scope.tensors += 1
         cdata, sequence = storage._cdata, sequence_number()
         if self._stuck and self._held + self._stuck_bytes + nbytes > self.budget_bytes:
@@ -169,7 +173,7 @@ class Spill(Room):
         return piece
 
     def _note(self, piece: Piece, saved: torch.Tensor) -> None:
-        """Note a piece that is the first, or observed, or may be of the prefix."""
+        """Note a piece for its forward: to recognize, observe or plan that."""
         scope = piece.scope
         if not scope.count:
             size = saved.numel() if saved.is_nested else saved.shape
@@ -189,7 +193,7 @@ class Spill(Room):
             self._give(scope)
 
     def _give(self, scope: Scope) -> None:
-        """Let a forward that is known keep what there is room for."""
+        """Give a known forward all that is free, to keep tensors in without asking."""
         room = self.budget_bytes - self._held - self._stuck_bytes
         if room > 0:
             allowance = scope.allowance = Allowance(scope, room)
@@ -197,13 +201,13 @@ class Spill(Room):
             self._held += room
 
     def _note_stream(self, scope: Scope) -> None:
-        """Know all streams on which tensors were made: copies wait for them."""
+        """Note on which stream the forward runs: copies out wait for all of these."""
         stream = self._device.current_stream()
         if stream not in scope.streams:
             scope.streams.append(stream)
 
     def _lead(self, piece: Piece, scope: Scope) -> None:
-        """Let a piece leave if the prefix has it."""
+        """Let a piece leave if it belongs to the planned prefix."""
         prefix = scope.prefix
         if prefix is None or piece.position >= prefix.count:
             scope.leads = False
@@ -274,7 +278,7 @@ class Spill(Room):
         return found
 
     def _look_ahead(self, handle: Handle, piece: Piece) -> None:
-        """Bring what is needed after a tensor, as far as there is room."""
+        """Bring bundles that backward needs after a tensor, as far as there is room."""
         scope, task = piece.scope, graph_task()
         if task == -1:  # somebody looks at the graph
             return
@@ -304,13 +308,13 @@ class Spill(Room):
                 self._ahead.append(coming.pop())
 
     def _turn(self, first: Piece, task: int) -> None:
-        """A backward pass comes to a forward: see what others have let go of by now.
+        """Note that a backward pass comes to a forward, and who keeps what by now.
 
-        What they kept was not counted, nor could it leave. It may have to now, and does
-        in time when a forward like this one comes again.
+        What others have let go of counts from now on, and may have to leave; the next
+        forward of this kind plans with that.
 
         Args:
-            first: It needs this one now.
+            first: The piece that is needed now. It leaves last.
             task: The backward pass.
         """
         scope = first.scope
@@ -351,7 +355,12 @@ class Spill(Room):
     # Steps
 
     def end(self, scope: Scope, *, failed: bool) -> None:
-        """A forward is over."""
+        """End a forward.
+
+        Args:
+            scope: The forward.
+            failed: Whether it has raised, so that nothing is learned from it.
+        """
         with self._lock:
             unseen = len(scope.allowance.pieces)
             if unseen and (scope.bundles or scope.twins):

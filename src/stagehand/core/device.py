@@ -384,8 +384,8 @@ class _RegisteredMemory(mmap.mmap):
     _locked: list[int]
     _address: int
     _index: int
-    """Of the device that copies it. Any other would be set up, at the price of some
-    hundred megabytes there, by a call while that is current."""
+    """The device that copies it. It must be current for calls that lock or unlock: with
+    another one CUDA would set up that, which takes some hundred megabytes there."""
 
     # Bound early: an exiting interpreter may have taken the module apart.
     _stay = ctypes.PYFUNCTYPE(None, ctypes.py_object)(("Py_IncRef", ctypes.pythonapi))

@@ -24,12 +24,13 @@ __all__ = ["HiddenGradients", "assign_gradient", "take_along"]
 
 
 class HiddenGradients:
-    """Those of one runtime.
+    """Hides the gradients of one runtime's parameters from the compiler.
 
     Args:
         turn: The runtime's lock. While a thread has it, what compiles in that thread
             belongs to its pass.
-        tensors: Those that are on the device now and are at home on the host.
+        tensors: Returns the parameters that are on the device now and at home on the
+            host.
     """
 
     def __init__(
@@ -44,7 +45,7 @@ class HiddenGradients:
         return f"HiddenGradients({len(self._hidden)})"
 
     def begin(self) -> None:
-        """Hide them whenever the compiler works from now on, if it is loaded."""
+        """Hide gradients whenever the compiler works from now on, if it is loaded."""
         around_compiling(_hide, _show)
 
     def is_here(self) -> bool:
@@ -52,7 +53,7 @@ class HiddenGradients:
         return self._turn.owner is HERE.thread
 
     def hide(self) -> None:
-        """Take away gradients on the host of parameters that are on the device."""
+        """Take gradients on the host from parameters that are on the device."""
         for tensor in self._tensors():
             grad = tensor.grad if tensor.is_leaf else None
             if grad is None or grad.device == tensor.device:

@@ -10,14 +10,15 @@ __all__ = ["terms_of"]
 
 
 def terms_of(output: Any, since: int) -> dict[Node, list[tuple[Node, int]]]:
-    """Return what brings gradients to the leaves of a part of a graph.
+    """Return the terms of which autograd adds up the gradients of leaves.
 
     Args:
-        output: What was computed: tensors in containers.
-        since: The number of the first node that belongs to the part.
+        output: What a part of a graph has computed: tensors in containers.
+        since: The sequence number of the first node that belongs to the part.
 
     Returns:
-        For each leaf's node: the nodes that bring it a gradient, and which of theirs.
+        For each leaf's `AccumulateGrad` node: the nodes that make its terms, each with
+        the number of the gradient among those that the node makes.
     """
     found: dict[Node, list[tuple[Node, int]]] = {}
     waiting = [t.grad_fn for _, t in tensors_in(output) if t.grad_fn is not None]

@@ -73,7 +73,7 @@ class Slot:
         self.storage: Any = None
         """The leased buffer's storage."""
         self.storage_key = 0
-        """Its `_cdata`, which takes longer to ask for than how often it is used."""
+        """The storage's `_cdata`: to read it takes longer than to count references."""
         self.address = 0
         """Where its bytes begin; 0 without memory."""
         self.alone = 0
@@ -137,8 +137,9 @@ class TransferEngine:
         counters: Where copies are counted as they are submitted.
         h2d_capacity: See `Lane`.
         d2h_capacity: See `Lane`.
-        priority: Of both lanes' streams.
-        streams: Theirs, to the device and from it, if they are shared.
+        priority: Of the streams that it makes: the lanes', unless `streams` has them,
+            and the one on which wires cross. Lower runs first.
+        streams: The lanes', to the device and from it, if they are shared.
     """
 
     def __init__(

@@ -50,10 +50,11 @@ class Turn:
     whether the owner waits for what this thread has: then neither would ever go on.
 
     Args:
-        name: What it is the turn to run, for errors.
-        left: Whether what the owner entered is no longer running.
+        name: The model's, for errors.
+        left: Returns whether what the owner entered is no longer running.
         take_over: Called by the new owner, before anything else.
-        ends_alone: Whether what the owner entered ends, whatever the owner waits for.
+        ends_alone: Returns whether what the owner entered will end even if the owner
+            waits: another thread ends it.
     """
 
     def __init__(
@@ -69,12 +70,12 @@ class Turn:
         self.ends_alone = ends_alone
         # Reentrant: the garbage collector may end a pass in the middle of a look.
         self.ownership = threading.RLock()
-        """Had while it changes whose turn it is, and while it is looked at."""
-        self._freed = threading.Lock()  # held but for a moment after the turn was free
+        """Held while the owner changes, and while somebody looks who it is."""
+        self._freed = threading.Lock()  # locked, but when the turn has become free
         self._freed.acquire()
         self._owner: Any = None  # a thread
         self._count = 0
-        self._sorting = False  # the owner is back, and may be closing what it left
+        self._sorting = False  # the owner is back and may be closing what it had left
         self.guests: set[int] = set()
         """Calls of autograd that go on beside the owner, until `dismiss`."""
         self._letting_in = threading.Lock()
@@ -103,8 +104,8 @@ class Turn:
     def _take(self, me: Any) -> bool:
         """Take the turn if it is free or this thread's; return whether it was.
 
-        Who has it is what `_owner` says: a lock could be had by nobody, for an
-        interrupt may come between the call that takes it and the next line.
+        `_owner` says who has it. A plain lock would not do: an interrupt may come
+        between the call that takes it and the next line, and nobody would know.
         """
         with self.ownership:
             if self._owner is None:
@@ -128,9 +129,10 @@ class Turn:
         return True
 
     def _lets_in(self, me: Any, task: int) -> bool:
-        """Whether a call of autograd becomes a guest.
+        """Let a call of autograd become a guest, if the owner waits for its thread.
 
-        It is one before the look: if the owner goes on after that, it finds the guest.
+        It is noted as a guest before that is looked at: so an owner that goes on in the
+        meantime finds it.
         """
         with self._letting_in:
             self.guests.add(task)
@@ -140,22 +142,23 @@ class Turn:
             return False
 
     def dismiss(self, task: int) -> None:
-        """A call of autograd is over, or no guest."""
+        """Note that a call of autograd is over, or is no guest after all."""
         self.guests.discard(task)
         self._dismissed.set()
 
     def await_guests(self) -> None:
-        """Wait until no guests go on; for the owner, before it does anything itself.
+        """Block the owner, before it does anything, until there are no guests.
 
-        A thread of autograd's own waits for none: they may need it.
+        A thread of autograd's own does not wait: guests may need it.
         """
         if is_autograds(HERE.thread):
             return
-        with self._letting_in:  # whether this thread waits is being looked at
+        with self._letting_in:  # let a look at whether this thread waits come to an end
             pass
         host_while(lambda: bool(self.guests), self._dismissed)
 
     def _take_over_if_forgotten(self, me: Any) -> bool:
+        """Take the turn if its owner has forgotten it; return whether it had."""
         with self.ownership:
             if not self._is_forgotten():
                 return False
@@ -164,6 +167,11 @@ class Turn:
         return True
 
     def _note_wait(self, me: Any, *, in_backward: bool) -> None:
+        """Note that a thread waits for the turn.
+
+        Raises:
+            DeadlockError: If the turn's owner waits for that thread.
+        """
         with _waits_lock:
             _waits[me] = self
             stuck, thread = _stuck_behind(me), self.holder()
@@ -173,8 +181,8 @@ class Turn:
                 thread, stuck[thread][1]
             )
             if in_backward and for_autograd:
-                return  # it has begun to wait for that, and so not for this turn
-            del _waits[me]  # so that of all in the circle only this one fails
+                return  # the owner has begun to wait for autograd: this becomes a guest
+            del _waits[me]  # so that only this one of the circle fails
         steps = [f"which thread {thread.name!r} runs"]
         while thread is not me:
             why, thread = stuck[thread]
@@ -196,7 +204,7 @@ class Turn:
         return self._owner
 
     def holder(self) -> Any:
-        """Return the owner, unless its turn may be taken over, or ends without it."""
+        """Return the owner; None if the turn becomes free whatever that waits for."""
         if self._is_forgotten() or self.ends_alone():
             return None
         return self._owner
@@ -207,17 +215,18 @@ class Turn:
         return owner is not None and is_autograds(me) and _awaits_autograd(owner)
 
     def _is_forgotten(self) -> bool:
+        """Whether the owner's thread has ended, or left what it had entered."""
         owner = self._owner  # which may end its turn meanwhile
         if owner is None:
             return False
         if not owner.is_alive():
             return True
-        if self._sorting:  # after the look, too: the owner may have sorted and gone on
+        if self._sorting:  # asked twice: the owner may go on during the look
             return not runs_library(owner) and self._sorting
         return self._left()
 
     def sorted(self) -> None:
-        """Say that all that the owner has entered is running."""
+        """Say that the owner has closed what it had left: all it has entered runs."""
         self._sorting = False
 
     @property
@@ -226,9 +235,9 @@ class Turn:
         return self._count
 
     def recount(self, count: int) -> None:
-        """Say how often this thread, the owner, has acquired it and will release it.
+        """Say how often this thread, the owner, will still release it.
 
-        An interrupt may have kept it from a release, or in the middle of taking over.
+        An interrupt may have kept it from a release, or come in mid-take-over.
         """
         self._count = count
 
@@ -250,7 +259,7 @@ class Turn:
 
 
 def host_while(goes_on: Callable[[], bool], changed: threading.Event) -> None:
-    """Wait for autograd's threads, and be known to: what they run may become guests.
+    """Wait for autograd's threads, in a way that lets what they run become guests.
 
     Args:
         goes_on: Whether there is something to wait for.
@@ -275,10 +284,14 @@ def runs_library(thread: Any) -> bool:
 
 
 def _stuck_behind(me: Any) -> dict[Any, tuple[str, Any]]:
-    """Return all threads that wait for one, for whom each does, and why in words.
+    """Return all threads that wait for one, directly or through others.
 
-    Begins with who waits for what this thread has, so nothing found can end meanwhile.
-    Of a thread in autograd it is not known which of autograd's threads it waits for.
+    Starts at that thread, which does not go on meanwhile: so no wait that is found can
+    end. Of a thread that waits for autograd it is not known for which of autograd's
+    threads: it counts as waiting for each.
+
+    Returns:
+        By thread: why it waits, in words, and for which thread.
     """
     stuck = {me: ("", me)}
     while True:
@@ -299,9 +312,9 @@ def _stuck_behind(me: Any) -> dict[Any, tuple[str, Any]]:
 
 
 def why_waits(thread: Any, one: Any) -> str:
-    """Return what of another thread one waits for, in words, if it does.
+    """Return why a thread waits for another one, in words; "" if it does not.
 
-    Not where that is its turn, or room.
+    Waits for a turn, or for room on the device, do not count.
     """
     if is_autograds(one) and _awaits_autograd(thread):
         return f"autograd, whose thread is {one.name!r}"

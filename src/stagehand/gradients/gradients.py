@@ -8,16 +8,21 @@ one's copy to pinned memory and takes it off the device. What came before is add
 the host, by a worker thread, behind the copy. When backward is over, `param.grad` is
 the sum, beside the parameter.
 
-A sum in two places differs from autograd's in nothing as long as the order is the same:
-one addition of two values of one element type is exact to the bit on every device.
+The same additions in the same order give the same bits on host and device: one addition
+of two values of one element type is rounded alike everywhere.
 
-Note [One by one]: of what the uses of a weight in one graph bring, autograd makes a
-sum, one by one as it comes to them, and adds the sum to what was there. But it takes a
-weight that comes to the device for a new one, and what the uses of each bring is a part
-that it adds up by itself. If that is a single term, the parts are added at home. Of
-several terms the first one is given what has come before, and so they are added to it.
-What was there before backward is kept apart until the end if more parts may come: if
-nodes of graphs are left that stand for the weight and have not run, or may run again.
+Note [One by one]: the order of additions counts. If one graph uses a weight several
+times, autograd adds up the uses' gradients, its *terms*, one by one as it reaches them;
+then it adds the sum to `param.grad`. Streaming cuts this sum into *parts*: whenever the
+weight's block comes to the device anew (`Block.bindings`), autograd makes a new
+`AccumulateGrad` node for the weight, and each node sums only its own uses' terms. So:
+
+- A part of a single term is added to the sum so far at home, on the host.
+- Of a part of several terms, the first is given the sum so far (`_fed`), and autograd
+  adds the others to that, one by one.
+- What `param.grad` held before backward has to be added last. It is kept apart
+  (`Home.earlier`) as long as more parts may come: as long as there are nodes of the
+  weight that have not run, or may run again.
 
 Memory: as many bytes of pinned memory as the trained streamed parameters have, for
 their gradients; while they accumulate, those of two blocks more. Where copies home
@@ -88,8 +93,7 @@ class Gradients:
         workers: Threads that add; one, so that sums are made in order.
         turn: The runtime's lock.
         blocks: Tells which blocks come and go.
-        enter: Called before anything else in a hook: makes sure that a backward pass is
-            known to run.
+        enter: Called first in each hook: begins the backward pass, if it is not known.
         fetch: Brings a block to the device.
         begin: Called with each block of which gradients are taken from now on.
     """
@@ -120,8 +124,8 @@ class Gradients:
         self._homes: dict[int, Home] = {}  # by the parameter's id
         self._touched: list[Home] = []  # since this backward pass began
         self._graded: list[Block] = []  # for which gradients came
-        self._late: dict[Home, Stream] = {}
-        self._sent = False
+        self._late: dict[Home, Stream] = {}  # see `_after`
+        self._sent = False  # a copy home, since the lane was last waited for
         self._arrivals: deque[Arrival] = deque()
         self._arriving_bytes = 0
         self._complete: dict[int, Home] = {}  # not yet told to listeners
@@ -138,7 +142,7 @@ class Gradients:
     # Forward passes
 
     def begin_pass(self) -> None:
-        """Tell listeners of none until the forward ends: they change weights."""
+        """Begin a forward: listeners, which change weights, are not called in it."""
         self._in_forward = True
         self._hidden.begin()
 
@@ -152,9 +156,10 @@ class Gradients:
     # Which parameters
 
     def note_steps(self) -> None:
-        """Take for changed what gradients came for: an optimizer may have stepped it.
+        """Mark blocks as changed for which gradients came: they may have been stepped.
 
-        torch's fused optimizers move no version counter, and may change few elements.
+        torch's fused optimizers move no version counter, and may change so few elements
+        that no sample shows it.
         """
         while self._graded:
             block = self._graded.pop()
@@ -163,9 +168,10 @@ class Gradients:
 
     @property
     def missing_bytes(self) -> int:
-        """Bytes of pinned memory that gradients of watched parameters do not have yet.
+        """Bytes of pinned memory that gradients still need.
 
-        With two of the largest, that arrive while others are added.
+        Those of watched parameters that have no place yet, and two of the largest once
+        more: gradients that arrive while earlier ones are added.
         """
         sizes = {
             home: home.parameter.numel() * home.parameter.element_size()
@@ -191,7 +197,7 @@ class Gradients:
             self._tell_lost()
         trained = [t for block in blocks for t in block.tensors if t.requires_grad]
         if not (trained or self._homes):
-            return  # none of them, as before
+            return  # nothing trains, and nothing did before
         for block in blocks:
             trains = False
             for tensor in block.tensors:
@@ -213,7 +219,7 @@ class Gradients:
             block.trains = trains
 
     def _tell_lost(self) -> None:
-        """Warn of gradients that are lost, if those that are left are to be used."""
+        """Warn of lost gradients, unless `zero_grad()` has removed the others, too."""
         lost, self._lost = self._lost, 0
         if any(home.parameter.grad is not None for home in self._homes.values()):
             warnings.warn(
@@ -234,7 +240,7 @@ class Gradients:
                 " as an nn.ModuleList, or call this one under torch.no_grad()"
             )
         home = HOMES[id(tensor)] = Home(tensor, block)
-        # Python cannot collect a tensor that its own hooks hold.
+        # Weak: Python cannot collect a tensor that its own hooks hold.
         me, known = weakref.ref(self), weakref.ref(home)
 
         def before(grad: torch.Tensor) -> None:
@@ -256,9 +262,9 @@ class Gradients:
     def when_home(self, listener: Listener) -> Callable[[], None]:
         """Call `listener(parameters)` in backward, in a worker thread.
 
-        It is told of parameters that are on the host, and whose gradients are complete
-        beside them, once a backward pass. It may change both. It is not told of those
-        for which more may come.
+        With parameters that are on the host and whose gradients are complete beside
+        them; it may change both. It hears of each parameter once a backward pass, and
+        of none for which another part of the gradient may come.
 
         Returns:
             A function that ends the subscription.
@@ -272,7 +278,11 @@ class Gradients:
         return unsubscribe
 
     def end_use(self, reader: Reader, output: Any) -> None:
-        """A site ends: its weights may have several terms in one sum of autograd's."""
+        """End a site's call; let terms of its weights be added in autograd's order.
+
+        If a weight was read several times while its block was bound, the nodes that
+        make the terms get hooks: see Note [One by one].
+        """
         since, reader.since = reader.since or 0, None
         nodes = sequence_number() - since
         if nodes == reader.once and not reader.again:
@@ -287,7 +297,7 @@ class Gradients:
                     maker.register_hook(self._feeding(home, number))
 
     def follow(self, weight: torch.Tensor, node: Node) -> None:
-        """A weight was looked up where others may have read it before.
+        """Note that a bound weight was looked up, which sites may read as well.
 
         Args:
             weight: A parameter.
@@ -313,9 +323,10 @@ class Gradients:
         return feed
 
     def _fed(self, home: Home, term: torch.Tensor) -> torch.Tensor | None:
-        """Let a term be added to what has come: see Note [One by one].
+        """Return a term with the sum so far added to it, or None for the plain term.
 
-        Not where users' hooks have changed that, for they would change it again.
+        See Note [One by one]. It is plain where the weight has hooks of users: these
+        have seen the sum so far already, and would see it again.
         """
         parameter = home.parameter
         if has_more_hooks(parameter) or len(parameter._backward_hooks or ()) > 1:
@@ -331,8 +342,8 @@ class Gradients:
     def _before(self, home: Home, grad: torch.Tensor | None) -> None:
         """Take an earlier gradient out of the way of a new one.
 
-        There is none, and autograd adds nothing, where a weight has none after all: in
-        the gradient of a gradient, say, that its bias does not change.
+        `grad` is None, and autograd adds nothing, where a weight turns out to have no
+        gradient: in a gradient of a gradient, say, that does not depend on its bias.
         """
         if grad is None:
             return
@@ -340,7 +351,7 @@ class Gradients:
         parameter = home.parameter
         given = parameter.grad
         watched = has_more_hooks(parameter)
-        if watched:  # by an optimizer, say, that steps it in backward, on the device
+        if watched:  # by an optimizer, say, that steps the weight in its hook
             self._fetch(home.block)
         if not home.touched:
             self._touch(home, given)
@@ -378,7 +389,12 @@ class Gradients:
                 self._late[home] = maker
 
     def _touch(self, home: Home, earlier: torch.Tensor | None) -> None:
-        """This backward pass has come to a parameter, with that gradient."""
+        """Note that this backward pass has come to a parameter.
+
+        Args:
+            home: The parameter's.
+            earlier: Its gradient until now, if there was one.
+        """
         home.touched = True
         home.had = earlier is not None and earlier.is_cpu
         self._touched.append(home)
@@ -388,6 +404,7 @@ class Gradients:
             self._graded.append(block)
 
     def _send_late(self) -> None:
+        """Send gradients home that hooks of users had to see first."""
         while self._late:
             home, maker = self._late.popitem()
             make_last_hook(home.parameter, home.handles[1].id)
@@ -419,9 +436,9 @@ class Gradients:
             self._complete[id(home)] = home
 
     def _send_whole(self, home: Home, grad: torch.Tensor) -> None:
-        """Copy a gradient of a kind of its own, or one that is itself differentiated.
+        """Copy a gradient that is differentiated itself, or unlike its parameter.
 
-        The host waits.
+        The host waits: both are rare.
         """
         self._wait()
         there = grad.to("cpu")
@@ -463,7 +480,7 @@ class Gradients:
 
     def _staging(self, nbytes: int) -> Lease | None:
         if self._arriving_bytes > self._arena.account.free_bytes:
-            self.pass_on(waits=False)  # others may need what is left
+            self.pass_on(waits=False)  # leave some pinned memory to others
         lease = self._arena.acquire_nowait(nbytes, "an arriving gradient")
         while lease is None and (self._arrivals or self._jobs):
             self.pass_on(waits=False)
@@ -487,11 +504,12 @@ class Gradients:
     def pass_on(self, *, waits: bool = True) -> None:
         """Let a thread add what is under way, and listeners use what is complete.
 
-        Called when another block's turn begins: what came belongs to blocks that are
-        left.
+        Called when backward comes to another block: what has arrived belongs to blocks
+        that it has left.
 
         Args:
-            waits: Whether what is put aside, so that loads go first, may stay there.
+            waits: Whether gradients that were put aside, so that loads go first, may
+                wait longer.
         """
         if waits and not (self._late or self._arrivals or self._listeners):
             return  # mostly
@@ -505,7 +523,7 @@ class Gradients:
         if not arrivals and not told:
             return
         if any(block.slot is not None for block in self._stepping):
-            self._engine.hold_home()  # a copy that was queued too early reads the host
+            self._engine.hold_home()  # behind a load that still reads the host tensors
         done = self._device.new_event()
         done.record(self._engine.d2h.stream)
         listeners = tuple(self._listeners.values())
@@ -524,7 +542,10 @@ class Gradients:
         return sent
 
     def _told(self) -> list[nn.Parameter]:
-        """Parameters of which listeners are told now: they are on the host."""
+        """Return the parameters of which listeners are told now.
+
+        They are on the host, and have their whole gradients beside them.
+        """
         if not self._listeners or self._in_forward:
             return []
         told = [
@@ -562,11 +583,12 @@ class Gradients:
             self._put_back()
 
     def give_up(self) -> None:
-        """Wait for what is under way when backward has failed; nothing is raised.
+        """End a backward that has failed: wait for what is under way, raise nothing.
 
-        Gradients that it has come to are lost, also what was there before. Autograd's
-        thread may get here after its caller has caught the exception and has cleared
-        all gradients: what is put back then would be added to the next ones.
+        Of parameters that it came to, all gradients are lost, those of earlier calls,
+        too. Autograd's thread may get here when its caller has already caught the
+        exception and called `zero_grad()`: gradients that were put back now would be
+        added to those of the next backward.
         """
         self._late.clear()
         self._await_jobs()
@@ -608,7 +630,8 @@ class Gradients:
         return failed
 
     def _put_back(self) -> None:
-        # While others compile, the compiler does not say that it is done.
+        """Give all parameters that backward came to their gradients, beside them."""
+        # The compiler may not have told that it is done, if other threads compile, too.
         self._hidden.show()
         touched, self._touched = self._touched, []
         self._late.clear()

@@ -60,20 +60,21 @@ class Home:
         self.earlier: torch.Tensor | None = None
         """What was there before, if the sum of what comes is to be added to it."""
         self.more = False
-        """Whether more may come in this backward pass."""
+        """Whether another part of the gradient may come in this backward pass."""
         self.parts = False
-        """Whether that was so before, or what recomputes in it may bring more."""
+        """Whether `more` was true at any time in this backward pass: then listeners are
+        not told of the gradient, for a recompute may still bring a part."""
         self.spent = block.bindings
-        """How many of the nodes that were made for it cannot run any more."""
+        """How many of the `AccumulateGrad` nodes made for it cannot run any more."""
         self.task = -1
-        """Autograd's call that has brought a gradient last."""
+        """The call of autograd that has brought a gradient last."""
 
     def count(self) -> None:
-        """Note that a node of a graph has brought a gradient, and whether more may.
+        """Note that an `AccumulateGrad` node has run, and whether another one may.
 
-        Those that have not come yet, or may come again, are at most as many as were
-        made and are not spent, and at most as many as live. A node lives on when it is
-        spent, as long as somebody keeps what was computed.
+        The nodes that are left, or may run again, are at most as many as were made and
+        are not spent. They are also at most as many as live; but a spent node lives on
+        as long as somebody keeps what was computed.
         """
         left = self.block.bindings - self.spent
         self.parts = self.parts or left > 1

@@ -114,39 +114,45 @@ class Block(Residency):
         self.nbytes = layout.nbytes
         """Bytes of the block's image, on the device as on the host."""
         self.slot_nbytes = layout.nbytes
-        """What a slot of its own takes of the device's memory."""
+        """Device bytes of a slot for this block alone, as the allocator rounds them."""
         self.form = _form(layout, self.tensors)
-        """What blocks have in common that can share views."""
+        """Blocks of equal form share the views of a slot's memory."""
         self.begins: Skew | None = None
-        """Where in a slot's memory the image begins, if not where the memory does."""
+        """Where in a slot's memory the image begins, if not at the memory's start."""
         self.store: Store | None = None
+        """Where the block's truth lives; None as long as it has no values."""
         self.image: torch.Tensor | None = None
         """The store's bytes, if they lie in pinned memory."""
         self.sampled: memoryview | None = None
-        """A few of them, spread over all."""
+        """A few words of `image`, spread over all of it: see `loader.sample`."""
         self.wire: Wire | None = None
-        """How the bytes cross the link, if not as the image."""
+        """The smaller form in which the block crosses the link, if it has one."""
         self.link_nbytes = self.nbytes
-        """How many do."""
+        """Bytes that cross the link for a load: of the wire, else of the image."""
         self.needs_staging = True
         """Whether a load stages them: they do not lie in pinned memory."""
         self.trains = False
         """Whether gradients are taken for some of its tensors."""
         self.trained = False
-        """Whether some wanted gradients when all that trains was taken for changed."""
+        """Whether a tensor required gradients when `Passing` last looked for what
+        optimizers may have changed."""
         self.unseen = False
-        """Whether autograd may read its tensors where no handle tells of it."""
+        """Whether backward may read its tensors without unpacking a handle of them."""
         self.graded = False
-        """Whether gradients have come for it since a forward: it may be stepped."""
+        """Whether gradients have come for it since a forward: an optimizer may step
+        it."""
         self.stepping = False
         """Whether a thread may be changing its host tensors: nobody may read them."""
         self.changes = False
-        """Whether a use has changed it on the device."""
+        """Whether uses change it on the device, as far as was seen: then the plan
+        counts the way home, too."""
         self.bindings = 0
-        """How often it was brought for a backward pass to come: autograd takes its
-        tensors for new ones each time, for it was told of another device in between."""
+        """How often it came to the device with a backward pass to follow. Autograd
+        makes a new `AccumulateGrad` node for each of its weights each time, for the
+        weights were on another device in between."""
         self.hosted = False
-        """Whether it only has rows looked up on the host: it has no home then."""
+        """Whether it stays on the host, where its rows are looked up: it has no home
+        slot then."""
         self.home: Slot | None = None
         """The slot that the plan gives to the block."""
         self.slot: Slot | None = None
@@ -154,7 +160,8 @@ class Block(Residency):
         self.bound = False
         """Whether the tensors point into the slot."""
         self.addresses: list[int] = []
-        """Where the tensors were pointed to."""
+        """Where the library has pointed the tensors: one that is elsewhere was replaced
+        by a user. It is `host_addresses` or `view_addresses`."""
         self.host_addresses: list[int] = []
         self._hosts: Sequence[torch.Tensor] = ()
         self.views: Sequence[torch.Tensor] = ()
@@ -164,28 +171,31 @@ class Block(Residency):
         self.target: torch.Tensor | None = None
         """The bytes of `views_in` that the block fills."""
         self.filled_in = -1
-        """The pass in which the slot was filled."""
+        """When the slot was filled, as `Mover.passed` counts."""
         self.clean_versions: list[int] = []
-        """All tensors' versions when the store was told of changes last."""
+        """All tensors' versions when the store was last told of changes."""
         self.versions: list[int] = []
-        """The tensors' versions when a slot's bytes were equal to the store's last."""
+        """The tensors' versions when the slot's bytes last equalled the store's."""
         self.sent: tuple[Ticket, list[int]] | None = None
         """A copy of changed bytes that may still be on its way home, while the block
-        stays bound, and the versions of what it brings."""
+        stays bound, and the tensors' versions when it was queued."""
         self.handles: dict[int, tuple[Any, ...]] = {}
-        """What autograd keeps of its tensors, by where in the image they begin."""
+        """Handles of its views that autograd has saved, by the byte of the image at
+        which the view begins."""
         self.casts: dict[int, KnownCast] = {}
-        """Of its tensors, by their ids: what autocast may keep of them."""
+        """Casts of its tensors that autocast may keep, by the tensors' ids."""
         self.read_elsewhere = False
-        """Whether modules read its tensors that are no sites of it."""
+        """Whether modules that are no sites of it read its tensors."""
         self.rows = 0
-        """How many rows its tensors have, if calls may read some without the others."""
+        """How many rows its tensors have, if a call may read some of them only."""
         self.picks = False
-        """Whether its latest call could do with some of them, if it was for few."""
+        """Whether its latest call was one of which the rows are known: with few tokens
+        it would need some rows only."""
         self.runs: Runs = ()
-        """The rows that its slot holds or is to hold, where those are not all."""
+        """The rows that its slot holds or is to hold; empty if that is the whole
+        block."""
         self.runs_nbytes = 0
-        """Bytes of the rows that its latest use brought, where it brought no others."""
+        """Bytes of the rows that its latest use by rows brought."""
         self.seal: torch.Tensor | bytes | None = None
         """A sample of the host bytes that the slot was filled from."""
 
@@ -197,7 +207,7 @@ class Block(Residency):
         hosts = () if store is None else store.hosts
         addresses, fitted = [host.data_ptr() for host in hosts], self._fitted(hosts)
         self.addresses = self.addresses or addresses
-        # No call: whoever recovers from an interrupt finds all of a store, or none.
+        # In one statement without a call: no interrupt comes between its assignments.
         self.store, self.host_addresses, self._hosts = store, addresses, fitted
         pinned = None if store is None else store.pinned
         self.image = None if pinned is None else pinned[: self.nbytes]
@@ -213,9 +223,9 @@ class Block(Residency):
             self.versions = versions
             return
         self.point_to_host()
-        if self.slot is not None:  # what its copy was told of is not known any more
+        if self.slot is not None:  # whether its copy is stale was told by `versions`
             self.mark_changed()
-            self.seal = None  # a sample of where its bytes were
+            self.seal = None  # it was sampled where the bytes lay before
 
     def _cross_by(self, wire: Wire | None) -> None:
         self.wire = wire
@@ -271,7 +281,7 @@ class Block(Residency):
             tensor.data = host
 
     def leave(self) -> bool:
-        """Point to the host, unless it `is_touched`; return whether it does."""
+        """Point the tensors to the host; False, and no change, if it `is_touched`."""
         if not self._turn_to(self._hosts):
             return False
         self.addresses = self.host_addresses
@@ -279,7 +289,7 @@ class Block(Residency):
         return True
 
     def arrive(self) -> bool:
-        """Point into the slot, unless it `is_touched`; return whether it does."""
+        """Point the tensors into the slot; False, and no change, if it `is_touched`."""
         if not self._turn_to(self.views):
             return False
         self.addresses = self.view_addresses
@@ -287,7 +297,10 @@ class Block(Residency):
         return True
 
     def _turn_to(self, places: Sequence[torch.Tensor]) -> bool:
-        """Point elsewhere, unless touched: one look at each tensor for both."""
+        """Point the tensors to places; False, and no change, if it `is_touched`.
+
+        One loop checks and points: on the hot path each look at a tensor counts.
+        """
         if self.tracked is not self.tensors:
             if self.is_touched():
                 return False
@@ -311,7 +324,8 @@ class Block(Residency):
     def straighten(self) -> None:
         """Point all tensors to one side, where an interrupt left a few on the other.
 
-        Else what lies in the slot later, somebody else's, is taken for assigned.
+        A tensor left in the slot would find another block's bytes there later, and be
+        taken for one to which a user assigned them.
         """
         if self.store is None:
             return
@@ -329,14 +343,14 @@ class Block(Residency):
         return [tensor.data_ptr() for tensor in self.tensors] != self.addresses
 
     def held_hosts(self, numbers: Iterable[int]) -> list[int]:
-        """Return of which host tensors somebody else refers to the memory."""
+        """Return those of some host tensors whose memory somebody else refers to."""
         store = self.store
         if store is None:
             return []
         hosts = (*self._hosts, *store.hosts, store.pinned, self.image)
         own = {id(tensor): tensor for tensor in hosts if tensor is not None}
         known = Counter(map(storage_key, own.values()))
-        # Not the tensors themselves: who looks for strays would take it for a use.
+        # `data`, for a read of the tensors themselves looks like a use to `StrayUses`.
         known.update(storage_key(tensor.data) for tensor in self.tensors)
         keys = {number: storage_key(self._hosts[number]) for number in numbers}
         return [n for n, k in keys.items() if use_count_of(k) > known[k] + WRAPPERS]
@@ -384,16 +398,21 @@ class Block(Residency):
 
 
 class Reader:
-    """A site that reads a block, and how often its weights are read in a binding.
+    """A site that reads a block, and how often it reads its weights.
+
+    A weight that is read several times while its block is bound has as many terms in
+    its gradient, whose order of addition counts: Note [One by one] in `gradients`.
 
     Attributes:
         own: The parameters it reads, by id: others may read the rest of the block.
-        binding: Of the block, when the site began last.
-        since: The number of the graph's next node then, if a backward is to come.
-        again: Whether what it reads may have been read before in the same binding.
-        once: How many nodes a use adds to the graph that reads each weight once; -1 if
-            none is known. Others may do so more often: over more frames, or more steps.
-        cast: What of it autocast casts in a use; None if that is not known yet.
+        binding: `Block.bindings` when the site began last.
+        since: The sequence number of autograd's next node then; None if no backward is
+            to come.
+        again: Whether its weights may have been read before in the same binding.
+        once: How many nodes a call adds to the graph if it reads each weight once; -1
+            as long as that is not known. A call that adds another number may read them
+            more often: it has more frames, say, or more steps.
+        cast: Which of its weights autocast casts in a call; None if not known yet.
     """
 
     __slots__ = ("_tied", "again", "binding", "cast", "once", "own", "since")
@@ -408,7 +427,7 @@ class Reader:
         self.forget()
 
     def forget(self) -> None:
-        """The model's modules are others now: its uses may be, too."""
+        """Modules have joined or left the model: its calls may do other things now."""
         self.once = -1
         self.cast = None
 
@@ -422,7 +441,7 @@ class Reader:
 def readers_of(
     sites: Sequence[tuple[nn.Module, Block]], tables: Iterable[nn.Module] = ()
 ) -> list[Reader]:
-    """Return one for each site.
+    """Return a reader for each site.
 
     Args:
         sites: With their blocks.
@@ -435,7 +454,7 @@ def readers_of(
 
 
 def _some_of(image: torch.Tensor) -> memoryview:
-    # Torch takes several times as long to copy or compare so few.
+    # Not a tensor: torch takes several times as long to copy or compare so few words.
     if not image.numel():
         return memoryview(b"")
     memory = (ctypes.c_ubyte * image.numel()).from_address(image.data_ptr())

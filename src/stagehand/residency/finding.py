@@ -346,7 +346,7 @@ def _cells(model: nn.Module, opaque: tuple[type[nn.Module], ...]) -> list[Group]
 
 
 def _memory_key(tensor: torch.Tensor) -> int:
-    """The same for tensors that start at the same memory; others differ."""
+    """Return a number that tensors have in common which start at the same memory."""
     if not can_stream(tensor) or tensor.numel() == 0 or tensor.is_meta:
         return id(tensor)
     return tensor.data_ptr()

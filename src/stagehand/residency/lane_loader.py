@@ -359,7 +359,7 @@ class LaneLoader:
         block.cross_plain()
 
     def _read(self, block: Block) -> torch.Tensor:
-        """Return the bytes of a block that is larger than a slab: it stays, so once."""
+        """Read a block that no slab can hold. That is rare: such blocks stay."""
         image = pageable(block)
         block.tell_edits()
         self._counters.disk_bytes += store_of(block).read_into(image)

@@ -35,24 +35,25 @@ class Loader(Protocol):
     """Whether threads fill slots, so that `finish` has something to wait for."""
 
     pin_on: Callable[[], None] | None
-    """Called before a load from elsewhere than pinned memory and at the end of a pass,
-    as long as more of it is being made."""
+    """See `Masters.pin_on`. Set as long as pinned memory is being made: the loader
+    calls it before it loads what is not pinned yet, the scheduler at the end of a
+    pass."""
 
     def request(self, block: Block) -> bool:
         """Begin to stage a block; False if it cannot be now, or need not be."""
 
     def set_slabs(self, count: int, nbytes: int) -> None:
-        """Say how much may be staged, where staging is done."""
+        """Have so many staging slabs of so many bytes, where there is staging."""
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes that blocks are kept in."""
+        """Bytes of pinned memory in which blocks from files are kept."""
 
     def room_to_keep(self) -> int:
-        """Return how many bytes `keep` may have in all."""
+        """Return how many bytes the blocks of `keep` may take in all."""
 
     def keep(self, blocks: Sequence[Block]) -> None:
-        """Let these blocks, and no others, stay where they are staged."""
+        """Keep these blocks, and no others, in pinned memory once they were read."""
 
     def start(self, block: Block, slot: Slot, priority: Priority) -> bool:
         """Begin to fill a slot; False if it cannot be now. Urgent loads always do."""
@@ -61,31 +62,31 @@ class Loader(Protocol):
         """Whether `start` can fill a slot with those of a block's `runs` alone now."""
 
     def finish(self, block: Block) -> None:
-        """Make the host wait for what only the host can wait for: reader threads."""
+        """Block the host until a reader thread has filled the slot, where one does."""
 
     def note_reads(self) -> None:
-        """Note the copies so far that read a store's own memory, for `await_reads`."""
+        """Mark the copies so far that read weights on the host, for `await_reads`."""
 
     def await_reads(self) -> None:
-        """Block the host until those noted last have read it: others may write it.
+        """Block the host until the copies marked last are done: weights may be written.
 
-        For any thread.
+        Any thread may call it.
         """
 
     def await_copies(self) -> None:
-        """The same for all copies, also those that the next pass needs first."""
+        """Block the host until all copies are done, also those for the next pass."""
 
     def save(self, block: Block, *, only_if_different: bool = False) -> None:
         """Bring the slot's bytes home to the store before returning."""
 
     def send_home(self, block: Block) -> Ticket | None:
-        """Begin to bring the slot's bytes home; None if the host would have to wait."""
+        """Begin to bring the slot's bytes home; None where the host has to do it."""
 
     def staged(self) -> list[Block]:
-        """Return the blocks that wait between store and slot."""
+        """Return the blocks that are staged or being staged, and not on their way."""
 
     def forget(self, block: Block) -> None:
-        """Drop what was staged for a block."""
+        """Drop what was staged or read ahead for a block."""
 
     def close(self) -> None:
         """Stop the threads and release what is staged. Idempotent."""

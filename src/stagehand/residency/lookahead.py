@@ -54,7 +54,8 @@ class LookAhead:
         self.stopped = False
         """Whether nothing is loaded ahead until the next plan."""
         self.picks = False
-        """Whether blocks of which calls read some rows alone are left to the calls."""
+        """Whether experts are not loaded ahead: their calls bring the rows that they
+        read."""
         self._order = order
         self._blocks = blocks
         self._loader = loader
@@ -68,7 +69,7 @@ class LookAhead:
         self._ahead: deque[Block] = deque()  # streamed blocks between cursor and front
         self._line: list[Block] = []  # the expected uses of this pass and the next
         self._length = 0  # of this pass, as far as it is expected
-        self._line_version = -1
+        self._line_version = -1  # of the order, when `_line` was drawn
 
     def __len__(self) -> int:
         return len(self._ahead)
@@ -127,7 +128,8 @@ class LookAhead:
         self._draw_line()
 
     def end_at(self, *, hands_over: bool) -> None:
-        """Say whether the pass that is expected next may be loaded ahead for."""
+        """Say whether another model runs next: then nothing is loaded for the pass
+        after this one."""
         if hands_over != self.hands_over:
             self.hands_over = hands_over
             self._line_version = -1
@@ -176,7 +178,12 @@ class LookAhead:
     # Loading
 
     def run(self, stream: Stream, *, ends: bool = False) -> None:
-        """Queue the loads that are possible now; with the end of a pass in mind."""
+        """Queue the loads that are possible now.
+
+        Args:
+            stream: The current stream.
+            ends: Whether the pass ends: no use comes that could wait instead.
+        """
         ahead, line = self._ahead, self._line
         room = self.reach - len(ahead)
         if room <= 0 and not self._loader.stages:
@@ -192,7 +199,7 @@ class LookAhead:
                 if self.picks and self._is_awaited(slot):
                     break
                 if self.changes_follow and block.trains and position >= self._length:
-                    break  # it is about to change
+                    break  # the next pass would find it changed
                 if slot is not None:
                     other = slot.occupant
                     if other is not None:
@@ -219,15 +226,17 @@ class LookAhead:
             self._clear(position, min(last, position + room), stream)
 
     def _is_awaited(self, slot: Slot | None) -> bool:
-        """Whether a block that is left to its call will have a slot first."""
+        """Whether a block that is left to its call needs a slot sooner."""
         return any(block.slot is None and block.home is slot for block in self._ahead)
 
     def _await_home(self, block: Block, stream: Stream, *, ends: bool) -> bool:
-        """Wait for the changed bytes of a block, as late as that costs nothing.
+        """Wait until a block's changed bytes are home; False if that is put off.
 
-        The device computes meanwhile with what is here and loaded ahead. But the next
-        load into the slot waits for what the host has launched by now: see Note [On
-        the way home]. So each gets about half of the time that the slots give.
+        The longer it is put off, the less the host waits: the device computes meanwhile
+        with what was loaded ahead. But the next load into the slot waits for all that
+        was launched until the slot is given up: see Note [On the way home]. So both
+        get about half of the time: it is put off while more than half of what may be
+        loaded ahead is left.
         """
         ahead = len(self._ahead)
         if ahead and 2 * ahead > self.reach - 2 and not ends:
@@ -237,17 +246,18 @@ class LookAhead:
     def run_into_next_pass(self, stream: Stream) -> None:
         """Queue what the next pass begins with, if this one ended as expected.
 
-        Its last use has let go of its slot, and a pause may come.
+        The slot of the last use is free now, and the link is in a pause between passes.
         """
         order = self._order
         if order.cursor == order.length - 1 and not order.lost:
             self.run(stream, ends=True)
 
     def _clear(self, position: int, last: int, stream: Stream) -> None:
-        """Give up slots for loads that are not staged yet.
+        """Give up the slots of loads to come, whose bytes are still being staged.
 
-        A load waits for all that was computed before its slot was given up. If that is
-        done when its bytes are there, compute has gone on, and both take turns.
+        A load waits for all that was computed before its slot was given up. If the slot
+        were given up only when the bytes are there, the load would wait for whatever
+        was computed meanwhile, and disk and compute would take turns.
         """
         passed: list[Block] = []
         for block in self._line[position:last]:
@@ -264,8 +274,9 @@ class LookAhead:
     def _stage(self, position: int, last: int) -> None:
         """Let the disk run further ahead than the link, as far as there are slabs.
 
-        A block that will have left its slot by then is waited for: it is read again,
-        and in its turn, or there would be no slab for it when it is needed.
+        A block may still be in its slot but will have left it by its next use. The disk
+        does not pass over it, but waits until it is gone and reads it in its turn: else
+        others would take the slab that it needs.
         """
         position = max(position, self._staged_front + 1)
         while position < last:
@@ -293,5 +304,5 @@ class LookAhead:
 
 
 def _is_left(block: Block) -> bool:
-    """Whether a block can be left to the call that reads it, and knows which rows."""
+    """Whether a block can be left to its call, which knows the rows that it reads."""
     return block.picks and not block.stays

@@ -52,22 +52,22 @@ class _Coming:
 class Masters:
     """The host side of all blocks of one runtime.
 
-    Page-locking takes several times as long as copying what the memory is for. So who
-    shall be pinned is decided, and their bytes are reserved, before the first pass; a
-    thread makes the memory; and the thread that runs the model moves the truth of one
-    block after the other into it, between two loads (`pin_on`). Until then the block is
-    staged. The worker reads no weight, so whoever edits one, however and whenever, is
-    never too late or too early: to know that without copying here, all bytes would have
-    to be compared here, which takes longer.
+    Page-locking memory takes several times as long as copying the weights into it, so a
+    background thread does it. Before the first pass it is decided which blocks shall be
+    pinned, and their bytes are reserved. The thread then makes page-locked memory, and
+    the thread that runs the model copies one block after the other into it, between two
+    loads (`pin_on`). Until then the block is staged. That copy is not the background
+    thread's, because an edit beside it could be lost: to find out, all bytes would have
+    to be compared, which takes longer than to copy them.
 
     Memory: the pinned images replace the tensors that they are made from. While one is
     made both exist, and memory for two more. Packed wires lie beside the tensors.
 
     Args:
         arena: Pinned memory for the images.
-        pinners: One thread that makes it; without, all is made at once.
-        make: What the thread makes it with: raises where the arena's own function warns
-            and does with less.
+        pinners: One thread that makes this memory; without it all is made at once.
+        make: With what the thread makes it: it raises where the arena's own function
+            would warn and return memory that is not page-locked.
     """
 
     def __init__(
@@ -80,17 +80,12 @@ class Masters:
         self._pinners = pinners
         self._make = make
         self._coming: list[_Coming] = []
-        self._late: list[Block] = []  # have no room beside staging slabs
+        self._late: list[Block] = []  # pinned last, in the room of the staging slabs
         self._slabs = 0, 0  # their number and size when all is pinned
         self._images: dict[int, Lease] = {}
         self._wires: dict[int, Lease] = {}
         self._alone = 0  # an image's reference count when only its lease holds it
         self._origin: dict[int, list[torch.device]] = {}
-
-    @property
-    def image_bytes(self) -> int:
-        """Bytes of all images."""
-        return sum(lease.nbytes for lease in self._images.values())
 
     def is_elsewhere(self, block: Block) -> bool:
         """Whether a block's truth is in files, not in host memory."""
@@ -169,7 +164,12 @@ class Masters:
         memory: torch.Tensor,
         room: int,
     ) -> int:
-        """Give a block a packed wire; return its pinned bytes, 0 without."""
+        """Give a block a packed wire.
+
+        Returns:
+            The bytes of `room` that are used up: 0 if the block does not shrink enough,
+            all of them if there is no room for it.
+        """
         self.unpack(block)
         hosts = block.store.hosts if block.store is not None else []
         block.layout.pack(hosts, image)
@@ -300,12 +300,13 @@ class Masters:
         return late + sum(coming.block.nbytes for coming in self._coming)
 
     def pin_late(self) -> tuple[int, int]:
-        """Pin what had no room beside staging slabs, which are gone.
+        """Pin the blocks that had no room as long as there were staging slabs.
 
-        Nothing is staged, and what was assigned to tensors is taken in.
+        To be called when these are gone, nothing is staged, and what users assigned to
+        tensors is taken in.
 
         Returns:
-            The slabs that are needed from now on, as `pin_all` does.
+            How many slabs are needed from now on and their bytes, as `pin_all` does.
         """
         left = [block for block in self._late if not self.pin(block)]
         self._late = []
@@ -314,12 +315,13 @@ class Masters:
         return self._slabs
 
     def pin_on(self, *, insist: bool = False) -> None:
-        """Let blocks whose pinned memory is made move there, and have more made.
+        """Move blocks into the pinned memory that is made, and have more made.
 
-        For the thread that runs the model. A block may be anywhere but between.
+        For the thread that runs the model, when no block is in the middle of a move.
 
         Args:
-            insist: Make here what the thread could not make, and raise what that does.
+            insist: Whether to make here what the thread could not make; errors are
+                raised then.
         """
         for coming in self._coming[:_AHEAD]:
             if coming.job is None or not coming.job.done():
@@ -338,7 +340,7 @@ class Masters:
         self._coming.remove(coming)
 
     def stop_pinning(self) -> None:
-        """Leave blocks where they are; what is reserved for them is given back."""
+        """Pin no more blocks, and give back what is reserved for them."""
         self._late = []
         while self._coming:
             coming = self._coming[-1]
@@ -377,9 +379,9 @@ class Masters:
             lease.let_go(self._alone)  # somebody may keep a tensor of it, say to save
 
     def let_go(self, blocks: Iterable[Block]) -> None:
-        """Leave blocks' memory to who has their tensors, for the model is gone.
+        """Leave blocks' memory to whoever still has their tensors: the model is gone.
 
-        No copy is under way.
+        No copy may be under way.
         """
         self.stop_pinning()
         for block in blocks:
@@ -391,7 +393,7 @@ class Masters:
             self._give_up_image(block)
 
     def rescue(self, block: Block, image: torch.Tensor) -> None:
-        """Let plain memory be the truth of a block whose files cannot be.
+        """Make plain memory the truth of a block whose files are damaged.
 
         The block must be off the device.
         """
@@ -399,10 +401,10 @@ class Masters:
         self.hand_over(block, ModuleStore(block.layout, hosts))
 
     def leave(self, block: Block, numbers: Iterable[int]) -> None:
-        """Leave host tensors to who else holds their memory; the block has other.
+        """Leave some host tensors to others who hold their memory; make new ones.
 
-        The block must be off the device, and no copy under way. Values are kept but for
-        those of these tensors, which are to be written next.
+        The block must be off the device, and no copy under way. The new ones have no
+        values yet, for these are written next; all other tensors keep theirs.
         """
         store = block.store
         if store is None:
@@ -423,7 +425,7 @@ class Masters:
         block.rehouse(store)
 
     def hand_over(self, block: Block, store: Store) -> None:
-        """Let another store be a block's truth; the memory of the old one is given up.
+        """Make another store a block's truth, and give up the memory of the old one.
 
         The block must be off the device.
         """
@@ -436,9 +438,10 @@ class Masters:
 
 
 def _can_move(block: Block) -> bool:
-    """Whether nothing reads or writes a block's host tensors, or knows where they are.
+    """Whether a block's host tensors can change their place now.
 
-    While it is bound, only its store does.
+    No copy and no thread may read or write them. While the block is bound, its tensors
+    do not even point there.
     """
     if block.bound:
         return True

@@ -1,7 +1,8 @@
 """Moves blocks into their slots and out of them, and says which bytes are the truth.
 
-While a block is away its host tensors are; while it is bound, its slot is. In between,
-edits of either are noticed: by version counters, by addresses, by samples.
+While a block is away, the truth is in its host tensors; while it is bound, in its slot.
+A copy that was made ahead of the use is compared with the host when it is bound: edits
+show in version counters, in addresses, or in a sample of the bytes.
 """
 
 from __future__ import annotations
@@ -27,8 +28,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Mover"]
 
-# On the hot path an attribute of an enumeration takes as long as a call, and so a block
-# that is at the beginning of a path, whose steps are checked, is put at its end.
+# On the hot path an attribute of an enumeration takes as long as a call. And a block in
+# the first state of a known path is put straight into the last one: `along` would check
+# each step.
 _HOST_STAGED, _PREFETCHING = BlockState.HOST_STAGED, BlockState.PREFETCHING
 _GPU_READY, _SPECULATIVE = BlockState.GPU_READY, Priority.SPECULATIVE
 _CRITICAL, _ARRIVED, _DROPPED = Priority.CRITICAL, ARRIVED[-1], DROPPED[-1]
@@ -68,7 +70,8 @@ class Mover:
         self.leave_hosts: Callable[[Block, Iterable[int]], None] = _nowhere
         """Gives a block other memory for some of its host tensors."""
         self.passed = 0
-        """Counts ends and beginnings of passes: users edit between them."""
+        """Counts begins and ends of passes, for users may edit weights between passes:
+        a slot that was filled at another count may be stale."""
         self._device = device
         self._engine = engine
         self._loader = loader
@@ -78,7 +81,10 @@ class Mover:
         self._replaced_in = -1  # the pass in which a replaced tensor was found last
 
     def load(self, block: Block, slot: Slot, priority: Priority) -> bool:
-        """Begin to fill an empty slot with a block; False if it cannot be now."""
+        """Begin to fill an empty slot with a block; False if that is not possible now.
+
+        With an urgent priority it always is, or an error is raised.
+        """
         if block.stepping:
             if priority >= _SPECULATIVE:
                 return False
@@ -174,7 +180,7 @@ class Mover:
         return True
 
     def leave_to_holders(self, slot: Slot) -> None:
-        """Leave an empty slot's memory to who still refers to it, if anybody does."""
+        """Abandon an empty slot's memory to those who still refer to it, if any do."""
         if use_count_of(slot.storage_key) > slot.alone:
             self._memory.abandon(slot)
 
@@ -186,7 +192,7 @@ class Mover:
         stream: Stream | None,
         waits: bool,
     ) -> bool:
-        """Vacate a block's slot; or say that its bytes are still on their way home."""
+        """Vacate a block's slot; False if its bytes are still on their way home."""
         if block.bound:
             changed = block.is_touched()
             if changed:
@@ -226,15 +232,15 @@ class Mover:
     def _bring_home(
         self, block: Block, stream: Stream, *, verify: bool, waits: bool
     ) -> bool:
-        """Let a block's bytes be home, if waiting is allowed; or say whether they are.
+        """Bring a changed block's bytes home; return whether they are there.
 
-        Note [On the way home]: a block that was changed stays bound until its bytes are
-        home, for whoever reads its tensors in the meantime finds them on the device,
-        where they are whole; on the host they would be found too early. Who uses the
-        block waits for the copy, on the device, and what else is done with its tensors
-        is seen when the slot is given up: writes by the versions that were noted, reads
-        by the mark that is set then. So the next load into the slot waits for all that
-        was computed by then: the sooner the host waits, the less.
+        Note [On the way home]: the block stays bound until the copy is done. Whoever
+        reads its tensors meanwhile finds them on the device, where they are whole; the
+        host has only a part of them. A use that begins in that time waits for the copy,
+        on the device. What else happens to the tensors is seen when the slot is given
+        up: writes by the versions that were noted when the copy was queued, reads by
+        the `drained` mark, which is set only then. So the next load into the slot waits
+        for all that was computed until then, and it is better to give the slot up soon.
         """
         is_home, versions = False, block.read_versions()
         if block.sent is not None:
@@ -259,9 +265,9 @@ class Mover:
         return True
 
     def take_home(self, block: Block) -> None:
-        """Let the host have what was edited where a block stays, behind its versions.
+        """Bring home what was edited on the device and moved no version counter.
 
-        Whoever read its slot has released it.
+        The block stays bound. The slot was released after its latest read.
         """
         if block.bound and not block.is_touched():
             self._loader.save(block, only_if_different=True)
@@ -284,9 +290,9 @@ class Mover:
         return image
 
     def note_readers(self, block: Block, slot: Slot) -> None:
-        """Note who has read the slot of a block to which no tensor points.
+        """Mark the slot of an unbound block as read until now, by whoever did.
 
-        A graph, say, had a view of it since the latest pass, and let go of it.
+        A graph, say, may have read a view of it since the latest pass.
         """
         if block.state is _GPU_READY:
             self._engine.release(slot, self._device.current_stream())
@@ -304,7 +310,7 @@ class Mover:
         block.seal = block.slot = slot.occupant = None
 
     def complete(self, block: Block) -> None:
-        """Bring all of a block of which some rows are in use."""
+        """Bring the whole of a block that is in use by rows."""
         slot = block.slot
         if slot is None:
             raise StagehandInternalError(f"block {block.name!r} is not on the device")
@@ -312,20 +318,20 @@ class Mover:
         self.bind(block, slot, self._device.current_stream())
 
     def discard(self, block: Block, slot: Slot) -> None:
-        """Let a block leave its slot, of whose bytes none are wanted home."""
+        """Vacate a block's slot; its bytes are not brought home, changed or not."""
         self.note_readers(block, slot)
         self.vacate(block, slot)
         self._counters.evictions += 1
         self.leave_to_holders(slot)
 
     def recover(self, block: Block) -> None:
-        """Make a block's books right if an interrupt came in the middle of a move.
+        """Put a block's books in order if an interrupt came in the middle of a move.
 
-        Bytes that were not brought home are in the slot, and the tensors with them.
+        If its bytes were not home yet, it stays bound to its slot, which has them.
         """
         block.straighten()
         slot = block.slot
-        if block.runs:  # some of it, for a call that is over
+        if block.runs:  # only rows, for a call that is over
             if slot is not None and (block.bound or block.state is _GPU_READY):
                 self._engine.release(slot, self._device.current_stream())
             block.point_to_host()
@@ -343,13 +349,14 @@ class Mover:
     def take_in(self, block: Block) -> None:
         """Copy in what somebody assigned to a tensor's `.data`, and point back.
 
-        While the block is away the truth gets the values, while it is here its slot.
-        What somebody else still refers to, as who means to assign it again, keeps its
-        values: the memory is left to them, and the block has other.
+        While the block is away its host tensors get the values, while it is bound its
+        slot. Memory of the block that somebody else still refers to, say to assign the
+        old weights again later, keeps its values: it is left to them, and the block
+        gets new memory.
 
         Raises:
-            OrphanedParameterError: If it has another shape or element type. All blocks
-                have their old tensors again then: others were rarely left alone.
+            OrphanedParameterError: If it has another shape or element type. Then all
+                blocks get their old tensors back, for a cast replaces many at once.
         """
         refused = self._take_in(block)
         if not refused:
@@ -364,17 +371,17 @@ class Mover:
         )
 
     def _take_in(self, block: Block) -> list[str]:
-        """Do so; return what was refused, and is as it was before."""
+        """Take in what fits; point back what does not, and return what that was."""
         if block.store is None or not block.is_replaced():
             return []
         self._replaced_in = self.passed
         slot, bound = block.slot, block.bound
         stream = self._device.current_stream()
-        if bound and slot is not None:  # others may still read the slot
+        if bound and slot is not None:  # others may still read what is written now
             self._engine.await_filled(slot, stream)
             self._engine.join_passes(stream)
             self._engine.release(slot, stream)
-        elif slot is not None:  # from what is written now
+        elif slot is not None:  # a load may still read the host tensors
             self._engine.finish_load(slot)
         given, refused = _assigned(block)
         try:
@@ -392,24 +399,24 @@ class Mover:
         slot: Slot | None,
         stream: Stream,
     ) -> None:
-        """Write values to a block's tensors, by number, where nobody else has them.
+        """Write values to a block's tensors; memory that others hold is left to them.
 
         Args:
-            block: All its tensors are where they belong.
-            given: The values.
-            slot: Where it is bound, if it is.
+            block: All its tensors point to where they belong.
+            given: The values, by the tensors' numbers.
+            slot: The slot to which it is bound, if it is.
             stream: The current stream.
         """
         held = block.held_hosts(given)
         moves = slot is not None and (held or _has_more_users(slot, block))
-        if moves:  # what is left of it is left with the values of now
+        if moves:  # whoever holds the old memory keeps the values of now
             self.evict(block, verify=True)
         if held:
             self.leave_hosts(block, held)
         places = block.pairs()
         for number, value in given.items():
             copy_values(places[number][1], value)
-            if not value.is_cpu:  # may have been made on another stream
+            if not value.is_cpu:  # its memory may belong to another stream
                 self._engine.disown(value)
         block.mark_changed()
         if moves and slot is not None:
@@ -419,12 +426,17 @@ class Mover:
 
 
 def _has_more_users(slot: Slot, block: Block) -> bool:
-    """Whether somebody refers to the memory of a slot, beside its block's tensors."""
+    """Whether anybody but the block's tensors refers to the memory of a slot."""
     return use_count_of(slot.storage_key) > slot.alone + len(block.tensors)
 
 
 def _assigned(block: Block) -> tuple[dict[int, torch.Tensor], list[str]]:
-    """Point a block's tensors back; return what they were pointed to, by number."""
+    """Point a block's replaced tensors back.
+
+    Returns:
+        What users assigned to them, by number, where it fits; and for each that has
+        another shape or element type a line that says so.
+    """
     given: dict[int, torch.Tensor] = {}
     refused: list[str] = []
     for number, (tensor, place) in enumerate(block.pairs()):

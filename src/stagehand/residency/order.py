@@ -56,7 +56,7 @@ class Order:
         self.passes = 0
         """Passes that are over."""
         self.learned = 0
-        """Those that took another route than expected."""
+        """Passes that are over and took another route than expected."""
 
     def __repr__(self) -> str:
         return f"Order({len(self._route)} uses, at {self.cursor}, lost={self.lost})"

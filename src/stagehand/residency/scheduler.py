@@ -45,7 +45,9 @@ _R = TypeVar("_R")
 def _whole(
     method: Callable[Concatenate[Scheduler, _P], _R],
 ) -> Callable[Concatenate[Scheduler, _P], _R]:
-    """Let no interrupt leave a move half made, where there may be no pass to abort."""
+    """Mend the books if an interrupt comes inside of a method that runs outside of
+    passes. Inside of one, the end of the pass does so (`recover`).
+    """
 
     @wraps(method)
     def called(self: Scheduler, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
@@ -100,9 +102,10 @@ class Scheduler:
         self.fetched: Block | None = None
         """The block that `fetch` holds."""
         self._fixed: Collection[int] = ()
-        self._gave_way = False  # blocks that stay have left, for others
-        self._takes_turns = False  # others have run between passes
-        self._lingered: Collection[Block] = ()  # bound since before this pass
+        self._gave_way = False  # blocks that stay have left, for other models
+        self._takes_turns = False  # other models run between passes
+        # Bound since before this pass, so that users may have edited them in place.
+        self._lingered: Collection[Block] = ()
         self._tell_of_leave: Callable[[], None] = _nobody
 
     def __repr__(self) -> str:
@@ -140,7 +143,7 @@ class Scheduler:
             self._engine.await_filled(block.slot, stream)  # type: ignore[arg-type]
         elif block.slot is None or block.trains:
             self._bring(block, stream)
-        else:  # as that does
+        else:  # as `_bring` does, a call less
             self._mover.bind(block, block.slot, stream)
         if watch is not None:
             watch.used(block.index, arrived, watch.mark(stream))
@@ -154,8 +157,12 @@ class Scheduler:
     def before_rows(self, block: Block, runs: Runs) -> None:
         """Like `before`, but bring only some rows of the block's tensors.
 
-        All of it, where that is here or about to be, or is to stay, or rows cannot be
-        had by themselves.
+        It brings the whole block where that is here already, or on its way, or to stay,
+        or where its store cannot give single rows.
+
+        Args:
+            block: Whose tensors have rows.
+            runs: Which rows, as ranges.
         """
         if (
             block.slot is None
@@ -174,7 +181,7 @@ class Scheduler:
 
     @property
     def picks(self) -> bool:
-        """Whether calls that can do with some rows of a block get these alone."""
+        """Whether calls that need some rows of a block only get no others now."""
         return self._ahead.picks
 
     @picks.setter
@@ -182,13 +189,13 @@ class Scheduler:
         self._ahead.picks = picks
 
     def complete_rows(self) -> None:
-        """Bring the rest of what is in use by rows: others read all that is here."""
+        """Bring the whole of blocks in use by rows: somebody reads all of them."""
         for block in self.blocks:
             if block.runs and block.uses:
                 self._mover.complete(block)
 
     def drop_rows(self, block: Block) -> None:
-        """End what `before_rows` has brought, when nobody uses it any more.
+        """Let a block leave that `before_rows` has brought, unless it is in use.
 
         Raises:
             ConfigError: If it was written to: its other rows are not here.
@@ -244,7 +251,7 @@ class Scheduler:
         block.uses -= 1  # that the slot was read is marked when it is given up
 
     def join(self, block: Block) -> None:
-        """Use a block where it is bound, outside of the order, until `after(block)`."""
+        """Use a bound block until `after(block)`; the order does not hear of it."""
         if not block.uses:
             stream = self._device.current_stream()
             self._engine.await_filled(block.slot, stream)  # type: ignore[arg-type]
@@ -258,9 +265,9 @@ class Scheduler:
             self.fetched = block
 
     def is_at_hand(self, block: Block) -> bool:
-        """Whether a block is here without another use; then this stream may read it.
+        """Whether a block is bound and cannot leave now; then this stream may read it.
 
-        Autograd runs each node on the stream of its forward: it need not be the one
+        Autograd runs each node on the stream of its forward, which need not be the one
         that fetched the block.
         """
         if block is not self.fetched and block.index not in self._fixed:
@@ -288,7 +295,7 @@ class Scheduler:
             self.after(block)
 
     def recover(self) -> None:
-        """Forget uses whose end was never told, and moves that were never made whole.
+        """End uses whose end was not told, and mend moves that were not finished.
 
         An interrupt skips hooks, and comes between any two lines.
         """
@@ -302,6 +309,7 @@ class Scheduler:
                 self._engine.release(slot, stream)
 
     def _mend(self) -> None:
+        """Put the books of all blocks and slots in order after an interrupt."""
         self._ahead.recover()
         for block in self.blocks:
             self._mover.recover(block)
@@ -332,7 +340,7 @@ class Scheduler:
         return slot
 
     def _evict(self, block: Block, *, verify: bool = False) -> None:
-        """See `Mover.evict`; it may be one that was loaded ahead."""
+        """See `Mover.evict`; the block may be one that was loaded ahead."""
         if block.awaited:
             self._ahead.forget()
         self._mover.evict(block, verify=verify)
@@ -358,12 +366,13 @@ class Scheduler:
     # Passes
 
     def expect_changes(self, *, follow: bool) -> None:
-        """Say what pass comes, before anything is brought to the device for it.
+        """Say which kind of pass comes, before anything is loaded for it.
 
         Args:
-            follow: Whether weights may change after it, where gradients are taken for
-                them: nothing of these is loaded ahead for the next one. Else its graph
-                has a node for each of them that comes.
+            follow: Whether weights that train may change after the pass: none of them
+                is loaded ahead for the next one. It is False for a forward that builds
+                a graph: each trained block that comes to the device in it gets new
+                nodes there (`Block.bindings`).
         """
         self._ahead.changes_follow = follow
 
@@ -376,7 +385,7 @@ class Scheduler:
         """
         self.release_fetched()
         self._ahead.end_at(hands_over=hands_over)
-        self._latest = None  # each pass has the same uses, whatever came before it
+        self._latest = None  # so a pass notes the same uses, whatever came before it
         self._ahead.turn()
         self._mover.passed += 1
         blocks = [s.occupant for s in self._memory.slots if s.occupant is not None]
@@ -397,7 +406,7 @@ class Scheduler:
                 self._bring(block, self._device.current_stream())
 
     def _forget_stale(self, block: Block, slot: Slot) -> None:
-        """An optimizer has changed a block whose copy is still here, or will."""
+        """Drop the copy of a block that an optimizer has changed, or is about to."""
         if block.awaited:
             self._ahead.forget()
         self._mover.vacate(block, slot)
@@ -406,10 +415,11 @@ class Scheduler:
     def end_pass(self) -> None:
         """The model is left: streamed tensors point to the host again.
 
-        So whoever edits one edits the truth; what is still on the device is compared
-        with a sample before it is used again. Where others run between passes, that is
-        so of what stays, too: before they may take its memory, it is better found on
-        the host. What was not yet when this pass began may have been edited.
+        So an edit between passes changes the truth, and a copy that is still on the
+        device is compared with a sample before it is used again. What stays keeps
+        pointing to the device, unless other models run between passes: these may take
+        its memory, and then it points to the host as well. What did not yet, when this
+        pass began, may have been edited on the device, and is brought home now.
         """
         if self._loader.pin_on is not None:
             self._loader.pin_on()  # what stays is bound now
@@ -457,17 +467,17 @@ class Scheduler:
         self._mover.leave_hosts = leave
 
     def tell_of_leave(self, tell: Callable[[], None]) -> None:
-        """Say whom to tell between passes that what is read without a use is away."""
+        """Say whom to tell when blocks leave that modules read without a use."""
         self._tell_of_leave = tell
 
     # Sharing the device
 
     def meet(self, neighbours: Neighbours) -> None:
-        """Say who may make room for a block that is needed now."""
+        """Say which other models on the device may make room for this one's blocks."""
         self._memory.neighbours = neighbours
 
     def make_room(self, nbytes: int) -> bool:
-        """Let them give up so many bytes; return whether these are free."""
+        """Let other models give up so many bytes; return whether these are free now."""
         return self._memory.make_room(nbytes)
 
     def budget_for(self, nbytes: int) -> int:
@@ -475,7 +485,7 @@ class Scheduler:
         return self._memory.budget_for(nbytes)
 
     def others_are_busy(self) -> bool:
-        """Whether another thread runs any of them: there may be room later."""
+        """Whether another thread runs one of these models: there may be room later."""
         neighbours = self._memory.neighbours
         return neighbours is not None and neighbours.are_busy()
 
@@ -513,7 +523,7 @@ class Scheduler:
                 return
 
     def _harm(self, slot: Slot) -> tuple[int, int]:
-        """How much is lost when a slot is freed; the least of all slots goes first."""
+        """How much it costs to free a slot: those with the smallest value go first."""
         block = slot.occupant
         if block is None or not block.stays:
             return 0, 0
@@ -561,8 +571,8 @@ class Scheduler:
 
     @_whole
     def rest(self) -> None:
-        """Between passes: let what trains or streams be on the host, its copies on the
-        device, as the end of a pass does."""
+        """Between passes, do what the end of a pass does: let tensors that train or
+        stream point to the host, while their copies remain on the device."""
         stream = self._device.current_stream()
         self._loader.note_reads()
         for slot in self._memory.slots:
@@ -586,8 +596,8 @@ class Scheduler:
     def follow(self, plan: Plan, *, fixed: Collection[int] = ()) -> None:
         """Lay out the slots anew; blocks that keep their place stay where they are.
 
-        A block that shall no longer stay leaves even so: it may have been edited there.
-        Nothing may be in use.
+        Except those that stay no longer: as users may have edited them in place on the
+        device, they are brought home. Nothing may be in use.
 
         Args:
             plan: Which slots there are, and whose.
@@ -616,7 +626,7 @@ class Scheduler:
 
     @property
     def strained(self) -> bool:
-        """Whether memory was taken from the plan's slots: follow it again."""
+        """Whether slots had to be made or freed against the plan: follow it again."""
         return self._ahead.stopped
 
     @property
@@ -638,8 +648,8 @@ class Scheduler:
     def settle(self, blocks: Iterable[Block]) -> None:
         """Bring the given blocks to the device and leave them bound there.
 
-        While models in other threads leave no room for them, the next pass does so, as
-        it does where this fails.
+        Where models in other threads leave no room, nothing is raised: the next pass
+        brings them. It does so, too, where this fails.
 
         Raises:
             StagehandOOMError: If there is no room, whoever is there.
@@ -671,10 +681,11 @@ class Scheduler:
 
     @_whole
     def begin_training(self, block: Block) -> None:
-        """Bring home what was edited where a block stayed until now, between passes.
+        """Let a block that stayed until now be on the host between passes from now on.
 
-        One that trains leaves at the end of each pass, and is taken for unchanged then
-        if no version counter moved. One that stays is edited in place, also by `.data`.
+        A block that trains leaves at the end of each pass, and counts as unchanged if
+        no version counter moved. While it stayed, users may have edited it on the
+        device through `.data`, which moves none: so its bytes are compared once more.
         """
         if block.bound and not block.uses:
             self._evict(block, verify=True)
@@ -701,11 +712,13 @@ class Scheduler:
 
     @_whole
     def bring_home(self) -> list[tuple[Block, torch.Tensor]]:
-        """Bring home what is on the device, before `park`, whatever became of files.
+        """Bring home what is on the device, even where its files are damaged by now.
+
+        To be called before `park`, which would raise for such files.
 
         Returns:
-            The blocks whose files cannot have it or do not hold it any more, and their
-            bytes, in ordinary memory.
+            The blocks whose files are not what they were, each with its bytes in
+            ordinary memory.
         """
         self._ahead.forget()
         rescued = []

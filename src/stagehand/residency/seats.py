@@ -28,7 +28,7 @@ __all__ = ["AUTOGRAD", "AnyThread", "Holding", "Seat", "Seats", "Tenant"]
 AnyThread = Any  # the house lets only the worker group name its type
 
 AUTOGRAD: AnyThread = object()
-"""Stands for whichever thread of autograd's own ends a failed backward."""
+"""Stands for the thread of autograd's own that ends a failed backward, whichever."""
 
 _GIVES_MORE = ", and gives up more only in the thread that runs it"
 
@@ -40,14 +40,17 @@ class Tenant(Protocol):
     account: SubAccount
 
     def claim(self) -> Claim:
-        """Say what it could use; the same object as long as nothing has changed."""
+        """Say what memory it could use; the same object as long as nothing changed."""
 
     def give_up(self, keep_bytes: int, *, leaves: bool = False) -> bool:
-        """Free device memory down to so many bytes, but for what is in use.
+        """Free device memory until no more than `keep_bytes` are held.
+
+        What is in use stays, even if that is more.
 
         Args:
-            keep_bytes: Nothing that fits them has to go.
-            leaves: Whether what an optimizer may have its state beside goes, too.
+            keep_bytes: What may be kept.
+            leaves: Whether trained tensors that stay on the device leave as well, away
+                from their optimizer's state.
 
         Returns:
             False, at once, if another thread runs it.
@@ -60,7 +63,7 @@ class Tenant(Protocol):
         """Return the thread that has its lock, if one has."""
 
     def ends_alone(self) -> bool:
-        """Return whether its pass ends, whatever that thread waits for."""
+        """Return whether its pass ends even if the thread that has its lock waits."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,11 +103,11 @@ class Seat:
         self.claim = tenant.claim()
         self.limit = 0
         self.running = False
-        self.leaves = False  # at the end of its pass: it was a guest
-        self.thread: AnyThread | None = None  # in whose pass it is
+        self.leaves = False  # the device, when its pass ends: it was a guest
+        self.thread: AnyThread | None = None  # that runs its pass, or waits to begin
         self.waits = False  # for room
-        self.asked = False  # for all that it can give while it waits
-        self.gave = False  # that
+        self.asked = False  # to give up, while it waits, all that it can
+        self.gave = False  # all that, when it was asked
 
     @property
     def held(self) -> int:
@@ -116,7 +119,7 @@ class Seat:
         return self.thread not in (None, HERE.thread)
 
     def taken_by(self) -> AnyThread | None:
-        """Return whose pass it is in, or who has its lock for anything else."""
+        """Return the thread that runs its pass, or has its lock for anything else."""
         if self.tenant.ends_alone():
             return AUTOGRAD
         return self.thread or self.tenant.owner()
@@ -128,7 +131,7 @@ class Seat:
         return self.held if self.waits else max(self.limit, self.held)
 
     def end_wait(self) -> None:
-        """It has its room, or an error."""
+        """Note that it waits no more: it has its room, or an error."""
         self.waits = self.asked = self.gave = False
         self.thread = None
 
@@ -200,9 +203,10 @@ class Seats:
         return True
 
     def renew(self) -> None:
-        """Tenants or their budgets have changed: the cap is the largest of them.
+        """Set the cap anew, for tenants or their budgets have changed.
 
-        Until passes under way have ended, it is not below what these were promised.
+        It is the largest budget, but not less than what passes under way were promised,
+        until these have ended.
         """
         for seat in self._seats.values():
             seat.claim = seat.tenant.claim()
@@ -265,9 +269,9 @@ class Seats:
         return self._shares
 
     def _fixed_bytes(self, claims: dict[int, Claim]) -> dict[int, int]:
-        """What reserved and kept tenants have for themselves.
+        """Return the bytes that reserved and kept tenants have for themselves.
 
-        Who is kept without a reservation leaves the others what they need to run.
+        One that is kept without a reservation leaves the others what they need to run.
         """
         reserved = self.holds.reserved
         fixed = {
@@ -307,7 +311,7 @@ class Seats:
         return seat.held - self.missing(self.promised(seat))
 
     def _hard(self, seat: Seat) -> dict[int, int]:
-        """What nobody can make the others give up, by tenant."""
+        """Return, by tenant, the bytes that the others cannot be made to give up."""
         stay = self._staying(seat)
         hard = {}
         for other in self.others(seat):
@@ -330,7 +334,7 @@ class Seats:
         return stay - {seat.number}
 
     def givers(self, seat: Seat) -> Iterator[Seat]:
-        """Those who can give, in the order in which they are asked."""
+        """Yield tenants that can give up memory, those first that are asked first."""
         stay, reserved = self._staying(seat), self.holds.reserved
         yield from sorted(
             (

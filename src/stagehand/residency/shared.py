@@ -77,9 +77,9 @@ class SharedDevice:
         # Reentrant: a tenant that gives up memory may find that its pass was left.
         self._changed = threading.Condition(threading.RLock())
         self._seats = Seats(self.ledger.device, device.torch_device)
-        self._gone: deque[int] = deque()  # tenants that are to be forgotten
-        self._refusing: list[Seat] = []  # another thread had their lock
-        # Threads that wait to be asked again, and whose locks they wait for.
+        self._gone: deque[int] = deque()  # numbers of tenants to be forgotten
+        self._refusing: list[Seat] = []  # that gave nothing: another thread has them
+        # By thread that waits in `_await_locks`: the tenants whose locks it waits for.
         self._awaited: dict[AnyThread, list[Seat]] = {}
 
     def __repr__(self) -> str:
@@ -124,7 +124,7 @@ class SharedDevice:
         return self._seats.new_number()
 
     def join(self, number: int, tenant: Tenant) -> None:
-        """Take in a tenant.
+        """Give a tenant a place on the device.
 
         Raises:
             StagehandOOMError: If reservations leave it less than it needs to run.
@@ -145,8 +145,8 @@ class SharedDevice:
     def leave(self, number: int) -> None:
         """Forget a tenant, and all that was held for it. Idempotent.
 
-        Waits for nobody: if this or another thread is in the middle of something here,
-        that is done at the next occasion.
+        It waits for nobody: if this or another thread is in the middle of something
+        here, the tenant is forgotten at the next occasion.
         """
         self._gone.append(number)
         if not self._is_inside() and self._changed.acquire(blocking=False):
@@ -156,30 +156,31 @@ class SharedDevice:
                 self._changed.release()
 
     def _is_inside(self) -> bool:
-        """Whether this thread is in the middle of something here."""
+        """Whether this thread has the device's lock."""
         return self._changed._is_owned()  # type: ignore[attr-defined, no-any-return]
 
     def _let_go(self) -> None:
+        """Forget tenants that have left."""
         while self._gone:
             if self._seats.forget(self._gone.popleft()):
                 self._changed.notify_all()
 
     def renew(self) -> None:
-        """A tenant's budget has changed."""
+        """Set the cap anew, for a tenant's budget has changed."""
         with self._changed:
             self._seats.renew()
 
     # Passes
 
     def begin(self, number: int) -> tuple[int, bool]:
-        """A tenant's pass begins: make room for it.
+        """Begin a tenant's pass, with room made for it.
 
-        The caller holds the tenant's lock. Until `end`, what the tenant may hold by the
-        answer is not taken from it. May wait for other threads' passes.
+        The caller holds the tenant's lock. Until `end`, no other tenant takes anything
+        of what this returns. May wait for other threads' passes.
 
         Returns:
-            How many bytes it may hold, and whether another one is expected next: to
-            load ahead for itself is in vain then.
+            How many bytes the tenant may hold; and whether another tenant's pass is
+            expected next: then it is of no use to load ahead for its own next one.
 
         Raises:
             StagehandOOMError: If what others hold, and need not give up, leaves less
@@ -197,7 +198,7 @@ class SharedDevice:
             return limit, seats.coming(seat) is not None
 
     def end(self, number: int, *, failed: bool) -> None:
-        """A tenant's pass is over; idempotent."""
+        """End a tenant's pass. Idempotent."""
         with self._changed:
             seat = self._seats.get(number)
             if seat is None or not seat.running:
@@ -210,17 +211,17 @@ class SharedDevice:
             self._changed.notify_all()
 
     def _send_off(self, seat: Seat) -> bool:
-        """Let who is no guest any more leave the device now, or else after its pass.
+        """Make a former guest leave the device: now, or when its pass ends.
 
         Returns:
-            Whether another thread had its lock.
+            Whether another thread has its lock, so that it could not leave now.
         """
         gone = seat.tenant.give_up(0, leaves=True)
         seat.leaves = seat.running or not gone
         return not gone
 
     def _hand_over(self, seat: Seat) -> None:
-        """Give up the ring to who is expected next, and let it begin to load."""
+        """Let the tenant that is expected next have the ring, and begin to load."""
         coming = self._seats.coming(seat)
         if coming is None or coming.runs_elsewhere():
             return
@@ -230,6 +231,11 @@ class SharedDevice:
     # Room
 
     def _find_room(self, seat: Seat) -> int:
+        """Return how much a tenant may hold in its pass, when the room is free.
+
+        Raises:
+            StagehandOOMError: If others leave less than it needs to run.
+        """
         seats = self._seats
         if any(other.thread is not None for other in seats.others(seat)):
             seats.run_at_once()
@@ -252,7 +258,7 @@ class SharedDevice:
             seat.end_wait()
 
     def _clear(self, seat: Seat, limit: int) -> bool:
-        """Let others give up until a limit is really there."""
+        """Let others give up until a tenant can hold `limit`; return whether it can."""
         for other in self._seats.others(seat):
             kept = self._seats.share_of(other).kept
             if other.held > kept and not other.runs_elsewhere():
@@ -260,12 +266,13 @@ class SharedDevice:
         return self._free(seat, limit - seat.held + self._seats.promised(seat))
 
     def make_room(self, number: int, nbytes: int) -> bool:
-        """A tenant needs bytes now that its account should grant but the device lacks.
+        """Let other tenants give up so many bytes, which one needs in mid-pass.
 
-        Waits for who has the lock of a tenant that has them, if that can end.
+        Its own account has room for them, but the device has not. If another thread has
+        the lock of a tenant that could give some up, wait for it, if that can end.
 
         Returns:
-            Whether they are free.
+            Whether they are free now.
         """
         may_wait = not self._is_inside()
         with self._changed:
@@ -295,6 +302,7 @@ class SharedDevice:
             return bool(self._threads_in(seats, but=HERE.thread))
 
     def _free(self, seat: Seat, nbytes: int) -> bool:
+        """Ask tenants, one by one, until so many bytes are free; return whether."""
         for other in self._seats.givers(seat):
             missing = self._seats.missing(nbytes)
             if missing <= 0:
@@ -303,11 +311,12 @@ class SharedDevice:
         return self._seats.missing(nbytes) <= 0
 
     def _ask(self, seat: Seat, keep_bytes: int) -> None:
+        """Let a tenant give up memory; note it if another thread has its lock."""
         if not seat.tenant.give_up(keep_bytes):
             self._refusing.append(seat)
 
     def _wait(self, seat: Seat) -> None:
-        """Wait until another thread's pass ends, or it is done with a tenant's lock.
+        """Wait a moment for another thread to end a pass or release a tenant's lock.
 
         Raises:
             StagehandOOMError: If none runs, or all of them wait for this thread.
@@ -317,12 +326,12 @@ class SharedDevice:
         others = self._seats.others(seat)
         busy = [other for other in others if other.runs_elsewhere()]
         if len(self._threads_in(self._refusing, but=HERE.thread)) < len(self._refusing):
-            return  # one who refused is done with it
+            return  # a lock was released meanwhile: ask again
         threads = self._threads_in(others, but=HERE.thread)
         if not threads:
             raise self._seats.no_room(seat)
         if self._are_stuck(threads):
-            # Others may wait for what is here, as this one does for what they have.
+            # A circle: others may wait for what this tenant has, as it does for theirs.
             waiting = [seat, *(other for other in busy if other.waits)]
             if all(one.gave or one.held <= self._seats.least(one) for one in waiting):
                 raise self._seats.no_room(seat)
@@ -342,14 +351,14 @@ class SharedDevice:
         return ended
 
     def _await_locks(self, seats: list[Seat]) -> bool:
-        """Wait until other threads may be done with some tenants' locks.
+        """Wait a moment for other threads to release some tenants' locks.
 
         Returns:
-            False, at once, if they wait for this one.
+            False, at once, if these threads wait for this one.
         """
         threads = self._threads_in(seats, but=HERE.thread)
         if len(threads) < len(seats):
-            return True  # one is done with it
+            return True  # a lock was released meanwhile
         if self._are_stuck(threads):
             return False
         try:
@@ -360,6 +369,7 @@ class SharedDevice:
         return True
 
     def _give_while_waiting(self, seat: Seat) -> None:
+        """Let a tenant that waits give up what it can: all of it if it was asked."""
         seats, gave = self._seats, seat.gave
         keep = seats.least(seat) if seat.asked else seats.at_ease(seat)
         seat.gave = seat.asked
@@ -378,13 +388,13 @@ class SharedDevice:
         if thread in stuck:
             return True
         stuck, seats = stuck | {thread}, self._seats.all()
-        if thread is AUTOGRAD:  # of its threads it is not known which one it needs
+        if thread is AUTOGRAD:  # it is not known which of autograd's threads that is
             autograds = [t for t in threading.enumerate() if is_autograds(t)]
             return any(self._is_stuck(t, stuck) for t in autograds)
         turn = awaited_by(thread)
         if turn is not None:
             owner = turn.holder()
-            waits = owner not in (None, thread)  # else it has it, or is about to
+            waits = owner not in (None, thread)  # else it has the turn, or is about to
             return waits and self._is_stuck(owner, stuck)
         if thread in self._awaited:
             awaited = self._awaited[thread]
@@ -462,9 +472,10 @@ class SharedDevice:
             self._seats.begin_guest(self._seats[number])
 
     def end_guest(self, number: int) -> None:
-        """End what `begin_guest` began; who is no guest any more leaves the device.
+        """End what `begin_guest` began, and make the tenant leave the device.
 
-        Who runs leaves after its pass; for who has its lock otherwise this waits.
+        If it runs, it leaves when its pass ends. If another thread has its lock for
+        anything else, this waits.
         """
         with self._changed:
             over, seat = self._seats.end_guest(number), self._seats.get(number)
@@ -491,8 +502,8 @@ class SharedDevice:
 _devices: weakref.WeakValueDictionary[torch.device, SharedDevice] = (
     weakref.WeakValueDictionary()
 )
-# For good: what torch's allocator keeps of a stream's memory is for that stream alone.
-# With lanes of their own, runtimes that come one after the other would add up.
+# Kept for good: torch's allocator caches memory for one stream each. If runtimes that
+# come one after the other had lanes of their own, what it caches would add up.
 _lanes: dict[tuple[torch.device, int], tuple[Stream, Stream]] = {}
 _devices_lock = threading.Lock()
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Neighbours", "SlotMemory"]
 
-_ROUNDS = 8  # until one who never gets what others freed is told so
+_ROUNDS = 8  # tries, where other threads take what was freed, before it is an error
 
 
 class Neighbours(Protocol):
@@ -70,13 +70,18 @@ class SlotMemory:
         self._free_idle = free_idle
 
     def settle_in(self, block: Block, slot: Slot, *, urgent: bool) -> bool:
-        """Give the slot memory and the block its views of it, where it has none yet.
+        """Give the slot memory and the block its views of it, where they have none yet.
+
+        Args:
+            block: Is to be loaded into the slot.
+            slot: Empty.
+            urgent: Whether others must give up memory for it.
 
         Returns:
             False if there is no memory, and it is not urgent.
 
         Raises:
-            StagehandOOMError: If there is none, and it is.
+            StagehandOOMError: If there is none, and it is urgent.
         """
         if slot.lease is None:
             lease = self._arena.acquire_nowait(slot.nbytes, block.name)
@@ -93,12 +98,12 @@ class SlotMemory:
                 raise
         if block.views_in is slot:
             return True
-        # Not counted again later: a reader thread may be filling the slot then.
+        # Only the difference: a reader thread, too, may refer to the memory now.
         before, counted = storage_use_count(slot.storage), block.form in slot.views
         try:
             block.set_views(slot)
             slot.alone += storage_use_count(slot.storage) - before
-        except BaseException:  # an interrupt: what is not counted is taken for others'
+        except BaseException:  # an interrupt: uncounted views would seem to be users'
             if not counted:
                 slot.views.pop(block.form, None)
             block.set_views(None)
@@ -129,7 +134,7 @@ class SlotMemory:
         return nbytes if others is None else others.budget_for(nbytes)
 
     def _lease(self, nbytes: int, block: Block) -> Lease:
-        """Return memory that is not there without somebody's giving some up."""
+        """Return memory that others, or this model's idle slots, have to give up."""
         for _ in range(_ROUNDS):  # another thread may take what was freed
             if not self.make_room(nbytes):
                 break
@@ -176,11 +181,12 @@ class SlotMemory:
         )
 
     def for_now(self, block: Block, *, exact: bool) -> Slot:
-        """Return a slot that a block can have although it is not the block's home.
+        """Return a slot that is not a block's home but can hold it now.
 
         Args:
-            block: Is to be there now.
-            exact: Whether none is given memory that is larger than the block.
+            block: Is needed now.
+            exact: Whether memory is short: a slot without any, that would get more than
+                the block needs, will not do.
         """
         idle = [
             slot
@@ -245,11 +251,11 @@ class SlotMemory:
         self._arena.trim()
 
     def _part(self, slot: Slot, end: Callable[[], None]) -> None:
-        """Take a slot's memory from it, then end the lease of that."""
+        """Take a slot's memory from it, then end the memory's lease."""
         self._engine.retire(slot)
         try:
             self._forget(slot)
-        except BaseException:  # an interrupt: half of it is no memory to work with
+        except BaseException:  # an interrupt: a slot must not keep half of it
             self._forget(slot)
             raise
         finally:

@@ -36,9 +36,9 @@ class PackedWeight:
     shape: tuple[int, ...]
     """The weight's shape."""
     extent: Extent
-    """Its stream."""
+    """Where the weight's stream lies."""
     header: PackedHeader
-    """The stream's."""
+    """The stream's header."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -47,7 +47,7 @@ class PackedWeight:
 
     @property
     def path(self) -> Path:
-        """Its file."""
+        """The file in which it lies."""
         return self.extent.path
 
     def decoded(self, files: FileSet) -> torch.Tensor:

@@ -42,7 +42,7 @@ class PackedPlace:
     source: int
     """Bytes from the start of the wire to its stream."""
     header: PackedHeader
-    """Its stream's."""
+    """The stream's header."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,7 +18,7 @@ from stagehand.stores.packed_stream import HEAD_NBYTES, PAIRS_OFFSET, ROW_LENGTH
 __all__ = ["EXACT", "decode", "runs_on"]
 
 EXACT = {"enable_fp_fusion": False}
-"""Of every launch: each step rounds by itself, whatever Triton's default is."""
+"""Options of every launch: each operation rounds by itself, none are fused."""
 
 _REFUSALS = (
     *(RuntimeError, AssertionError, ImportError, OSError),

@@ -46,9 +46,9 @@ class QuantizedPlace:
     offset: int
     """Bytes from the start of the image to its first weight."""
     dtype: torch.dtype
-    """Its element type in the image."""
+    """The tensor's element type in the image."""
     rows: Rows
-    """Its sizes."""
+    """The sizes of its rows."""
     source: int
     """Bytes from the start of the wire to its scales; zero points and codes follow."""
 

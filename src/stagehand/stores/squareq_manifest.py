@@ -95,7 +95,7 @@ class Manifest:
     layers: tuple[LayerSpec, ...]
     """Sorted by name."""
     signature: str
-    """Of the linear layers of the model that it was made for."""
+    """A hash of the linear layers of the model for which it was made."""
 
     @classmethod
     def of(

@@ -191,7 +191,7 @@ class SafetensorsBody:
         self.header: dict[str, object] = {}
         """What the file's header will say, by name."""
         self.nbytes = 0
-        """Of all that was added."""
+        """Bytes of all that was added."""
         self._file = file
 
     def add(self, name: str, tensor: torch.Tensor) -> None:

@@ -17,17 +17,18 @@ class Pieces:
     """For how many layers each stage has memory."""
 
     slots: int
-    """On the device."""
+    """Slots on the device."""
     slabs: int
-    """From which copies to the device start; none where the host is the device."""
+    """Slabs from which copies to the device start; 0 where the host is the device."""
     buffers: int
-    """Between the files and what comes next."""
+    """Buffers in ordinary memory between the files and slabs, or slots on the host."""
     is_pinned: bool
     """Whether slabs are pinned memory, and not ordinary."""
 
     @property
     def wires(self) -> int:
-        """Of packed layers: one arrives on the device while the other is decoded."""
+        """Layers that are on the device in packed form: while one is decoded there, the
+        next one arrives."""
         return min(2, self.slots)
 
 
@@ -36,17 +37,17 @@ class Footprint:
     """What one layer takes on its way, in bytes; of each kind, the largest."""
 
     slot: int
-    """Of the device's memory, where it is used."""
+    """Device bytes of the slot in which it is used."""
     waiting: int
-    """Of the host's, in each stage."""
+    """Host bytes in each stage."""
     cast: int = 0
-    """Of the device's, where its tensors are used in another element type."""
+    """Device bytes of its tensors in another element type, if they are used so."""
     wire: int = 0
-    """Of the device's, as it crosses the link packed."""
+    """Device bytes of its packed form, if it crosses the link packed."""
     scratch: int = 0
-    """Of the device's, while it is decoded."""
+    """Device bytes in which it is decoded."""
     unpacked_from: int = 0
-    """Of the host's, for each thread that decodes it there."""
+    """Host bytes in which each thread decodes it, where the host is the device."""
 
     def device_bytes(self, pieces: Pieces) -> int:
         """Return the most that a streamer takes of the device's memory."""

@@ -64,7 +64,7 @@ class Stack:
     checkpoint: Checkpoint
     """All tensors that may be asked for."""
     packed: Mapping[str, PackedWeight]
-    """Those that are packed, by their own names."""
+    """The packed ones of these tensors, by the names of their weights."""
 
 
 def open_stack(

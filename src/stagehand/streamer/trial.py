@@ -41,7 +41,7 @@ class Job:
     """What a trial does; it is pickled."""
 
     arguments: Mapping[str, Any]
-    """Those of the streamer."""
+    """Arguments of the streamer's constructor."""
     setup_fn: Callable[[LayerStreamer], Callable[[], object]] | None
     """Gets the streamer and returns what to time. None measures the machine."""
     n_runs: int = 1

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-__all__ = ["Edges", "PassListener", "apart", "move_inputs"]
+__all__ = ["Edges", "PassListener", "call_unseen", "move_inputs"]
 
 
 class PassListener:
@@ -100,9 +100,9 @@ class _Backward:
     """
 
     over = True
-    """Whether there is nothing to tell: it has not begun, or was told of.
+    """Whether there is nothing to tell: it has not begun, or its end was told.
 
-    Whoever is told says so: if an interrupt comes before that, it is told again."""
+    Whoever was told sets it. So if an interrupt comes before, the end is told again."""
 
     def __init__(self, tell: Callable[..., None]) -> None:
         self._tell = tell
@@ -130,29 +130,38 @@ class Edges:
         self.lock = Turn(name, self._is_left, self._bury, self._has_raised)
         self._listener = listener
         self._device = device
-        self.kind = device.type
-        """As autocast knows the device."""
+        self.device_type = device.type
+        """The name under which autocast knows the device."""
         self._stack: list[_Frame] = []
         self.thread: Any = None
-        """In which a pass is under way."""
-        self._unclosed: dict[Any, list[AbstractContextManager[Any]]] = {}  # by thread
+        """The thread in which a pass is under way."""
+        self._unclosed: dict[Any, list[AbstractContextManager[Any]]] = {}
+        """By thread, contexts of interrupted passes that this thread has to leave."""
         self._backward: Callable[[], _Backward | None] | None = None
+        """Refers weakly to the backward under way; returns None when it is over and an
+        interrupt kept its end from being told."""
         self._call: FrameType | None = None
-        """Of the thread in which it began, if that has called autograd."""
-        self._ended = threading.Event()  # a backward, perhaps
+        """The frame that called autograd for this backward, if it began in the thread
+        of that frame."""
+        self._ended = threading.Event()
+        """Set when a backward ends, the one that is waited for or another."""
         self._nested: set[int] = set()
-        """Calls of autograd inside of the one that has the turn."""
+        """Calls of autograd inside of the one that has the turn, by their task ids."""
         self.guests = self.lock.guests
-        """Autograd's calls that are part of a forward pass."""
-        self._readings: list[Call] = []  # of the thread that has the turn
+        """Calls of autograd that are part of a forward pass, by their task ids."""
+        self._readings: list[Call] = []
+        """Calls of the thread that has the turn in which it reads all tensors."""
         self._inner: dict[int, Any] = {}
-        """What sees that one of them is over, if an interrupt keeps it from telling."""
+        """By task id, weak references whose callbacks end a guest of `guests` even if
+        an interrupt keeps it from telling that it is over."""
         self.recomputing = 0
-        """Edges that are recomputed now, one inside of the other."""
-        self.risen: list[tuple[nn.Module | type, bool]] = []
-        """Sites and edges that run with gradients, and whether they put hooks on top.
+        """How many edges are being recomputed now, one inside of the other."""
+        self.pushed: list[tuple[nn.Module | type, bool]] = []
+        """Sites and edges that run with gradients, the innermost last, and whether each
+        has pushed hooks for saved tensors that its end has to pop.
 
-        Edges all by the same name: they end in turn."""
+        A site is noted by its module. All edges are noted by one class, for they end in
+        the order in which they are here."""
 
     def inside(self) -> bool:
         """Return whether this thread runs inside the model."""
@@ -170,7 +179,9 @@ class Edges:
     def try_lock(self) -> bool:
         """Take the lock if no other thread has it, and close what was left open.
 
-        Nor a backward that has raised in this one: autograd's may be ending it.
+        Returns:
+            Whether it was taken. It is not, either, where a backward of this thread has
+            raised: a thread of autograd's own may still be ending it.
         """
         if self._has_raised() or not self.lock.try_acquire():
             return False
@@ -193,15 +204,16 @@ class Edges:
         self.lock.sorted()
 
     def begin_reading(self, frame: FrameType, settle: Callable[[], None]) -> None:
-        """Have all tensors stay where they are settled, until `end_reading`.
+        """Keep all tensors where `settle` brings them until `end_reading`.
 
-        An operator reads a tensor's place without the interpreter's lock: where another
-        thread points it elsewhere meanwhile, it finds half of the one and half of the
-        other.
+        For one who reads them all, such as `state_dict()`. PyTorch reads a tensor's
+        address without the interpreter's lock: if another thread pointed the tensor
+        elsewhere meanwhile, it could get half of the old and half of the new one.
 
         Args:
-            frame: Of the call that reads them: if it fails, nobody tells of the end.
-            settle: Brings them where they shall be.
+            frame: Of the call that reads. If that fails, no hook calls `end_reading`:
+                that the frame is gone tells.
+            settle: Brings the tensors where they shall be.
         """
         self.take_lock()
         self._readings = [call for call in self._readings if not call.is_of(frame)]
@@ -220,7 +232,7 @@ class Edges:
             self.lock.release()
 
     def running(self) -> bool:
-        """Like `inside`, but first close what an interrupt or a failure left open."""
+        """Do as `inside`, but first close what an interrupt or a failure left open."""
         self.await_failure()
         if self.inside():
             with self.lock:
@@ -257,7 +269,7 @@ class Edges:
             if len(self._stack) > 1:
                 return None
             self.thread = HERE.thread
-            entry.context = apart(self._listener.begin_pass, module)
+            entry.context = call_unseen(self._listener.begin_pass, module)
             if entry.context is not None:
                 entry.context.__enter__()
             moved: tuple[Any, Any] = move_inputs((args, kwargs), self._device)
@@ -267,14 +279,15 @@ class Edges:
                 self.lock.release()
                 raise
             if len(self._stack) == 1 and self._stack[0].module is module:
-                apart(self._listener.abort_pass)
+                call_unseen(self._listener.abort_pass)
             self.leave(module)  # the module's own end hook finds nothing to end
             raise
 
     def await_failure(self) -> bool:
-        """Wait for the end of a backward of this thread, if that has raised.
+        """Wait for the end of a backward of this thread that has raised, if one has.
 
-        Its end is the end of its last node, which may be in a thread of autograd's own.
+        The exception may reach this thread while a thread of autograd's own still runs
+        the last node.
 
         Returns:
             Whether there was one.
@@ -296,9 +309,9 @@ class Edges:
         return in_backward() if self._call is None else _is_running(self._call)
 
     def _known_backward(self) -> _Backward | None:
-        """Return what autograd has to tell of the end of the backward under way.
+        """Return the object with which autograd tells the end of the present backward.
 
-        Only autograd may hold it for long, or it never does.
+        Its death is a way of telling: so nobody but autograd may hold it for long.
         """
         known = self._backward
         return None if known is None else known()
@@ -323,7 +336,7 @@ class Edges:
         try:
             if not self._stack:
                 self.thread = None
-                apart(self._listener.end_pass)
+                call_unseen(self._listener.end_pass)
         finally:
             self.lock.release()
 
@@ -342,22 +355,26 @@ class Edges:
         if self.thread is HERE.thread and not (is_another and self._comes_after(task)):
             return
         if is_known or task in self.guests:
-            return  # autograd uses a thread for each device
+            return  # known already, from another of autograd's threads
         if self._has_raised() and is_autograds(HERE.thread) and backward_call():
-            return  # in a node of the failed one, whose end waits for this
-        if not self.lock.acquire(task=task):
-            self._queue_inner_end(task)  # a forward waits for it, as a part of its pass
+            return  # inside of a node of the failed backward, whose end waits for this
+        if not self.lock.acquire(task=task):  # a forward waits for this call
+            self._queue_inner_end(task)  # it is a part of that forward's pass
             return
         self._sort_out()
         self._queue_end()
-        apart(partial(self._listener.begin_backward, by_module=by_module))
+        call_unseen(partial(self._listener.begin_backward, by_module=by_module))
 
     def _comes_after(self, task: int) -> bool:
-        """Return whether a call of autograd's comes after the one that has the turn.
+        """Return whether this call of autograd is no part of the one that has the turn.
 
-        If that has failed, this waits for its end; else one is a part of the other.
-        Autograd has one thread for all that runs on a device: there, one call would
-        wait for ever for the other. Its gradients would end up in the other's pass.
+        If the latter has failed, wait for its end and return True. Else this call is
+        inside of it. A third case is refused: both are calls of different threads, and
+        meet because autograd has one thread for all that runs on a device. One would
+        wait for ever for the other, or its gradients would get into the other's pass.
+
+        Raises:
+            DeadlockError: In that case.
         """
         if task in self._nested:
             return False
@@ -392,9 +409,10 @@ class Edges:
         self._end_inner(inner.task, failed=failed)
 
     def _end_inner(self, task: int, *, failed: bool) -> None:
-        """Take in what a guest has brought, or drop it if it has failed.
+        """Take in the gradients that a guest has brought, or drop them if it failed.
 
-        What it brought may be mixed with that of others who go on: then it comes along.
+        With other guests under way, a failed one's cannot be told from theirs: nothing
+        is dropped then.
         """
         try:
             if not failed or self.guests == {task}:
@@ -404,7 +422,8 @@ class Edges:
             self._inner.pop(task, None)
 
     def _queue_end(self) -> None:
-        # Only autograd may hold it, not even the frame of a failure's traceback.
+        # In a function of its own: only autograd may hold this object, not a local in
+        # the traceback of a caller that raises.
         backward = _Backward(self._leave_backward)
         try:
             self._backward, self._call = weakref.ref(backward), backward_call()
@@ -419,9 +438,10 @@ class Edges:
             raise
 
     def _leave_backward(self, backward: _Backward, *, failed: bool) -> None:
-        """End autograd's pass, in any thread.
+        """End autograd's pass. It may be told in any thread.
 
-        After an interrupt it is still to be ended: by who is told next, or enters next.
+        If an interrupt comes first, the pass is ended by whoever is told, or enters,
+        next.
         """
         try:
             self._forget_backward()
@@ -434,31 +454,32 @@ class Edges:
 
     def _end_backward(self, backward: _Backward) -> None:
         backward.over = True
-        with self.lock.ownership:  # nobody takes it for one that was left
+        with self.lock.ownership:  # nobody may take the lock for an abandoned one
             self._backward = self._call = None
             self.lock.release()
         self._ended.set()
 
     def _forget_backward(self) -> None:
-        del self._stack[:], self.risen[:]  # autograd has taken their hooks off
+        del self._stack[:], self.pushed[:]  # autograd has taken their hooks off
         self._nested.clear()
         self.thread = None
         self.recomputing = 0
 
     def _is_unheard(self) -> bool:
-        """Whether a backward is over, and an interrupt kept autograd's word of that."""
+        """Whether a backward is over and an interrupt kept that from being told."""
         backward = self._backward
         return backward is not None and backward() is None
 
     def _has_raised(self) -> bool:
-        """Whether a backward has raised in its thread, and goes on in autograd's."""
+        """Whether a backward has raised in its caller and still runs in autograd's
+        thread."""
         call = self._call
         if call is None or _is_running(call):
             return False
         return self._known_backward() is not None
 
     def _end_unheard(self) -> None:
-        """Do what an interrupt kept from being done, or from being finished."""
+        """End a backward of which an interrupt kept the end from being told."""
         self._forget_backward()
         self._listener.end_backward(failed=True)
         self._backward = self._call = None
@@ -479,35 +500,39 @@ class Edges:
                 return
         elif _is_running(self._stack[-1].frame):
             return
-        self._sink()
+        self._pop_pushed()
         while self._stack and not _is_running(self._stack[-1].frame):
             context = self._stack[-1].context
             if context is not None:
                 context.__exit__(None, None, None)
             del self._stack[-1]
         self._abort()
-        # That has ended uses by hand, too: the rest is what runs, and this call.
+        # Uses by hand were ended, too. What remains are passes, readings and this call.
         self.lock.recount(len(self._stack) + self._count_readings() + 1)
 
     def _recount(self) -> None:
-        """Where this thread enters from outside, forget what else it seems to have."""
+        """If this thread enters from outside, forget holds of the lock that interrupted
+        calls have left."""
         if self.lock.count > 1 and not (self._stack or self._listener.in_use()):
             self.lock.recount(self._count_readings() + 1)
 
     def _count_readings(self) -> int:
-        """Return how many of this thread go on, and forget those that failed."""
+        """Return how many readings of this thread go on; forget those that failed."""
         me = HERE.thread.ident or 0
         self._readings = [call for call in self._readings if call.goes_on(me)]
         return len(self._readings)
 
-    def _sink(self) -> None:
-        """Take off the hooks of sites that an interrupt left."""
-        while self.risen:
-            if self.risen.pop()[1]:
+    def _pop_pushed(self) -> None:
+        """Pop the hooks for saved tensors that sites and edges left at an interrupt."""
+        while self.pushed:
+            if self.pushed.pop()[1]:
                 pop_saved_hooks()
 
     def _is_left(self) -> bool:
-        # In another thread than its owner's: the stack may change meanwhile.
+        """Whether whoever has the lock was interrupted and does not go on.
+
+        Asked in another thread than the owner's: the stack may change meanwhile.
+        """
         owner = self.lock.owner
         if any(call.goes_on(owner.ident) for call in self._readings if owner):
             return False
@@ -515,13 +540,14 @@ class Edges:
             return self._is_unheard()
         for entry in self._stack[:1]:
             return not _is_running(entry.frame)
-        # Between passes it is had for one call; an interrupt may have come to its end.
+        # Between passes the lock is held for a single call, which may be over, without
+        # having released it, after an interrupt.
         if owner is None or (self.thread is None and self._listener.in_use()):
             return False
-        return not runs_library(owner)  # where it ends the use or the pass that it had
+        return not runs_library(owner)  # there it is about to release it
 
     def _bury(self) -> None:
-        """Close what another thread left open; its contexts are its own to leave."""
+        """Close what another thread left open. It has to leave its contexts itself."""
         if self._is_unheard():
             self._end_unheard()
             return
@@ -574,11 +600,12 @@ def move_inputs(tree: Any, device: torch.device) -> Any:
     return tree
 
 
-def apart(call: Callable[..., Any], *args: Any) -> Any:
-    """Call something that no dispatch mode shall see.
+def call_unseen(call: Callable[..., Any], *args: Any) -> Any:
+    """Call a function without the dispatch modes of this thread.
 
-    Selective checkpointing counts the operators that a region runs, and expects the
-    recomputation to run the same.
+    Selective checkpointing is one: it counts the operators that a region runs, and
+    expects the same ones when the region is recomputed. Copies of weights are not part
+    of that. Only the sanitizer's mode, which looks for races, stays.
     """
     if not dispatch_modes():
         return call(*args)

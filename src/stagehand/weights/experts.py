@@ -110,10 +110,10 @@ class Experts:
             scheduler.before_rows(block, runs)
 
     def _is_read_again(self) -> bool:
-        """Whether more is made of weights now than their call says.
+        """Whether more rows may be read than those that the call names.
 
-        Backward reads what was saved, and a cast that autocast keeps is one of all
-        rows. Under `vmap` nobody can read the numbers.
+        With gradients, backward reads what was saved; under autocast, the cast that is
+        kept is one of all rows. Under `vmap` the numbers of the rows cannot be read.
         """
         return (
             torch.is_grad_enabled()
@@ -123,10 +123,11 @@ class Experts:
 
 
 def _reads_what_it_is_given(module: nn.Module) -> bool:
-    """Whether a call reads the rows that its arguments name, and nobody any more.
+    """Whether a call reads only the rows that its arguments name.
 
-    A parametrization is one of all rows. Hooks may change the arguments behind ours,
-    and read the weights.
+    Not so with a parametrization, which computes a weight from all rows; with a forward
+    of the module's own; and with hooks of others, which run after ours and may change
+    the arguments or read the weights.
     """
     return not (
         hasattr(module, "parametrizations")
@@ -141,10 +142,11 @@ def is_experts(module: nn.Module, kinds: Iterable[type[nn.Module]]) -> bool:
 
 
 def _is_of_transformers(module: nn.Module) -> bool:
-    """Whether a call reads what its router chose, as far as `transformers` computes it.
+    """Whether a module's forward is one of `transformers` that reads chosen experts.
 
-    The decorator of its experts' classes gives them a forward that computes them in
-    the way that their configuration names at the time.
+    A decorator of `transformers` gives classes of experts a forward that computes them
+    in one of several ways, which the module's configuration names. It is read anew at
+    each call, for users may change it.
     """
     forward = type(module).forward
     if getattr(forward, "__globals__", {}).get("__name__") != _MADE_IN:
@@ -157,9 +159,10 @@ def _is_of_transformers(module: nn.Module) -> bool:
 
 
 def _visits_chosen(forward: Any) -> bool:
-    """Whether a class's own forward computes experts one by one, those that were hit.
+    """Whether a class's own forward computes only experts that were hit, one by one.
 
-    Not all at once: some did, and took what was chosen then.
+    The forwards of some versions compute all experts at once and then take those that
+    were chosen. The names of their local variables tell them apart.
     """
     code = forward.__wrapped__.__code__
     return bool(_HIT.intersection(code.co_varnames)) and "bmm" not in code.co_names
@@ -172,7 +175,7 @@ def _chosen_in_transformers(
 
 
 def _runs_of(chosen: object, block: Block) -> Runs | None:
-    """Return the rows to bring, or None if all are.
+    """Return the rows to bring, as ranges, or None for the whole block.
 
     Raises:
         ConfigError: If what was chosen is nothing that can be.

@@ -87,7 +87,7 @@ class RowGather:
             return func(*args, **kwargs)
         self.busy = True
         try:
-            with _apart():
+            with _out_of_checkpoints():
                 return self._lookup(*args, **kwargs)
         finally:
             self.busy = False
@@ -121,8 +121,8 @@ class RowGather:
 
 
 @contextmanager
-def _apart() -> Iterator[None]:
-    """Keep what a lookup saves, its indices, from a checkpoint around it.
+def _out_of_checkpoints() -> Iterator[None]:
+    """Let a lookup keep what it saves, its indices, in spite of a checkpoint around it.
 
     A node on the host runs in another thread than those on the device, beside them: to
     unpack what a checkpoint has saved it would recompute the region there, while the

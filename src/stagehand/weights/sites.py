@@ -33,7 +33,7 @@ from stagehand.torch_private import (
     take_off,
     untraced,
 )
-from stagehand.weights.edges import apart
+from stagehand.weights.edges import call_unseen
 
 if TYPE_CHECKING:
     from collections.abc import (
@@ -101,11 +101,15 @@ class _Hook:
 
 
 class _StateAsked(_Hook):
-    """Brings everything home first: whoever saves wants one device, and whole storages.
+    """Runs before `state_dict()`: brings every tensor to the host.
 
-    There it stays until all is read, whatever other threads run. In the middle of a
-    pass, a state dict is of tensors wherever they are, all of them. One of the
-    parameters themselves leaves them where they were brought.
+    So what is saved is on one device, and has whole storages. The tensors stay there
+    until all are read, whatever other threads run. In the middle of a pass they are
+    left where they are; only blocks that are there by rows are completed.
+
+    Attributes:
+        keeps: Whether the parameters themselves were asked for (`keep_vars`): then they
+            are left on the host afterwards.
     """
 
     __slots__ = ("_complete", "_edges", "_settle", "keeps")
@@ -127,6 +131,11 @@ class _StateAsked(_Hook):
 
 
 class _StateGiven(_Hook):
+    """Runs after `state_dict()`: lets passes go on, and what stays come back.
+
+    PyTorch sets `_from_public_api`.
+    """
+
     __slots__ = ("_asked", "_edges", "_from_public_api", "_resume")
 
     def __init__(
@@ -145,10 +154,10 @@ class _StateGiven(_Hook):
 
 
 class _StateLoading(_Hook):
-    """Notes where the tensors are that the model had when it was streamed.
+    """Runs before `load_state_dict()`: notes in which modules the tensors are.
 
-    They may be elsewhere by now, and others in their places. What is copied into them
-    must not come before copies that read them.
+    Only tensors count that the model had when it was streamed. It also waits for copies
+    to the device that may still read what is about to be written.
     """
 
     __slots__ = ("_await_copies", "_known", "places")
@@ -172,9 +181,10 @@ class _StateLoading(_Hook):
 
 
 class _StateLoaded(_Hook):
-    """Lets a model have the tensors it had, with the values of those in their places.
+    """Runs after `load_state_dict()`: undoes what `assign=True` does.
 
-    `load_state_dict(assign=True)` replaces the tensors themselves.
+    That replaces the model's tensors. Here they return to their places, and get the
+    values and gradients of those that were assigned.
     """
 
     __slots__ = ("_loading",)
@@ -191,7 +201,7 @@ class _StateLoaded(_Hook):
                 tensor.data = given.data
                 if given.is_leaf:
                     tensor.grad = given.grad
-                setattr(part, name, tensor)  # as it was replaced: modules may see it
+                setattr(part, name, tensor)  # modules may define `__setattr__`
 
 
 def _get_nothing() -> Callable[..., None]:
@@ -199,13 +209,15 @@ def _get_nothing() -> Callable[..., None]:
 
 
 class _EdgeBegin(_Hook):
-    __slots__ = ("_edges", "_rise", "_settle")
+    """Enters the model where an edge is called; moves its inputs if outermost."""
+
+    __slots__ = ("_edges", "_push_hooks", "_settle")
 
     def __init__(
-        self, edges: Edges, rise: Callable[[], bool], settle: Callable[[], None]
+        self, edges: Edges, push_hooks: Callable[[], bool], settle: Callable[[], None]
     ) -> None:
         self._edges = edges
-        self._rise = rise
+        self._push_hooks = push_hooks
         self._settle = settle
 
     @skipped
@@ -217,7 +229,7 @@ class _EdgeBegin(_Hook):
             self._edges.recomputing += 1
         if torch.is_grad_enabled():
             # What is no site has weights too, and a recompute must save the same.
-            self._edges.risen.append((_EdgeEnd, self._rise()))
+            self._edges.pushed.append((_EdgeEnd, self._push_hooks()))
         return moved
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
@@ -230,6 +242,8 @@ class _EdgeBegin(_Hook):
 
 
 class _EdgeEnd(_Hook):
+    """Leaves the model where an edge's call ends, also by an exception."""
+
     __slots__ = ("_edges",)
 
     def __init__(self, edges: Edges) -> None:
@@ -240,8 +254,8 @@ class _EdgeEnd(_Hook):
         if is_dynamo_compiling():
             _call_untraced(self, module, args, output)
             return
-        risen = self._edges.risen
-        if risen and risen[-1][0] is _EdgeEnd and risen.pop()[1]:
+        pushed = self._edges.pushed
+        if pushed and pushed[-1][0] is _EdgeEnd and pushed.pop()[1]:
             pop_saved_hooks()
         if in_backward() and self._edges.recomputing:
             self._edges.recomputing -= 1
@@ -249,7 +263,7 @@ class _EdgeEnd(_Hook):
 
 
 class _ExtraBegin(_EdgeBegin):
-    """Begins what is an edge as long as what stays is away."""
+    """Enters the model where a module is called that is an edge for a time only."""
 
     __slots__ = ("_is_extra",)
 
@@ -259,7 +273,7 @@ class _ExtraBegin(_EdgeBegin):
         is_extra: Callable[[nn.Module], bool],
         settle: Callable[[], None],
     ) -> None:
-        super().__init__(edges, _rise_never, settle)
+        super().__init__(edges, _push_none, settle)
         self._is_extra = is_extra
 
     @skipped
@@ -272,7 +286,7 @@ class _ExtraBegin(_EdgeBegin):
         return moved
 
 
-def _rise_never() -> bool:
+def _push_none() -> bool:
     return False
 
 
@@ -308,6 +322,8 @@ def _gone(kind: type[_SiteHook]) -> _SiteHook:
 
 
 class _SiteBegin(_SiteHook):
+    """Brings a site's block before the site computes; enters the model if need be."""
+
     __slots__ = ("_before", "_pick", "_track")
 
     def __init__(
@@ -342,17 +358,19 @@ class _SiteBegin(_SiteHook):
                 else:
                     moved = edges.moved_again(args, kwargs)
         if self._pick is not None:
-            apart(self._pick, module, *(moved or (args, kwargs)))
+            call_unseen(self._pick, module, *(moved or (args, kwargs)))
         elif dispatch_modes():
-            apart(self._before, self._block)
+            call_unseen(self._before, self._block)
         else:
             self._before(self._block)
-        if torch.is_grad_enabled() or torch.is_autocast_enabled(edges.kind):
-            edges.risen.append((module, self._track(self._block, self._reader)))
+        if torch.is_grad_enabled() or torch.is_autocast_enabled(edges.device_type):
+            edges.pushed.append((module, self._track(self._block, self._reader)))
         return moved
 
 
 class _SiteEnd(_SiteHook):
+    """Ends a site's use of its block, also where the site has raised."""
+
     __slots__ = ("_drop_rows", "_untrack")
 
     def __init__(
@@ -377,9 +395,9 @@ class _SiteEnd(_SiteHook):
             return
         if edges.guests and edges.inside():
             edges.lock.await_guests()
-        block, risen = self._block, edges.risen
-        if risen and risen[-1][0] is module:
-            if risen.pop()[1]:
+        block, pushed = self._block, edges.pushed
+        if pushed and pushed[-1][0] is module:
+            if pushed.pop()[1]:
                 pop_saved_hooks()
             self._untrack(block, self._reader, output)
         if block.uses:
@@ -392,6 +410,8 @@ class _SiteEnd(_SiteHook):
 
 
 class _Look(_Hook):
+    """Shows the inputs and outputs of a module's calls to the guards."""
+
     __slots__ = ("_look",)
 
     def __init__(self, look: Callable[[Any, Any], None]) -> None:
@@ -422,6 +442,8 @@ class _Spared(_Hook):
 
 
 class _RowsBegin(_Hook):
+    """Turns on the mode that looks rows up on the host, where a table is called."""
+
     __slots__ = ("_mode",)
 
     def __init__(self, mode: WeakMode) -> None:
@@ -432,6 +454,8 @@ class _RowsBegin(_Hook):
 
 
 class _RowsEnd(_Hook):
+    """Turns that mode off."""
+
     __slots__ = ("_mode",)
 
     def __init__(self, mode: WeakMode) -> None:
@@ -442,7 +466,7 @@ class _RowsEnd(_Hook):
 
 
 def has_other_hooks(module: nn.Module) -> bool:
-    """Whether hooks of others than a runtime are called for calls of a module."""
+    """Whether calls of a module run forward hooks that are not the library's."""
     own = module._forward_pre_hooks, module._forward_hooks
     hooks = chain(*(place.values() for place in (global_forward_hooks, *own)))
     return not all(isinstance(getattr(h, "__self__", h), _Hook) for h in hooks)
@@ -531,7 +555,7 @@ def _entrances(
 
 
 def _has_any(module: nn.Module, sites: Container[nn.Module]) -> bool:
-    """Whether a module is no site, and has some."""
+    """Whether a module is no site itself but has sites in it."""
     return module not in sites and any(part in sites for part in module.modules())
 
 
@@ -541,16 +565,16 @@ class SiteHooks:
     Args:
         edges: The model's edge.
         before: Called with a block when a site begins.
-        rise: Called when an edge begins with gradients; returns whether it put hooks
-            on top of those through which this thread saves tensors.
+        push_hooks: Called when an edge begins with gradients, to save weights as
+            handles; returns whether the edge's end has to pop these hooks.
         track: Called with a block and its reader when a site begins with gradients or
-            under autocast; returns the same.
+            under autocast; pushes such hooks, too, and returns the same.
         untrack: Called with both, and what the site returns, when it ends.
-        drop_rows: Called with a block of which it had only some rows, then.
-        complete_rows: Called when all rows are read in the middle of that.
-        settle: Brings every tensor home before the model is copied.
-        resume: Called when it was.
-        await_copies: Called before others write weights on the host.
+        drop_rows: Called, when a site ends, with a block of which it had some rows.
+        complete_rows: Called when somebody reads all tensors in the middle of a pass.
+        settle: Brings every tensor home before the model is copied or saved.
+        resume: Called when it was saved.
+        await_copies: Called before `load_state_dict()` writes weights on the host.
     """
 
     def __init__(
@@ -558,7 +582,7 @@ class SiteHooks:
         edges: Edges,
         *,
         before: Callable[[Block], None],
-        rise: Callable[[], bool],
+        push_hooks: Callable[[], bool],
         track: Callable[[Block, Reader], bool],
         untrack: Callable[[Block, Reader, Any], None],
         drop_rows: Callable[[Block], None],
@@ -574,7 +598,7 @@ class SiteHooks:
         self._untrack = untrack
         self._drop_rows = drop_rows
         self._complete_rows = complete_rows
-        self._rise = rise
+        self._push_hooks = push_hooks
         self._settle = settle
         self._resume = resume
         self._handles: list[RemovableHandle] = []
@@ -591,7 +615,8 @@ class SiteHooks:
     ) -> None:
         """Make edges of the module that users call and of its parts.
 
-        Where it wraps another one, whose methods may be called past it, of that one's.
+        Where it only wraps another module, of that one and its parts, for users may
+        call these directly.
 
         Args:
             model: As it was given.
@@ -601,7 +626,7 @@ class SiteHooks:
         models = _wrapped(model)
         self._models.update(models)
         for edge in _entrances(models, sites, tables):
-            begin = _EdgeBegin(self._edges, self._rise, self._settle)
+            begin = _EdgeBegin(self._edges, self._push_hooks, self._settle)
             self._hook_edge(edge, begin, self._handles)
         loading = _StateLoading(model, self._await_copies)
         asking = _StateAsked(self._edges, self._settle, self._complete_rows)
@@ -613,7 +638,7 @@ class SiteHooks:
         add(model.register_state_dict_post_hook, given)
 
     def is_model(self, module: nn.Module) -> bool:
-        """Whether a module is the whole model, without what only wraps it or with."""
+        """Whether a module is the whole model, with or without its wrappers."""
         return module in self._models
 
     def _hook_edge(
@@ -624,9 +649,10 @@ class SiteHooks:
         add(module.register_forward_hook, end, always_call=True)
 
     def add_edges(self, model: nn.Module) -> None:
-        """Make edges of all that may read what stays, which is away. Idempotent.
+        """Make edges of all modules that read what stays, which is away. Idempotent.
 
-        They leave saved tensors alone: a region may be recomputed with or without them.
+        They push no hooks for saved tensors: a checkpointed region may run with them
+        and be recomputed without, and must save the same both times.
         """
         walk = _Walk(self._edges)
         walk(model)
@@ -636,15 +662,15 @@ class SiteHooks:
             self._hook_edge(module, begin, handles)
 
     def is_extra(self, module: nn.Module) -> bool:
-        """Whether a module is an edge for a time."""
+        """Whether a module is an edge only as long as what stays is away."""
         return module in self._extra
 
     def drop_edges(self, entered: nn.Module) -> None:
-        """What stays is there: those that `add_edges` made are none any more.
+        """Undo `add_edges`, for what stays is on the device again.
 
         Args:
-            entered: Where the model is entered. As long as that is one of them, its own
-                end must be told of: all stay.
+            entered: Where the model was entered. If that is such an edge itself, all
+                are left until a later pass: its end has to be told.
         """
         if self._extra and not self.is_extra(entered):
             self._drop_extra()
@@ -666,9 +692,9 @@ class SiteHooks:
         Args:
             module: The site.
             block: What it reads.
-            reader: Notes how.
-            pick: Begins a use in place of `before`, where what is read depends on the
-                inputs; called with the module and these.
+            reader: Notes how often it reads it.
+            pick: Begins a use in place of `before`, where it depends on the inputs
+                which rows are read; called with the module, `args` and `kwargs`.
         """
         add, edges, track = partial(add_hook, self._handles), self._edges, self._track
         begin = _SiteBegin(block, self._before, edges, reader, track, pick).__call__

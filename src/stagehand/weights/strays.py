@@ -35,27 +35,31 @@ __all__ = ["StrayUses", "Strays"]
 
 
 class Strays:
-    """The weights of one model that others read; they stay on the device once found.
+    """Finds weights of one model that other modules read, and lets them stay.
 
-    First passes through each edge are watched, in each mode of it: with gradients or
-    without, in training or not. So is the next of its kind after a pass that fails.
+    A torch function mode (`StrayUses`) sees every call and so costs time: only some
+    passes are watched. Those are the first of each kind, a kind being the edge that is
+    entered, whether gradients are taken, and whether the edge is in training mode. If a
+    watched pass fails, the next of its kind is watched again.
+
+    `nn.MultiheadAttention` may take a fused path in inference, but not under a function
+    mode, and its last bits would differ. So the mode is off while such a module runs,
+    or a site that has one inside (what it reads itself is one block). An
+    `nn.TransformerEncoderLayer` without hooks fuses as a whole: where one may, the pass
+    is not watched.
 
     Args:
-        model: Any module. Its attention modules take a fused path for inference, not
-            under a torch function mode, and results differ in the last bits. So while
-            one runs that may, nothing is watched; what they read themselves is one
-            block. Encoder layers fuse as a whole, where they have no hooks: where one
-            may, a pass is not watched.
-        sites: Its sites. One with such a module in it is not watched as a whole.
-        owners: As for `StrayUses`.
-        rows: As well.
-        device: As well.
-        spare: As well.
+        model: Any module.
+        sites: Its sites.
+        owners: See `StrayUses`.
+        rows: See `StrayUses`.
+        device: See `StrayUses`.
+        spare: See `StrayUses`.
         bring: Called with blocks that are not in use, and that a call reads.
-        is_latest: Whether a block lies where the latest use has left it.
-        fill: Called with a block that was brought: its casts have memory from now on.
-        let_go: As for `StrayUses`.
-        is_torn: As well.
+        is_latest: Whether the latest use of any block was this one's, and it is bound.
+        fill: Called with a block that was brought, to give its casts memory again.
+        let_go: See `StrayUses`.
+        is_torn: See `StrayUses`.
         keep: Lets blocks stay from the next pass on. Raises `StagehandOOMError` if they
             do not fit the budget together.
     """
@@ -104,9 +108,9 @@ class Strays:
         return f"Strays({len(self._known)} kinds of passes known)"
 
     def begin(self, edge: nn.Module) -> StrayUses | None:
-        """A pass begins: return the mode that watches it, if it is to be watched."""
+        """Begin a pass; return the mode that watches it, None if none is needed."""
         if self._uses is not None:
-            self._uses.__exit__()  # of which an interrupt may have left the mode
+            self._uses.__exit__()  # an interrupt may have left its mode active
             self._uses = None
         self._found = []
         self._kind = kind = id(edge), torch.is_grad_enabled(), edge.training
@@ -114,17 +118,17 @@ class Strays:
         if kind in self._known or _may_fuse(self._others):
             return None
         uses = self._looking(self._is_at_hand)
-        self._watches = edge not in uses.spared  # else its hooks are running by now
+        self._watches = edge not in uses.spared  # too late for hooks on it: it runs
         self._uses = uses if self._watches else None
         return self._uses
 
     def may_fuse(self) -> bool:
-        """Whether attention may be fused in a pass that begins, unless it is seen."""
+        """Whether attention may be fused in a pass that begins, without a mode on."""
         inside = (found for _, found in self._spared)
         return any(map(_may_fuse, (self._others, *inside)))
 
     def begin_again(self) -> StrayUses:
-        """A part of such a pass is recomputed in backward: return the same for that."""
+        """Return a mode for a part of a watched pass that backward recomputes."""
         return self._looking(_is_never_at_hand)
 
     def _looking(self, is_at_hand: Callable[[Block], bool]) -> StrayUses:
@@ -142,10 +146,12 @@ class Strays:
         )
 
     def end(self, *, failed: bool) -> None:
-        """It ends. Without room for what it has found, the next ones look out again.
+        """End a pass, and let what it has found stay. Idempotent.
 
-        What one that failed has found is a part, which the next one finds again: if it
-        stayed, a budget that an error names might not be enough. Idempotent.
+        If the budget has no room for that, later passes are watched, too. What a failed
+        pass has found does not stay. It may be a part of what there is, and the next
+        pass finds it again: if it stayed, a budget that an error has named before might
+        not be enough any more.
 
         Args:
             failed: Whether something was raised in it, maybe by a weight that was read
@@ -171,14 +177,15 @@ class Strays:
             self._roomless.difference_update(found)
 
     def look_again(self) -> None:
-        """Watch first passes anew: modules may read others' weights from now on."""
+        """Watch the first pass of each kind again, for the model's modules changed."""
         self._known.clear()
 
     def _is_at_hand(self, block: Block) -> bool:
-        """Whether a block needs no use: its own is the latest, and no cast was emptied.
+        """Whether a read needs no use of the block, for its own use was the latest.
 
-        So it is read by a hook of its module, or by who has called that. What reads it
-        with gradients may read it in backward as well, and no handle tells of that.
+        It is read then by a hook of its module, say, or by the module's caller. This is
+        not enough with gradients, where the weight may be read in backward again and
+        no handle tells, nor where autocast's casts of it were emptied.
         """
         with_gradients = self._kind[1]
         return not with_gradients and self._is_latest(block) and not block.casts
@@ -197,9 +204,10 @@ class Strays:
                     self._note_reader(weight)
 
     def _note_reader(self, weight: torch.Tensor) -> None:
-        """Note the class of the module that reads a weight of one inside of it.
+        """Note the class of the innermost running module that contains a weight.
 
-        None that has most blocks: these would be one.
+        The warning names it for `opaque=`. One with more than half of all blocks is not
+        noted: as a single block it would be too large to stream.
         """
         running = (
             m for m in objects_in(threading.get_ident()) if isinstance(m, nn.Module)
@@ -212,9 +220,10 @@ class Strays:
                 self._readers[f"{kind.__module__}.{kind.__qualname__}"] = None
 
     def _look_for_function(self, block: Block, weight: torch.Tensor) -> None:
-        """Warn of a gradient that autograd expects on the host.
+        """Warn if a `torch.autograd.Function` was given a weight that is on the host.
 
-        It was told of the weight where a function was given it, before anybody read it.
+        Autograd notes the device of its gradient when the function is called, before
+        the function reads the weight and it is brought.
         """
         trains = weight.requires_grad and block not in self._given
         if trains and in_function_of(weight):
@@ -231,17 +240,15 @@ class Strays:
                 stacklevel=2,
             )
 
-    def _but(self) -> str:
-        return ", but where attention may be fused" if self._others else ""
-
     def _warn(self, found: Sequence[Block], error: StagehandOOMError) -> None:
         if not self._has_warned:
             self._has_warned = True
             readers = f" ({', '.join(self._readers)})" if self._readers else ""
+            but = ", but where attention may be fused" if self._others else ""
             warnings.warn(
                 f"{len(found)} blocks, {found[0].name!r} first, are read by modules"
                 f" that do not own them and do not fit the budget together ({error}):"
-                f" every call is watched from now on{self._but()}, which is slow, and"
+                f" every call is watched from now on{but}, which is slow, and"
                 " in backward those in non-reentrant checkpoints, while in reentrant"
                 " ones they fail; give them that budget, or name the classes of the"
                 f" modules that read them{readers} in opaque= of a new"
@@ -252,7 +259,11 @@ class Strays:
 
 
 def _hookable(model: nn.Module, sites: Sequence[nn.Module]) -> list[nn.Module]:
-    """Return where hooks do not keep anything from being fused."""
+    """Return the sites and attention modules on which hooks may be put.
+
+    Hooks inside of an `nn.TransformerEncoderLayer` keep it from fusing. So none are put
+    into one that has none yet.
+    """
     hooked = set(map(id, sites))
     closed: set[int] = set()
     for module in model.modules():
@@ -271,7 +282,7 @@ def _attention_in(module: nn.Module) -> list[weakref.ref[nn.MultiheadAttention]]
 
 
 def _may_fuse(attention: Sequence[weakref.ref[nn.MultiheadAttention]]) -> bool:
-    """Whether some attention module may fuse now. Mostly the first one tells."""
+    """Whether some attention module may take its fused path in the present mode."""
     grads = torch.is_grad_enabled()
     return any(
         not (grads and any(p.requires_grad for p in m.parameters(recurse=False)))
@@ -285,24 +296,25 @@ def _is_never_at_hand(_: Block) -> bool:
 
 
 class StrayUses:
-    """Finds weights that are read outside of their own module's forward.
+    """A torch function mode that brings weights which a call reads without a use.
 
-    Active in first passes only, because it sees every call. Some modules read their
-    children's parameters themselves; no hook of the child tells of that.
+    Some modules read their children's parameters themselves; no hook of the child tells
+    of that.
 
     Args:
         owners: The streamed block of each parameter, by the parameter's id.
-        rows: Reads of tables where it looks rows up are no strays.
-        device: Where the model computes: compiled code is told of what it reads
-            elsewhere, where all is that was not brought.
-        spared: Modules that shall not see that they are watched.
-        spare: Called with each of them, this and a list for hooks that call `pause` and
-            `resume` around the module.
-        bring: Called with the blocks that a call reads and that are not in use, and the
-            tensor that it reads.
-        is_at_hand: Whether one is there even so, in each pass alike.
+        rows: Reads of tables during its lookups are expected, and left alone.
+        device: Where the model computes. While code is compiled, tensors that are there
+            already are not looked up: the compiler would compile anew for each.
+        spared: Modules during whose calls the mode must be off.
+        spare: Called with each of these, this object and a list for the handles of
+            hooks: installs hooks that call `pause` and `resume` around the module.
+        bring: Called with the blocks that a call reads and that are not in use, each
+            with the tensor that is read.
+        is_at_hand: Whether a block that is not in use can be read even so. The answer
+            must be the same in each pass.
         let_go: Called with each of the blocks after that call.
-        is_torn: Whether it is left from a pass that was interrupted.
+        is_torn: Whether this mode was left active by a pass that was interrupted.
     """
 
     def __init__(
@@ -344,9 +356,9 @@ class StrayUses:
 
     def __exit__(self, *_: object) -> None:
         take_off(self._mode)
-        self._is_off = False  # no hook puts it back
+        self._is_off = False  # so that no `resume` puts it back
         remove_hooks(self._handles)
-        self.spared = ()  # it may be kept until the next pass, but no module is
+        self.spared = ()  # this may be kept until the next pass, modules must not be
 
     def pause(self) -> None:
         """Watch nothing until `resume`, unless somebody else's mode is active, too."""
@@ -403,8 +415,8 @@ class StrayUses:
 def _is_harmless(func: Callable[..., Any]) -> bool:
     """Whether a call only asks what a tensor is like.
 
-    `weight.T` reads the tensor, and `weight.device` is asked where to put what shall
-    meet it.
+    `weight.T` reads the tensor. `weight.device` counts as a read, too: it is asked to
+    put something else on the same device.
     """
     name = getattr(func, "__name__", "")
     if name == "__get__":
