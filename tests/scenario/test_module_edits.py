@@ -981,6 +981,54 @@ def test_what_is_assigned_is_written_when_other_streams_have_read_what_was_there
     runtime.shutdown()
 
 
+@pytest.mark.parametrize("part", ["layer", "norm"])
+@pytest.mark.parametrize("at", [0, 1, 2])
+def test_what_was_assigned_is_there_for_passes_on_any_stream(sim, at, part):
+    """A later pass on another stream did not wait for the one that had taken it in."""
+    layers = ((nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)) for _ in range(4))
+    model = nn.Sequential(*itertools.chain(*layers))
+    plain = deepcopy(model)
+    stagehand.layer(model, device="hpu", vram_budget=20 * LAYER_BYTES)
+    number = {"layer": 2, "norm": 3}[part]
+    new = torch.rand_like(plain[number].weight)
+    x, given = batch().to("hpu"), [new.to("hpu")]
+    streams = [torch.Stream("hpu"), torch.Stream("hpu"), torch.Stream("hpu")]
+    outputs = []
+    with torch.no_grad():
+        model(x)
+        model(x)
+        torch.accelerator.synchronize()
+        for count, stream in enumerate(streams):
+            if count == at:
+                model[number].weight.data = given.pop()
+            with stream:
+                outputs.append(model(x))
+        torch.accelerator.synchronize()
+    for count, output in enumerate(outputs):
+        if count == at:
+            plain[number].weight.data = new
+        expected = run_resident(plain, "hpu", batch())
+        assert_bitwise_equal(output, expected, f"pass {count}")
+    runtime_of(model).shutdown()
+
+
+def test_what_a_pass_has_taken_in_without_a_use_is_there_for_the_next_one(sim):
+    model, plain = streamed_stack("hpu", vram_budget=20 * LAYER_BYTES)
+    x, new = batch().to("hpu"), torch.rand(WIDTH, WIDTH)
+    given = new.to("hpu")
+    with torch.no_grad():
+        model(x)
+        model(x)
+        torch.accelerator.synchronize()
+        weights(model)[2].data = given
+        with torch.Stream("hpu"):
+            model[0](x)
+        output = model(x)
+    weights(plain)[2].data = new
+    assert_bitwise_equal(output, run_resident(plain, "hpu", batch()), "output")
+    runtime_of(model).shutdown()
+
+
 @pytest.mark.parametrize("edit", ["whole", "one element"])
 @pytest.mark.parametrize("block", range(4))
 @pytest.mark.parametrize("device", ["hpu", "cpu"])

@@ -206,20 +206,44 @@ def test_backward_on_the_streams_of_its_forward_reads_what_is_filled(sim):
     runtime.shutdown()
 
 
-def test_gradient_of_a_block_used_twice_survives_a_hook_registered_late(sim):
+def stays(parameter):
+    """See the gradient at each call."""
+
+
+def leaves_at_once(parameter):
+    """See the first one alone."""
+    parameter.own.remove()
+
+
+def uses_it_up(parameter):
+    """As an optimizer that steps in backward does."""
+    parameter.used = parameter.used + parameter.grad.cpu()
+    parameter.grad = None
+
+
+@pytest.mark.parametrize("hook", [stays, leaves_at_once, uses_it_up])
+def test_gradient_of_a_block_used_twice_survives_a_hook_registered_late(sim, hook):
     def backward(model):
         model.zero_grad()
         x = batch().to("hpu").requires_grad_()
         for _ in range(2):
             x = checkpoint(model[0], x, use_reentrant=True)
         x.sum().backward()
-        return [p.grad.cpu() for p in model[0].parameters()]
+        used = [p.used for p in model[0].parameters()]
+        return used + [
+            p.grad.cpu() for p in model[0].parameters() if p.grad is not None
+        ]
 
     def run(model):
+        for p in model.parameters():
+            p.used = torch.zeros(())
         backward(model)
         for p in model.parameters():
-            p.register_post_accumulate_grad_hook(lambda p: None)
-        return backward(model)
+            p.own = p.register_post_accumulate_grad_hook(hook)
+        found = backward(model)
+        for p in model.parameters():
+            del p.used, p.own
+        return found
 
     model = stack(3)
     expected = run(deepcopy(model).to("hpu"))
@@ -268,3 +292,30 @@ def test_a_block_that_was_loaded_too_early_is_stepped_behind_its_copy(sim):
     assert chain_losses(model, optimizer) == expected
     runtime_of(model).shutdown()
     assert all(map(torch.equal, weights(model), weights(resident)))
+
+
+@pytest.mark.parametrize("layers", [2, 4])
+def test_a_block_that_was_loaded_for_another_order_is_stepped_behind_its_copy(
+    sim, layers
+):
+    """Its copy was queued where the order was one of another kind of step."""
+    sim.configure(h2d_gbps=1.0, d2h_gbps=1.0)
+
+    def train(model, **options):
+        optimizer = OffloadedAdamW(model.parameters(), lr=1e-2, **options)
+        for one_by_one in (0, 1, 0, 1, 1, 0, 0, 1):
+            x = batch().to("hpu")
+            if one_by_one:
+                for block in model:
+                    x = checkpoint(block, x, use_reentrant=False)
+            else:
+                x = model(x)
+            x.square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return weights(model)
+
+    expected = train(stack().to("hpu"))
+    model = stagehand.layer(stack(), vram_budget=layers * LAYER_BYTES)
+    assert all(map(torch.equal, train(model, overlap=model), expected))
+    runtime_of(model).shutdown()

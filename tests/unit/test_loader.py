@@ -555,6 +555,50 @@ def test_kept_block_that_was_changed_on_the_device_is_read_anew(lane, monkeypatc
     assert rig.on_device(block) == 99
 
 
+def test_kept_block_that_no_counter_tells_was_changed_is_read_anew(lane, monkeypatch):
+    """By a fused optimizer, where the system does not tell which pages were written."""
+    monkeypatch.setattr(lane_loader, "was_written", lambda _: False)
+    rig = lane()
+    block = rig.blocks[1]
+    rig.loader.keep([block])
+    rig.loader.request(block)
+    rig.let_jobs_end()
+    rig.loader.forget(block)
+    block.store.hosts[0].numpy().fill(99)
+    block.mark_changed()
+    rig.start(block)
+    assert rig.on_device(block) == 99
+
+
+def test_what_a_read_that_failed_has_left_is_kept_for_nobody(lane, monkeypatch):
+    """The system tells what was written as long as it can open one file more."""
+    tells = [True, False]
+    monkeypatch.setattr(lane_loader, "was_written", lambda _: tells.pop(0))
+    rig = lane()
+    block = rig.blocks[1]
+    rig.loader.keep([block])
+    rig.loader.request(block)
+    rig.let_jobs_end()
+    rig.loader.forget(block)
+    block.store.failure = ReadError("gone")
+    with pytest.raises(ReadError):
+        rig.start(block)
+    block.store.failure = None
+    rig.start(block)
+    assert rig.on_device(block) == 1
+    assert block.store.reads == 3
+
+
+def test_forgotten_block_is_staged_without_the_sample_of_before(lane):
+    """Else values that are brought back are taken for those that were staged."""
+    rig = lane()
+    block = rig.blocks[1]
+    rig.loader.request(block)
+    block.seal = sample(block)
+    rig.loader.forget(block)
+    assert block.seal is None
+
+
 @pytest.mark.parametrize("kind", ["pinned", "pageable", "host"])
 def test_block_is_sent_home_without_the_host_only_into_its_pinned_image(sim, kind):
     rig = Rig(on_host=kind == "host")

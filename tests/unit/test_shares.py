@@ -43,6 +43,15 @@ def test_models_that_fit_together_keep_everything():
     assert other == Share(40, 40)
 
 
+def test_models_that_fit_together_keep_everything_however_often_they_run():
+    assert shares(100, claim(60, passes=4), claim(40)) == [Share(60, 60), Share(40, 40)]
+
+
+def test_models_that_almost_fit_together_need_room_for_what_is_missing_alone():
+    kept = [share.kept for share in shares(100, claim(50), claim(55))]
+    assert sum(kept) > 100 - 20, "a ring"
+
+
 def test_one_ring_is_enough_for_models_that_take_turns():
     one, other = shares(100, claim(200), claim(200))
     assert one.kept + other.kept == 80
@@ -57,6 +66,11 @@ def test_models_that_run_at_once_have_a_ring_each():
     assert one.kept + other.kept == 60
 
 
+def test_models_that_cannot_run_at_once_have_all_the_room_in_turns():
+    one, other = shares(15, claim(200), claim(200), apart=True)
+    assert one.limit + other.kept == other.limit + one.kept == 15
+
+
 def test_a_model_with_many_passes_in_a_row_gets_the_room_of_the_others():
     often, once = shares(100, claim(200, passes=4), claim(200))
     assert once.kept == 0
@@ -65,6 +79,17 @@ def test_a_model_with_many_passes_in_a_row_gets_the_room_of_the_others():
     both = shares(100, claim(200, passes=4), claim(200, passes=3))
     assert [share.kept for share in both] == [0, 0]
     assert [share.limit for share in both] == [100, 100]
+
+
+def test_a_model_keeps_what_it_cannot_give_up_whatever_that_costs_the_others():
+    some = claim(200, passes=4, bound=6), claim(200, passes=3, bound=8)
+    assert [share.kept for share in shares(100, *some)] == [6, 8]
+
+
+def test_models_of_unlike_sizes_keep_like_parts_of_themselves():
+    large, small = shares(100, claim(400), claim(100))
+    assert large.kept + small.kept == 80
+    assert abs(large.kept / 400 - small.kept / 100) < 0.05
 
 
 def test_room_goes_to_who_is_faster_for_it():
@@ -88,7 +113,7 @@ def test_a_guest_keeps_nothing_and_may_take_what_nobody_keeps():
 
 def test_nobody_gets_more_than_its_own_budget():
     small, large = shares(100, claim(200, budget=30), claim(200))
-    assert small.limit <= 30
+    assert small.kept <= small.limit <= 30
     assert large.limit <= 100
 
 
@@ -109,7 +134,7 @@ def test_a_limit_and_what_the_others_keep_never_exceed_the_cap(some, cap, apart)
     for number, share in enumerate(found):
         others = sum(s.kept for n, s in enumerate(found) if n != number)
         assert share.limit + others <= cap or share.limit == 0
-        assert share.limit <= some[number].budget
+        assert share.kept <= share.limit <= some[number].budget
         if some[number].budget >= some[number].floor:
             assert share.limit >= min(some[number].floor, some[number].weights)
     if apart and sum(one.floor for one in some) <= cap:
@@ -141,3 +166,8 @@ def test_a_cap_that_is_too_small_leaves_no_share_that_would_do(cap):
     one, other = shares(cap, claim(200), claim(200))
     assert one.limit <= cap
     assert other.limit <= cap
+
+
+def test_what_is_fixed_beyond_the_cap_leaves_nothing():
+    _, other = shares(50, claim(60), claim(200), fixed={0: 60})
+    assert other == Share(0, 0)

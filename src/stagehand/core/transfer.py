@@ -447,6 +447,11 @@ class TransferEngine:
         else:
             self._mark(slot, stream)
 
+    def note_write(self, slot: Slot, stream: Stream) -> None:
+        """Mark that `stream`, which had released a slot, has written to it."""
+        slot._filled.record(stream)  # type: ignore[union-attr]
+        slot.seen_by = stream
+
     def end_pass(self, stream: Stream) -> None:
         """Mark that `stream` used slots until now, for all that are not released."""
         self.join_passes(stream)  # the mark must cover those on other streams

@@ -378,8 +378,6 @@ class Mover:
         slot, bound = block.slot, block.bound
         stream = self._device.current_stream()
         if bound and slot is not None:  # others may still read what is written now
-            self._engine.await_filled(slot, stream)
-            self._engine.join_passes(stream)
             self._engine.release(slot, stream)
         elif slot is not None:  # a load may still read the host tensors
             self._engine.finish_load(slot)
@@ -419,7 +417,11 @@ class Mover:
             if not value.is_cpu:  # its memory may belong to another stream
                 self._engine.disown(value)
         block.mark_changed()
-        if moves and slot is not None:
+        if slot is None:
+            return
+        if not moves:
+            self._engine.note_write(slot, stream)
+        else:
             block.versions = block.read_versions()
             self.load(block, slot, _CRITICAL)
             self.bind(block, slot, stream)

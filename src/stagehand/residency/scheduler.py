@@ -400,10 +400,13 @@ class Scheduler:
         self._takes_turns = self._takes_turns or hands_over
         if self._takes_turns:
             self._lingered = {b for b in bound if b.index not in self._fixed}
+        stream = self._device.current_stream()
         for index in self._fixed:  # nobody tells of their uses
             block = self.blocks[index]
-            if block.trains and not block.bound:
-                self._bring(block, self._device.current_stream())
+            if block.bound:
+                self._engine.await_filled(block.slot, stream)  # type: ignore[arg-type]
+            elif block.trains:
+                self._bring(block, stream)
 
     def _forget_stale(self, block: Block, slot: Slot) -> None:
         """Drop the copy of a block that an optimizer has changed, or is about to."""
