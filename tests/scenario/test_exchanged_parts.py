@@ -1,0 +1,95 @@
+"""Parts of a streamed model are exchanged between passes: what is left stays whole."""
+
+import pickle
+from copy import deepcopy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations, parametrize
+
+import stagehand
+from architectures import assert_bitwise_equal
+from training import (
+    FEW,
+    WIDTH,
+    Net,
+    Setting,
+    assert_trains_equally,
+    over,
+    start,
+)
+from training import net as small_net
+
+PLACES = [Setting("hpu", "layers", "third"), Setting("cpu", "layers", "third")]
+
+
+@pytest.mark.parametrize("way", ["state dict", "deep copy", "pickle"])
+def test_a_model_is_saved_whole_where_what_has_joined_it_has_no_room(sim, way):
+    """The next pass says so; a checkpoint that is written before it was lost."""
+    run = start(small_net, FEW[0])
+    run.loss()
+    wide = nn.Linear(64 * WIDTH, WIDTH)
+    run.model.extra = wide
+    if way == "state dict":
+        state = run.model.state_dict()
+    elif way == "deep copy":
+        state = deepcopy(run.model).state_dict()
+    else:
+        state = pickle.loads(pickle.dumps(run.model)).state_dict()
+    plain = small_net()
+    plain.extra = wide
+    assert_bitwise_equal(state, plain.state_dict(), way)
+    with pytest.raises(stagehand.StagehandOOMError, match="have joined"):
+        run.loss()
+    run.runtime.shutdown()
+
+
+@over(PLACES)
+def test_a_weight_that_joined_and_leaves_takes_its_gradient_along(sim, setting):
+    """It was home on the host, and an optimizer found its gradient on the device."""
+
+    def script(run):
+        run.loss().backward()
+        with torch.no_grad():
+            added = Net(depth=1).blocks[0]
+            for number, parameter in enumerate(added.parameters()):
+                parameter.copy_(torch.full(parameter.shape, 0.1 * number))
+        if run.runtime is None:
+            added.to(run.place)
+        else:
+            run.runtime.set_budget(4 * run.budget)
+            run.budget *= 4
+        run.model.blocks.append(added)
+        run.backward(run.loss())
+        del run.model.blocks[-1]
+        run.backward(run.loss())
+        assert all(p.grad.device == p.device for p in added.parameters())
+        torch.optim.SGD(added.parameters(), lr=0.5).step()
+        run.note("what has left", list(added.parameters()))
+
+    assert_trains_equally(small_net, script, setting)
+
+
+@over(PLACES)
+@pytest.mark.parametrize("end", ["parked", "shut down"])
+def test_weights_that_were_computed_from_others_come_home_before_any_pass(
+    sim, setting, end
+):
+    """Nobody had seen them, and a model that was exported then lay on two devices."""
+    run = start(small_net, setting)
+    run.runtime.set_budget(4 * run.budget)
+    linears = [run.model.entry, run.model.blocks[1].up]
+    for linear in linears:
+        parametrizations.weight_norm(linear)
+    run.loss().backward()
+    for linear in linears:
+        parametrize.remove_parametrizations(linear, "weight")
+    if end == "parked":
+        run.model.to("cpu")
+    else:
+        run.runtime.shutdown()
+    assert {p.device.type for p in run.model.parameters()} == {"cpu"}
+    place = "cpu" if end == "shut down" else setting.place
+    run.model(run.batch().to(place)).sum().backward()
+    run.runtime.shutdown()
