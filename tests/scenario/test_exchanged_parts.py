@@ -12,6 +12,7 @@ import stagehand
 from architectures import assert_bitwise_equal
 from training import (
     FEW,
+    SOME,
     WIDTH,
     Net,
     Setting,
@@ -93,3 +94,26 @@ def test_weights_that_were_computed_from_others_come_home_before_any_pass(
     place = "cpu" if end == "shut down" else setting.place
     run.model(run.batch().to(place)).sum().backward()
     run.runtime.shutdown()
+
+
+@over(SOME)
+@pytest.mark.parametrize("how", ["each other", "new ones", "streamed anew"])
+def test_swapped_weights_get_their_gradients(sim, setting, how):
+    """`swap_tensors` leaves hooks with what is swapped: gradients were lost."""
+
+    def script(run):
+        run.backward(run.loss())
+        first, second = run.model.entry.weight, run.model.head.weight
+        if how == "new ones":
+            value = torch.eye(WIDTH, device=first.device)
+            second = nn.Parameter(value)
+        torch.utils.swap_tensors(first, second)
+        if how == "streamed anew" and run.runtime is not None:
+            run.runtime.shutdown()
+            run.runtime = setting.stream(run.model, run.budget)
+        for _ in range(2):
+            run.model.zero_grad()
+            for number in range(2):
+                run.backward(run.loss(number))
+
+    assert_trains_equally(small_net, script, setting, abandoned=True)
