@@ -17,6 +17,7 @@ from training import (
     Net,
     Setting,
     assert_trains_equally,
+    built,
     over,
     start,
 )
@@ -117,3 +118,29 @@ def test_swapped_weights_get_their_gradients(sim, setting, how):
                 run.backward(run.loss(number))
 
     assert_trains_equally(small_net, script, setting, abandoned=True)
+
+
+@built
+def deep_net():
+    return Net(depth=8)
+
+
+@over(PLACES)
+def test_under_autocast_a_weight_that_was_tied_meanwhile_has_its_cast(sim, setting):
+    """On the host nobody looked for reads elsewhere: the cast there had no memory."""
+
+    def script(run):
+        for number in range(3):
+            run.model.zero_grad()
+            with torch.autocast(run.place, dtype=torch.bfloat16):
+                output = run.model.entry(run.batch(number))
+                for block in run.model.blocks[:3]:
+                    output = block.down(block.up(output))
+                loss = run.model.head(output).float().square().mean()
+            loss.backward()
+            run.note("loss", loss)
+            run.look()
+            if number == 0:
+                run.model.head.weight = run.model.entry.weight
+
+    assert_trains_equally(deep_net, script, setting)
