@@ -121,6 +121,40 @@ def test_swapped_weights_get_their_gradients(sim, setting, how):
 
 
 @built
+def tied_net():
+    model = Net()
+    model.head.weight = model.entry.weight
+    return model
+
+
+@over(PLACES)
+@pytest.mark.parametrize("loaded", ["both", "the first", "the second", "alike"])
+def test_tied_weights_that_are_assigned_different_values_have_these(
+    sim, setting, loaded
+):
+    """The later of two values was in both places, in silence."""
+    run, plain = start(tied_net, setting), tied_net()
+    run.runtime.set_budget(4 * run.budget)
+    run.loss()
+    first = torch.eye(WIDTH)
+    second = first if loaded == "alike" else 2 * first
+    state = {"entry.weight": first, "head.weight": second}
+    for name, missing in (("the first", "head.weight"), ("the second", "entry.weight")):
+        if loaded == name:
+            del state[missing]
+    for model in (run.model, plain):
+        given = {name: value.clone() for name, value in state.items()}
+        model.load_state_dict(given, strict=False, assign=True)
+    assert_bitwise_equal(run.model.state_dict(), plain.state_dict(), loaded)
+    expected = plain.to(setting.place)(run.batch())
+    for _ in range(2):
+        assert_bitwise_equal(run.model(run.batch()), expected, loaded)
+    tied = run.model.head.weight is run.model.entry.weight
+    assert tied == (loaded == "alike")
+    run.runtime.shutdown()
+
+
+@built
 def deep_net():
     return Net(depth=8)
 
