@@ -472,14 +472,17 @@ def tensor_key(tensor: torch.Tensor) -> int:
     return tensor._cdata
 
 
-def renew_hooks(tensor: torch.Tensor) -> None:
-    """Let a tensor's hooks be called that Python knows of: a swap leaves them behind.
+def renew_hooks(tensor: torch.Tensor, *, swapped: bool) -> None:
+    """Let hooks be registered that are called for a tensor: a swap leaves the tables,
+    in which Python keeps them, with the other one.
 
     Args:
-        tensor: Which was swapped for another one.
+        tensor: Which may have been swapped for another one.
+        swapped: Whether it was. Else only tables with nothing in them are given up.
     """
     for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
-        setattr(tensor, name, getattr(tensor, name))
+        if swapped or not getattr(tensor, name):
+            setattr(tensor, name, None)
 
 
 def make_last_hook(tensor: torch.Tensor, number: int) -> None:

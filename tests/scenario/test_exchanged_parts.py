@@ -98,12 +98,19 @@ def test_weights_that_were_computed_from_others_come_home_before_any_pass(
 
 
 @over(SOME)
-@pytest.mark.parametrize("how", ["each other", "new ones", "streamed anew"])
+@pytest.mark.parametrize("how", ["each other", "new ones", "streamed anew", "joined"])
 def test_swapped_weights_get_their_gradients(sim, setting, how):
     """`swap_tensors` leaves hooks with what is swapped: gradients were lost."""
 
     def script(run):
+        if how == "joined":
+            run.model.head.weight = nn.Parameter(torch.eye(WIDTH, device=run.place))
+            if run.runtime is not None:
+                run.budget *= 4
+                run.runtime.set_budget(run.budget)
         run.backward(run.loss())
+        if how == "joined" and run.runtime is not None:
+            run.model.to("cpu")  # to have both on one side
         first, second = run.model.entry.weight, run.model.head.weight
         if how == "new ones":
             value = torch.eye(WIDTH, device=first.device)

@@ -242,7 +242,7 @@ class Gradients:
         home = HOMES[id(tensor)] = Home(tensor, block)
         # Python cannot collect a tensor that its own hooks hold.
         me, known = weakref.ref(self), weakref.ref(home)
-        renew_hooks(tensor)
+        renew_hooks(tensor, swapped=mine is not None)
 
         def before(grad: torch.Tensor) -> None:
             self, home = me(), known()
