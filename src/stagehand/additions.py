@@ -15,6 +15,7 @@ from operator import is_
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
+from stagehand.core.hidden_gradients import take_along
 from stagehand.core.layout import moved, relocate
 from stagehand.errors import ConfigError, StagehandOOMError
 from stagehand.foreign import TAKE_OFF, hook_of, hooked_tensors, refuse_sharded
@@ -131,10 +132,17 @@ class Additions:
             or list(map(len, self._buffers)) != self._counts
         )
 
-    def take_home_buffers(self, home: torch.device) -> None:
-        """Move buffers home that were not taken in, such as a forward's own."""
+    def take_home_unseen(self, home: torch.device) -> None:
+        """Move what nobody has taken in: buffers that a forward has made, parameters
+        that were computed from others, as where a parametrization was taken off."""
         model = self._model()
         known = self._known()
+        for tensor in () if model is None else model.parameters():
+            if id(tensor) in known or tensor.is_meta or not tensor.is_leaf:
+                continue
+            if tensor.device != home:
+                relocate(tensor, home)
+                take_along(tensor)
         for module in () if model is None else model.modules():
             for name, buffer in module._buffers.items():
                 if buffer is None or id(buffer) in known or buffer.is_meta:
@@ -144,7 +152,7 @@ class Additions:
                     self._at_home.append((module, name))
 
     def bring_buffers(self) -> None:
-        """Undo `take_home_buffers`."""
+        """Undo `take_home_unseen`, which moves parameters for good: they join."""
         place = self._parts.device.torch_device
         while self._at_home:
             module, name = self._at_home[-1]
@@ -219,6 +227,7 @@ class Additions:
         number = next(i for i, other in enumerate(parts.odd) if other is tensor)
         if number < parts.odd_placed:
             relocate(tensor, parts.odd_origin[number])
+            take_along(tensor)
             parts.odd_placed -= 1
         del parts.odd[number], parts.odd_origin[number : number + 1]
         del self._joined[id(tensor)]

@@ -178,13 +178,13 @@ class Passing(PassListener):
         additions.bring_buffers()
         if self._parts.scheduler.in_use or not additions.may_have_joined():
             return
+        for reader in self._readers:
+            reader.forget()
+        self._strays.look_again()
         if self._device.is_host:
             additions.look()
             return
         self._take_in()  # first: it refuses what no budget would make possible
-        for reader in self._readers:
-            reader.forget()
-        self._strays.look_again()
         weights = self._parts.weights
         share, marked = weights.limit_bytes, self._marked_bytes
         taken = False

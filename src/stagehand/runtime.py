@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections import Counter
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING, Any, ParamSpec
 
 import torch
@@ -25,6 +25,7 @@ from stagehand.errors import (
     ClosedError,
     ConfigError,
     OrphanedParameterError,
+    StagehandOOMError,
 )
 from stagehand.frames import frame_of_copy
 from stagehand.gradients.gradients import Gradients
@@ -328,9 +329,14 @@ class Runtime(Passing, Sharing, Storing, Conduct):
                 self._edges.end_reading(frame)
 
     def resume(self) -> None:
-        """Bring back what stays, if `_settle` took it home from its optimizer state."""
+        """Bring back what stays, if `_settle` took it home from its optimizer state.
+
+        If there is no room for what has joined, it is not brought, and the next pass
+        says so: who saves a model or copies it gets what there is.
+        """
         if self._resumes and not self._closed:
-            self.place()
+            with suppress(StagehandOOMError):
+                self.place()
 
     # Steps
 
@@ -524,7 +530,7 @@ class Runtime(Passing, Sharing, Storing, Conduct):
             self._take_in()
             self._parts.take_home_odd()
             if (additions := self._additions()) is not None:
-                additions.take_home_buffers(torch.device("cpu"))
+                additions.take_home_unseen(torch.device("cpu"))
             self._parts.take_gradients_along()
             self._parts.device_arena.trim()
 
@@ -711,7 +717,7 @@ class Runtime(Passing, Sharing, Storing, Conduct):
             self._close_files(rest)
             rest.callback(parts.close)
             if (additions := self._additions()) is not None:
-                rest.callback(additions.take_home_buffers, self._home)
+                rest.callback(additions.take_home_unseen, self._home)
             _twice(rest, self._give_back, model)
             rest.callback(self._sum_up)
             if self._gradients is not None:

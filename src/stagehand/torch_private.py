@@ -34,6 +34,9 @@
   function of the user's before it came to the device? Without it, nobody is warned.
 - `Tensor._post_accumulate_grad_hooks`: gradients are taken home after the user's hooks
   have seen them. Without it, before those that were registered later.
+- `Tensor._cdata`, and the setters of `_backward_hooks` and of its post-accumulate ones:
+  was a weight swapped for another one? Its hooks went with that, and are put back. They
+  are as old as all versions that are supported.
 - `torch._C._{len,pop,push_on}_torch_dispatch_stack`: copies of weights are no part of
   what a dispatch mode watches. Without them, selective checkpointing may refuse.
 - `torch._C._{len,pop,push_on}_torch_function_stack`, `_get_function_stack_at`: is the
@@ -128,6 +131,7 @@ __all__ = [
     "pop_saved_hooks",
     "push_saved_hooks",
     "remove_hooks",
+    "renew_hooks",
     "sequence_number",
     "sharing_versions",
     "skipped",
@@ -136,6 +140,7 @@ __all__ = [
     "storage_use_count",
     "take_off",
     "take_off_dead",
+    "tensor_key",
     "tensor_use_count",
     "top_saved_hooks",
     "untraced",
@@ -460,6 +465,24 @@ def is_last_hook(tensor: torch.Tensor, number: int) -> bool:
     """
     hooks: Any = getattr(tensor, "_post_accumulate_grad_hooks", None)
     return not hooks or next(reversed(hooks)) == number
+
+
+def tensor_key(tensor: torch.Tensor) -> int:
+    """Return what `torch.utils.swap_tensors` swaps, as a number, hooks included."""
+    return tensor._cdata
+
+
+def renew_hooks(tensor: torch.Tensor, *, swapped: bool) -> None:
+    """Let hooks be registered that are called for a tensor: a swap leaves the tables,
+    in which Python keeps them, with the other one.
+
+    Args:
+        tensor: Which may have been swapped for another one.
+        swapped: Whether it was. Else only tables with nothing in them are given up.
+    """
+    for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        if swapped or not getattr(tensor, name):
+            setattr(tensor, name, None)
 
 
 def make_last_hook(tensor: torch.Tensor, number: int) -> None:

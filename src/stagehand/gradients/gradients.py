@@ -55,8 +55,10 @@ from stagehand.torch_private import (
     is_last_hook,
     keeps_graph,
     make_last_hook,
+    renew_hooks,
     sequence_number,
     storage_use_count,
+    tensor_key,
 )
 
 if TYPE_CHECKING:
@@ -203,7 +205,8 @@ class Gradients:
             for tensor in block.tensors:
                 if tensor.requires_grad:
                     trains = True
-                    if id(tensor) not in self._homes:
+                    home = self._homes.get(id(tensor))
+                    if home is None or home.of != tensor_key(tensor):
                         self._homes[id(tensor)] = self._hook(tensor, block)
                 elif self._homes and id(tensor) in self._homes:
                     if tensor.grad is not None:
@@ -231,6 +234,9 @@ class Gradients:
             )
 
     def _hook(self, tensor: torch.Tensor, block: Block) -> Home:
+        mine = self._homes.get(id(tensor))
+        if mine is not None:  # its hooks are called for another tensor
+            mine.dismiss()
         other = HOMES.get(id(tensor))
         if other is not None and other.parameter is tensor:
             raise ConfigError(
@@ -242,6 +248,7 @@ class Gradients:
         home = HOMES[id(tensor)] = Home(tensor, block)
         # Weak: Python cannot collect a tensor that its own hooks hold.
         me, known = weakref.ref(self), weakref.ref(home)
+        renew_hooks(tensor, swapped=mine is not None)
 
         def before(grad: torch.Tensor) -> None:
             self, home = me(), known()

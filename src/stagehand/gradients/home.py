@@ -12,6 +12,7 @@ from stagehand.torch_private import (
     graph_task,
     keeps_graph,
     storage_key,
+    tensor_key,
     tensor_use_count,
     use_count_of,
 )
@@ -33,7 +34,7 @@ class Home:
     """
 
     __slots__ = (
-        *("__weakref__", "block", "handles", "parameter"),
+        *("__weakref__", "block", "handles", "of", "parameter"),
         *("alone", "key", "lease", "place"),
         *("came", "earlier", "grad", "had", "more", "parts"),
         *("spent", "task", "touched", "whole"),
@@ -41,6 +42,7 @@ class Home:
 
     def __init__(self, parameter: torch.Tensor, block: Block) -> None:
         self.parameter = parameter
+        self.of = tensor_key(parameter)  # its hooks are called for this
         self.block = block
         self.handles: list[RemovableHandle] = []
         self.lease: Lease | None = None

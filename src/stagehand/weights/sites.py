@@ -20,6 +20,7 @@ import torch
 from torch import nn
 from torch.compiler import is_dynamo_compiling
 
+from stagehand.core.layout import same_bits
 from stagehand.core.turn import HERE
 from stagehand.residency.finding import is_called
 from stagehand.torch_private import (
@@ -185,6 +186,9 @@ class _StateLoaded(_Hook):
 
     That replaces the model's tensors. Here they return to their places, and get the
     values and gradients of those that were assigned.
+
+    A tensor that was in several places, which have different values now, stays in the
+    first of them; what was assigned to the others joins the model.
     """
 
     __slots__ = ("_loading",)
@@ -194,14 +198,23 @@ class _StateLoaded(_Hook):
 
     def __call__(self, *_: Any) -> None:
         places, self._loading.places = self._loading.places, []
-        for part, name, tensor in places:
-            given = getattr(part, name, None)
+        found = [(*place, getattr(place[0], place[1], None)) for place in places]
+        taken = {id(tensor): tensor for *_, tensor, given in found if given is tensor}
+        for part, name, tensor, given in found:
             if isinstance(given, torch.Tensor) and given is not tensor:
+                first = taken.setdefault(id(tensor), given)
+                if first is not given and not _is_equal(first, given):
+                    continue
                 tensor.grad = None
                 tensor.data = given.data
                 if given.is_leaf:
                     tensor.grad = given.grad
                 setattr(part, name, tensor)  # modules may define `__setattr__`
+
+
+def _is_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    alike = one.shape == other.shape and one.dtype == other.dtype
+    return alike and same_bits(one.detach().cpu(), other.detach().cpu())
 
 
 def _get_nothing() -> Callable[..., None]:
