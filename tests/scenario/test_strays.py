@@ -8,6 +8,7 @@ import re
 import warnings
 import weakref
 from collections.abc import Callable
+from copy import deepcopy
 from types import ModuleType
 from typing import Any
 
@@ -919,6 +920,38 @@ def test_functions_that_are_given_weights_from_elsewhere_are_warned_of_once(
         learn()
     for number in range(3):
         assert_bitwise_equal(learn(), expected, f"step {number}")
+    model._stagehand_layer_runtime.shutdown()
+
+
+def test_many_weights_that_functions_are_given_make_one_warning_that_names_the_reader(
+    sim: ModuleType,
+) -> None:
+    """LoHa adapters warned once for each of their weights, and at a budget without room
+    the advice, to run without gradients once, did not help."""
+    torch.manual_seed(2)
+    model = nn.Sequential(*(Given(later=True) for _ in range(4)))
+    x = torch.randn(3, WIDTH)
+
+    def learn(model: nn.Module) -> list[torch.Tensor]:
+        model.zero_grad()
+        model(x.to("hpu")).square().mean().backward()
+        return [p.grad.cpu() for p in model.parameters() if p.grad is not None]
+
+    expected = learn(deepcopy(model).to("hpu"))
+    small = deepcopy(model)
+    stagehand.layer(small, vram_budget=3 * LAYER_BYTES)
+    with (
+        pytest.warns(stagehand.StagehandWarning) as caught,
+        pytest.raises(RuntimeError, match="device"),
+    ):
+        learn(small)
+    told = [str(w.message) for w in caught if "autograd.Function" in str(w.message)]
+    small._stagehand_layer_runtime.shutdown()
+    assert len(told) == 1
+    assert f"({Given.__module__}.Given) in opaque=" in told[0]
+    stagehand.layer(model, vram_budget=3 * LAYER_BYTES, opaque=[Given])
+    for number in range(2):
+        assert_bitwise_equal(learn(model), expected, f"step {number}")
     model._stagehand_layer_runtime.shutdown()
 
 

@@ -102,7 +102,7 @@ class Strays:
         self._roomless: set[Block] = set()  # found, and there is no room to keep them
         self._has_warned = False
         self._readers: dict[str, None] = {}  # classes that read what was found
-        self._given: set[Block] = set()  # to functions: warned of
+        self._has_told_of_function = False
 
     def __repr__(self) -> str:
         return f"Strays({len(self._known)} kinds of passes known)"
@@ -200,14 +200,14 @@ class Strays:
             self._fill(block)
             if block not in self._found:
                 self._found.append(block)
-                if not self._has_warned:
-                    self._note_reader(weight)
+                if not self._has_warned and (reader := self._reader_of(weight)):
+                    self._readers[reader] = None
 
-    def _note_reader(self, weight: torch.Tensor) -> None:
-        """Note the class of the innermost running module that contains a weight.
+    def _reader_of(self, weight: torch.Tensor) -> str | None:
+        """Return the class of the innermost running module that contains a weight.
 
-        The warning names it for `opaque=`. One with more than half of all blocks is not
-        noted: as a single block it would be too large to stream.
+        Warnings name it for `opaque=`. One with more than half of all blocks is not
+        named: as a single block it would be too large to stream.
         """
         running = (
             m for m in objects_in(threading.get_ident()) if isinstance(m, nn.Module)
@@ -217,25 +217,29 @@ class Strays:
             inside = {self._owners.get(id(p)) for p in reader.parameters()} - {None}
             if 2 * len(inside) <= len({*self._owners.values()}):
                 kind = type(reader)
-                self._readers[f"{kind.__module__}.{kind.__qualname__}"] = None
+                return f"{kind.__module__}.{kind.__qualname__}"
+        return None
 
     def _look_for_function(self, block: Block, weight: torch.Tensor) -> None:
         """Warn if a `torch.autograd.Function` was given a weight that is on the host.
 
-        Autograd notes the device of its gradient when the function is called, before
-        the function reads the weight and it is brought.
+        Once for the model. Autograd notes the device of the weight's gradient when the
+        function is called, before the function reads the weight, which brings it.
         """
-        trains = weight.requires_grad and block not in self._given
+        trains = weight.requires_grad and not self._has_told_of_function
         if trains and in_function_of(weight):
-            self._given.add(block)
+            self._has_told_of_function = True
+            reader = self._reader_of(weight)
+            named = f" ({reader})" if reader else ""
             warnings.warn(
                 f"a weight of block {block.name!r} of shape {list(weight.shape)} is"
                 " given to a torch.autograd.Function outside of its module's forward,"
                 " while it is on the host: this pass's backward fails if the function"
                 " has a gradient for it; what was found stays on the device from the"
-                " next pass on: call the model once under torch.no_grad() before it"
-                " trains, or name a module that has the weight and calls the function"
-                " in opaque=",
+                " next pass on, if the budget has room for all of it: call the model"
+                " once under torch.no_grad() before it trains, or name the class of the"
+                f" module that has the weight and calls the function{named} in opaque="
+                " of a new stagehand.layer()",
                 StagehandWarning,
                 stacklevel=2,
             )
