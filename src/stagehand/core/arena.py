@@ -68,7 +68,7 @@ class Lease:
         return self._buffer is not None
 
     def make(self, by: Callable[[int], torch.Tensor] | None = None) -> None:
-        """Have the memory, where it was reserved only. In any thread; takes no lock.
+        """Make the memory if it was only reserved. In any thread; takes no lock.
 
         Args:
             by: What makes it in place of the arena's own function.

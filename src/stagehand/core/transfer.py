@@ -73,7 +73,8 @@ class Slot:
         self.storage: Any = None
         """The leased buffer's storage."""
         self.storage_key = 0
-        """The storage's `_cdata`: to read it takes longer than to count references."""
+        """The storage's `_cdata`, by which references are counted: kept, for reading it
+        takes longer than counting them."""
         self.address = 0
         """Where its bytes begin; 0 without memory."""
         self.alone = 0
@@ -113,7 +114,7 @@ class Lane(Slots):
         device: Whose link it is.
         capacity: Copies in flight at most before speculation is denied, or None.
         priority: The stream's priority; lower runs first.
-        stream: Of another lane, to share its order; a new one by default.
+        stream: That of another lane, whose order it shares; a new one by default.
     """
 
     def __init__(
@@ -137,9 +138,10 @@ class TransferEngine:
         counters: Where copies are counted as they are submitted.
         h2d_capacity: See `Lane`.
         d2h_capacity: See `Lane`.
-        priority: Of the streams that it makes: the lanes', unless `streams` has them,
-            and the one on which wires cross. Lower runs first.
-        streams: The lanes', to the device and from it, if they are shared.
+        priority: The priority of the streams that it makes: those of the lanes, unless
+            `streams` has them, and the one on which wires cross. Lower runs first.
+        streams: The lanes' streams, to the device and from it, where others use them,
+            too; None makes one.
     """
 
     def __init__(
@@ -168,13 +170,13 @@ class TransferEngine:
         self._passed = device.new_event()
         self._passed_on: Stream | None = None  # recorded it last
         self.flight = Flight(device, self.d2h.stream)
-        """What goes home, but is in no slot."""
+        """Tensors outside of slots that copies home still read."""
         self._traffic: Traffic | None = None
         self._limited = h2d_capacity is not None
 
     @property
     def traffic(self) -> Traffic | None:
-        """What this engine has joined, if it goes on."""
+        """What this engine has joined; None if nothing, or if that has ended."""
         if self._traffic is not None and self._traffic.is_over:
             self.leave()
         return self._traffic
@@ -212,7 +214,8 @@ class TransferEngine:
     def deny_home(self, priority: Priority) -> Denied | None:
         """Return why a copy home of that urgency should not start now, or None.
 
-        Copies home are never denied themselves: who makes one early asks first.
+        The calls that queue copies home deny none: whoever sends something before it
+        must go asks here first.
         """
         if priority < _SPECULATIVE:
             return None
@@ -665,8 +668,9 @@ class TransferEngine:
 
         Args:
             buffer: The memory.
-            slot: Whose it was, before `retire`: streams that read it may go on to. The
-                caller's can be that of another model, which needs the room.
+            slot: The slot that had the memory, before `retire`: the streams that read
+                the slot may go on reading. The caller's stream need not be one of them:
+                it can be that of another model, which needs the room.
         """
         if self.device.is_host:
             return
