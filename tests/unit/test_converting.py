@@ -386,8 +386,7 @@ def test_progress_ends_with_all_bytes(source, tmp_path, convert):
     convert(source, tmp_path / "target", progress=lambda *told: seen.append(told))
     assert all(0 < done <= total for done, total in seen)
     assert [done for done, _ in seen] == sorted(done for done, _ in seen)
-    if convert is convert_to_packed:
-        assert seen[-1][0] == seen[-1][1]
+    assert seen[-1][0] == seen[-1][1]
 
 
 # ------------------------------------------------------------------------------ shards

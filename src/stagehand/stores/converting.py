@@ -251,11 +251,13 @@ def _write_squareq(
         wide = [name for name in left if tensors.sizes[name].element_size() >= 8]
         for name in tensors.by_width(wide):
             body.add(name, tensors.read(name))
+            tensors.tell(name, progress)
         for layer in layers:
             body.add(layer.scales, scales[layer.name])
             body.add(layer.zeros, torch.zeros_like(scales[layer.name]))
             if layer.bias is not None:
                 body.add(layer.bias, tensors.read(layer.bias).float())
+                tensors.tell(layer.bias, progress)
         for name in tensors.by_width(set(left) - set(wide)):
             body.add(name, tensors.read(name))
             tensors.tell(name, progress)
