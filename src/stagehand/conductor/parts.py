@@ -159,7 +159,7 @@ class Parts:
         account = runtime.device_account
         if account is not None and not self._users_of(account):
             self._booked[account] = self.budget.reserve_or_raise(
-                account.limit_bytes, name, kind="device"
+                account.limit_bytes, name
             )
 
     def _rebook(self) -> None:
@@ -172,7 +172,7 @@ class Parts:
             if nbytes != grant.nbytes:
                 grant.release()
                 self._booked[account] = self.budget.reserve_or_raise(
-                    nbytes, grant.holder, kind="device"
+                    nbytes, grant.holder
                 )
 
     def _users_of(self, account: Account | None) -> int:

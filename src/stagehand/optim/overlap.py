@@ -175,11 +175,9 @@ class EarlySteps:
                     f" {name(parameter)} (overlap), and before step(); {_LATER}"
                 )
 
-    def clear(self) -> int:
-        """Forget all; return how many there were."""
-        count = len(self._used)
+    def clear(self) -> None:
+        """Forget all."""
         self._used.clear()
-        return count
 
 
 def _name_some(
