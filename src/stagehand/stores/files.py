@@ -110,7 +110,7 @@ class FileSet:
         self._compare(path, found)
 
     def check_mapped(self, path: Path) -> None:
-        """Do nothing if what is mapped of a file is what it was, wherever its path is.
+        """Do nothing if a mapped file was not changed; it may have been replaced.
 
         Raises:
             CheckpointError: If it was rewritten or cut short, in place.
@@ -191,7 +191,7 @@ class FileSet:
                 readers.drop(future)
 
     def sectors(self, path: Path) -> Sectors:
-        """Return where in memory reads of a file need no copy.
+        """Return the alignment at which reads of a file go straight into memory.
 
         Raises:
             CheckpointError: If the file changed or cannot be opened.
@@ -202,7 +202,8 @@ class FileSet:
     def skew(self, parts: Mapping[Path, Sequence[Part]], widest: int) -> Skew | None:
         """Return where an image begins if the most bytes are to be read in place.
 
-        Of all such places it is the one where the most pages are the file's.
+        Of several such places, it is the one where the most pages of memory lie on
+        pages of the file.
 
         Args:
             parts: All that is read into it.
