@@ -62,12 +62,12 @@ class Budget:
             kind: "device" or "pinned" memory.
             mode: How the request is answered.
             priority: How urgent it is.
-            until: The phase with whose end the grant ends, or else with that of the
-                step: of the next one, if none is open.
+            until: The phase whose end ends the grant; so does the end of the step, or
+                of the next one where none is open. None keeps it until it is released.
             recall: Called when somebody more urgent needs the bytes.
 
         Raises:
-            ConfigError: If one of them is none of what it can be.
+            ConfigError: If a value is of another type, or `nbytes` is negative.
         """
         check_value("nbytes", nbytes, int)
         if nbytes < 0:

@@ -79,16 +79,16 @@ class Parts:
         self._config = config
         self._policy = policy
         self._adapters: list[Adapter] = []
-        self._booked: dict[Account | None, Grant] = {}
+        self._booked: dict[Account | None, Grant] = {}  # budgets of what is attached
         self._lock = threading.RLock()
-        self._told = False
+        self._told = False  # whether phases are told by hand, and not detected
         self._closed = self._dropped = False
         self._full_checks = self._missed = 0
         self._entered = time.perf_counter()
-        self._left = Phase.STEP_END
-        self._durations: dict[str, float] = {}
+        self._left = Phase.STEP_END  # entered then, and left with the next move
+        self._durations: dict[str, float] = {}  # seconds in each phase of this step
         self._steps = 0
-        self._counted = (0, 0, 0, 0)
+        self._counted = (0, 0, 0, 0)  # requests, as of the record before
         self._seconds_per_load = 0.0
         self._leader: tuple[Conducted, Callable[[], None]] | None = None
         self._optimizers: Callable[[], None] | None = None
@@ -124,6 +124,7 @@ class Parts:
     # Attaching
 
     def attach(self, runtime: Conducted, name: str | None) -> None:
+        """See `ConductorRuntime.attach`; None takes the runtime's kind and a number."""
         with self._lock:
             self._check_open()
             self._forget_closed()
@@ -179,6 +180,7 @@ class Parts:
         return sum(r.device_account is account for r in self._runtimes())
 
     def add(self, adapter: Adapter) -> None:
+        """Let limits reach what an adapter stands for; all of it or nothing."""
         with self._lock:
             self._check_open()
             self._check_name(adapter.name)
@@ -210,6 +212,7 @@ class Parts:
         return None
 
     def detach(self, runtime: Conducted | None, name: str | None) -> None:
+        """Take off a runtime, or what has a name; None names nothing."""
         with self._lock:
             for adapter in tuple(self._adapters):
                 if adapter.name == name or adapter is self._adapter_of(runtime):
@@ -245,6 +248,7 @@ class Parts:
     # Phases
 
     def tell(self, move: Callable[[PhaseClock], None]) -> None:
+        """Move the clock by hand: from now on, nothing that is detected moves it."""
         with self._lock:
             if not self._closed:
                 self._told = True
@@ -403,6 +407,7 @@ class Parts:
             raise ClosedError("the conductor was shut down; make a new one")
 
     def close(self) -> None:
+        """Detach all and end. Idempotent."""
         with self._lock:
             if self._closed:
                 return
