@@ -43,17 +43,21 @@ class Lesson:
     """What is known of forwards of one kind."""
 
     saves: list[Save] = field(default_factory=list)
+    """What the latest observed one has saved, in its order."""
     count: int = 0
-    """Pieces of the latest."""
+    """Pieces of memory that this one has saved."""
     tensors: int = 0
     """Tensors that it has saved; several can be in one piece."""
     budget_bytes: int = -1
-    """For which the prefix was planned."""
+    """The budget for which the prefix was planned."""
     prefix: Prefix | None = None
+    """What leaves the device as soon as it is saved."""
     forecast: Forecast | None = None
+    """What that costs, once times and rates are measured."""
     observed: int = 0
+    """How many forwards were observed since this was last found to be wrong."""
     useless: bool = False
-    """The peak is elsewhere: spilling is switched off."""
+    """Whether spilling is switched off, because the peak of memory is elsewhere."""
 
 
 _Noted = list["tuple[weakref.ref[Piece], int, int]"]

@@ -70,8 +70,8 @@ class OffloadedAdamW(torch.optim.AdamW):
         pin_states: Page-lock the states that lie in host memory, each parameter's at
             their exact size, so that a device can copy them. The step itself gains
             nothing. Without an accelerator it is ordinary memory.
-        seed: Of the stochastic rounding, which draws nothing from torch's generators.
-            Saved with the states.
+        seed: Seed of the stochastic rounding, which draws nothing from torch's
+            generators. It is saved with the states.
         overlap: Step during backward: the model that `stagehand.layer()` returned, or
             another `GradientSource`. None steps in `step()` only.
 
