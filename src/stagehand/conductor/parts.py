@@ -14,7 +14,7 @@ from stagehand.conductor.record import ConductorRecord, Recorder
 from stagehand.conductor.rules import Readings
 from stagehand.conductor.slots import LinkSlots
 from stagehand.core.clock import Phase, PhaseClock
-from stagehand.core.ledger import NO_LIMIT, Ledger, Mode, SubAccount
+from stagehand.core.ledger import NO_LIMIT, Account, Ledger, Mode, SubAccount
 from stagehand.core.limits import Limits, tightest
 from stagehand.core.steps import hear_steps
 from stagehand.core.traffic import Traffic
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from stagehand.conductor.config import ConductorConfig
     from stagehand.conductor.rules import Policy
     from stagehand.core.device import Device
-    from stagehand.core.ledger import Account, Grant
+    from stagehand.core.ledger import Grant
 
 __all__ = ["Parts"]
 
@@ -62,13 +62,11 @@ class Parts:
             hard = device.free_bytes() + (device.allocated_bytes() or 0)
         pinned = config.bytes_of("pinned_cap_mb")
         cap = NO_LIMIT if pinned is None else pinned
-        self.ledger = Ledger(
-            hard, cap, device_soft_bytes=config.bytes_of("vram_soft_cap_mb")
-        )
-        # Weights and saved tensors take theirs out of the same account.
+        # Weights and saved tensors take page-locked memory out of the same account.
         self._shared = shared_device(device)
         self._pinned = SubAccount(_NAME, cap, self._shared.ledger.pinned)
-        self.ledger.pinned = self._pinned
+        soft = config.bytes_of("vram_soft_cap_mb")
+        self.ledger = Ledger(Account("device", hard, soft), self._pinned)
         self.budget = Budget(device, self.ledger, self._trace)
         self.clock = PhaseClock()
         self.limits = Limits()

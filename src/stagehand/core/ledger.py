@@ -557,20 +557,14 @@ class SubAccount(Account):
 class Ledger:
     """The two accounts that every part shares.
 
-    Attributes:
+    Args:
         device: The bytes that the library holds on the device.
         pinned: The page-locked host bytes that it holds.
     """
 
-    def __init__(
-        self,
-        device_bytes: int,
-        pinned_bytes: int,
-        *,
-        device_soft_bytes: int | None = None,
-    ) -> None:
-        self.device = Account("device", device_bytes, device_soft_bytes)
-        self.pinned = Account("pinned", pinned_bytes)
+    def __init__(self, device: Account, pinned: Account) -> None:
+        self.device = device
+        self.pinned = pinned
 
     def __repr__(self) -> str:
         """Show both accounts."""
