@@ -14,7 +14,7 @@ __all__ = ["LinkRates", "measure_link"]
 
 _PIECE_BYTES = 16 << 20  # smaller copies tell of their cost, not of the link
 _PIECES = 4
-_UNDISTURBED = 0.8  # of a load's speed alone: less counts as slowed down
+_UNDISTURBED = 0.8  # loads with this share of their speed alone are not slowed down
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

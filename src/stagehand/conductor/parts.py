@@ -451,8 +451,8 @@ def _time_left(rates: LinkRates, seconds: float, nbytes: int) -> float:
     """Return the bytes that fit between the end of a load and the next one's start.
 
     Args:
-        rates: Of the link.
-        seconds: From one load's start to the next one's, if compute never waits.
-        nbytes: Of the load.
+        rates: The link's rates.
+        seconds: Time from one load's start to the next one's, if compute never waits.
+        nbytes: The load's bytes.
     """
     return max(0.0, seconds - nbytes / rates.h2d) * rates.d2h

@@ -35,8 +35,8 @@ class Flight:
         self._lane = lane
         self._filling: list[torch.Tensor] = []
         self._crossing: list[torch.Tensor] = []
-        self._bytes = 0  # of the group that fills
-        self._maker: Stream | None = None  # of both groups
+        self._bytes = 0  # in the group that fills
+        self._maker: Stream | None = None  # made the tensors of both groups
         self._events = device.new_event(), device.new_event()
 
     def __repr__(self) -> str:

@@ -115,11 +115,11 @@ class Parcel:
 
     Args:
         traffic: Who puts it aside.
-        stream: The D2H lane's.
-        ready: The events behind the making of the sources.
+        stream: The D2H lane's stream.
+        ready: Events that were recorded when the sources had been made.
         pairs: Sources on the device and pinned targets, as large.
         copy: Queues the copy of a piece: `copy(target, source)`.
-        done: Is recorded behind the last piece.
+        done: The event to record behind the last piece.
     """
 
     __slots__ = (

@@ -85,8 +85,8 @@ class Slot:
         """Tensors that lie in the memory, by the form of the blocks that use them."""
         self._filled: Event | None = None
         self._drained: Event | None = None
-        self._ticket: Ticket | None = None  # of `filled`: every fill has the same
-        self._seen_before: Stream | None = None  # had, before the latest save
+        self._ticket: Ticket | None = None  # for `filled`: every fill has the same
+        self._seen_before: Stream | None = None  # `seen_by` as of the latest save
         self._reader: Stream | None = None  # recorded `drained` last, since the fill
 
     def __repr__(self) -> str:
@@ -510,9 +510,9 @@ class TransferEngine:
         done.
 
         Args:
-            source: On the device.
-            target: Of the same shape and element type, in pinned memory.
-            block: Whose it is, for the records.
+            source: The tensor, on the device.
+            target: Pinned memory of the same shape and element type.
+            block: The number of the block that it belongs to, for the records.
             maker: The stream that made the tensor; the lane waits for it.
             shared: Whether the maker may write to the tensor's memory again: then it
                 waits for the copy.
@@ -541,7 +541,8 @@ class TransferEngine:
         """Queue the copies of tensors that their owner keeps until the event is done.
 
         Args:
-            pairs: On the device, and of the same shape and element type in host memory.
+            pairs: Tensors on the device, each with a tensor of the same shape and
+                element type in host memory.
             makers: The streams that made the tensors; the lane waits for them.
         """
         counters = self._counters
@@ -619,8 +620,8 @@ class TransferEngine:
         it.
 
         Args:
-            source: In host memory.
-            target: On the device, of the same size.
+            source: Bytes in host memory.
+            target: As many bytes on the device.
             after: The event behind the copy that wrote the source.
             maker: The stream that the target's memory belongs to.
         """

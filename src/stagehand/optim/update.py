@@ -54,8 +54,8 @@ def update(steps: Sequence[ParameterStep], options: dict[str, Any]) -> None:
     costs a copy.
 
     Args:
-        steps: Of parameters on any devices.
-        options: Of `torch.optim.adamw.adamw`; tensors among them on any device.
+        steps: What to step; parameters may be on different devices.
+        options: Those of `torch.optim.adamw.adamw`; tensors may be on any device.
     """
     by_device: dict[torch.device, list[ParameterStep]] = {}
     for step in steps:

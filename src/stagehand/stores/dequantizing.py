@@ -18,7 +18,7 @@ __all__ = ["decoder_of", "dequantize_image", "scratch_nbytes"]
 _MOST_SCRATCH = 16 << 20
 """A few launches for so many are a small part of the time that the link needs."""
 
-_SCRATCH_SHARE = 8  # of a weight, in float32, is decoded at once
+_SCRATCH_SHARE = 8  # one part in so many of a weight, in float32, is decoded at once
 
 
 @cache

@@ -41,7 +41,7 @@ __all__ = ["FileSet", "naming"]
 # others copy; more would be in each other's way.
 _READERS = min(4, 1 + (os.cpu_count() or 3))
 _SHARED_BYTES = 1 << 20  # less is read before a thread has woken up
-_CACHE_SHARE = 0.6  # of the free memory may be expected to hold a checkpoint
+_CACHE_SHARE = 0.6  # a checkpoint of at most this share of free memory fits the cache
 # Without it Linux refuses to map a file larger than its memory, though a private
 # mapping costs only the pages that are written. Python names the flag since 3.13.
 _MAP_NORESERVE = getattr(

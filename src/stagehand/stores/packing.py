@@ -27,7 +27,7 @@ has, and so few that it takes no time beside packing a large tensor."""
 _PAIRS = 1 << 17
 """At once for each thread: what is worked on stays in a core's own cache."""
 
-_LOWEST_BITS = 0x1111_1111_1111_1111  # of each of the 16 codes in an int64
+_LOWEST_BITS = 0x1111_1111_1111_1111  # the lowest bit of each of 16 codes in an int64
 _SIGN_AND_MANTISSA = 0x807F - (1 << 16)
 _HIGH_BYTE = 0xFF00 - (1 << 16)
 

@@ -49,8 +49,8 @@ BlockKeys = Sequence[str] | Sequence[Sequence[str]]
 BlockSizes = Mapping[str, int] | Sequence[Mapping[str, int]]
 
 _LISTED = 5
-_NUMBER = re.compile("0|[1-9][0-9]{0,8}")  # as it is written again in a name
-_MAIN_SHARE = 0.75  # of the bytes in all stacks: then it is plain which one is meant
+_NUMBER = re.compile("0|[1-9][0-9]{0,8}")  # str(int(...)) gives the same text again
+_MAIN_SHARE = 0.75  # a stack with this share of all stacks' bytes is the one meant
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
