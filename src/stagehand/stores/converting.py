@@ -388,8 +388,12 @@ class _Tensors:
         layer, like = name.removesuffix(_WEIGHT), self.sizes[name]
         count, columns = like.shape
         bias = self.sizes.get(f"{layer}.bias")
-        fits = bias is not None and bias.shape == (count,)
-        has_bias = fits and bias is not None and bias.element_size() <= 4
+        has_bias = (
+            bias is not None
+            and bias.shape == (count,)
+            and bias.is_floating_point()
+            and bias.element_size() <= 4  # it is written as float32
+        )
         return LayerSpec(
             name=layer,
             rows=Rows(count=count, columns=columns, padded=rounded_up(columns, PAD)),
