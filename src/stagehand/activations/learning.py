@@ -232,9 +232,11 @@ class Lessons:
     # Afterwards
 
     def settle(self, budget_bytes: int) -> None:
-        """Draw conclusions from forwards whose backward is over."""
-        if not self._open:
-            return
+        """Draw conclusions from forwards whose backward is over.
+
+        When none is observed any more, nothing is timed any more; one that has failed
+        is observed no longer than until here.
+        """
         for scope, observation in tuple(self._open.items()):
             over = all(ref() is None for ref, _, _ in observation.noted)
             if not over or not observation.sequences:
@@ -246,9 +248,10 @@ class Lessons:
             if observation.marks.is_begun:
                 self._time(observation)
                 self._plan(observation.lesson, budget_bytes)
-        if not self._open:
-            self._carrier.marks = None
-        if self._watch is not None and not self._open:
+        if self._open:
+            return
+        self._carrier.marks = None
+        if self._watch is not None:
             self._note_rates(self._watch.resolve()[1])
             if self._engine.stopwatch is self._watch:
                 self._engine.stopwatch = None
