@@ -912,6 +912,8 @@ def test_slots_are_shared_with_whoever_asks_and_denials_are_typed(conduct):
     assert transfer.denied_count == 3
     with pytest.raises(ConfigError, match="way is 'up': expected 'h2d' or 'd2h'"):
         transfer.acquire("up")
+    with pytest.raises(ConfigError, match="way is 'up': expected 'h2d' or 'd2h'"):
+        transfer.in_flight("up")
     with pytest.raises(ConfigError, match="priority is 'x': expected one of Priority"):
         transfer.acquire("h2d", "x")
 
