@@ -210,7 +210,7 @@ class Parts:
         return None
 
     def detach(self, runtime: Conducted | None, name: str | None) -> None:
-        """Take off a runtime, or what has a name; None names nothing."""
+        """Take off what was attached, by its runtime or, without one, by its name."""
         with self._lock:
             for adapter in tuple(self._adapters):
                 if adapter.name == name or adapter is self._adapter_of(runtime):

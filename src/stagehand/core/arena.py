@@ -77,7 +77,7 @@ class Lease:
             self._buffer = (by or self._arena._make)(self.nbytes)
 
     def _end(self) -> tuple[torch.Tensor | None, Grant]:
-        """Hold nothing any more: who is left with an ended lease keeps no memory."""
+        """End the lease. It lets go of its buffer: who still has it keeps no memory."""
         grant, self._grant = self._grant, None
         if grant is None:
             raise StagehandInternalError(

@@ -217,7 +217,7 @@ def _can_be_cut(source: torch.Tensor, target: torch.Tensor) -> bool:
 
 
 def event_of(done: Done) -> Any:
-    """Return the event for which streams can wait; what was put aside goes now."""
+    """Return the event behind a copy, for streams to wait for; a parcel is sent now."""
     return done.event() if isinstance(done, Parcel) else done
 
 

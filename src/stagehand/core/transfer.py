@@ -157,7 +157,7 @@ class TransferEngine:
         self.stopwatch: Stopwatch | None = None
         """Set while copies are to be timed."""
         self.wires: WireRing | None = None
-        """Memory for what is decoded on the device, while there is such."""
+        """Memory for wires on the device; None while nothing is decoded there."""
         self._new_wires: Callable[[], WireRing] | None = None
         self._wire_stream: Stream | None = None
         self._priority = priority
@@ -435,7 +435,7 @@ class TransferEngine:
             slot.seen_by = stream
 
     def finish_load(self, slot: Slot) -> None:
-        """Block the host until a slot is filled: what fills it is to be written."""
+        """Block the host until a slot is filled: then the source may be written."""
         if slot._filled is not None:
             slot._filled.synchronize()
 

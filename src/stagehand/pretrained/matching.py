@@ -91,7 +91,7 @@ class _Search:
         self._targets: dict[str, torch.dtype] = {}
         self._matched = Matched(dict(naming.keys))
         self.stored: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
-        """Type and shape of what must be in the files, whether it is or not."""
+        """Type and shape of each tensor that the files must have, by its model name."""
 
     def look_up(self, tensor: torch.Tensor, names: list[str]) -> None:
         """Find the value of one tensor, which may have several names."""

@@ -72,7 +72,7 @@ class Call:
 
     @property
     def covers(self) -> bool:
-        """Whether nothing is left of what was in the written tensor."""
+        """Whether it overwrites all of the tensor that it writes to."""
         return self.name in _COVERING
 
     def takes(self, name: str) -> bool:

@@ -116,7 +116,7 @@ class FileWire:
         return None
 
     def edited(self, index: int) -> None:
-        """Say that a host tensor was changed; what is raw is asked for anyway."""
+        """Say that a host tensor was changed; raw ones are read at each load anyway."""
         if index in self._streams:
             self._is_old = True
 

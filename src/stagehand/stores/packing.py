@@ -25,7 +25,7 @@ _SAMPLE = 1 << 17
 has, and so few that it takes no time beside packing a large tensor."""
 
 _PAIRS = 1 << 17
-"""At once for each thread: what is worked on stays in a core's own cache."""
+"""Pairs that each thread packs at once: so few stay in a core's own cache."""
 
 _LOWEST_BITS = 0x1111_1111_1111_1111  # the lowest bit of each of 16 codes in an int64
 _SIGN_AND_MANTISSA = 0x807F - (1 << 16)

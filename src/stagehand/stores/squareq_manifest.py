@@ -130,7 +130,7 @@ class Manifest:
             refuse(self.path, what, expected, repr(self.signature))
 
     def document(self) -> dict[str, object]:
-        """Return what is written as JSON."""
+        """Return the manifest as the object that its file holds as JSON."""
         return {
             "model_signature": self.signature,
             "architecture_id": self.architecture,
