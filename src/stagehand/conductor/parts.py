@@ -249,8 +249,8 @@ class Parts:
         """Move the clock by hand: from now on, nothing that is detected moves it."""
         with self._lock:
             if not self._closed:
-                self._told = True
                 move(self.clock)
+                self._told = True  # not where the clock refuses: then nothing is told
 
     def _follow(self, runtime: Conducted) -> None:
         """Follow a runtime's phases, if no better one is followed: one with weights."""
