@@ -294,7 +294,7 @@ def in_backward() -> bool:
 
 
 def looked_through(pack: _Function, below: SavedHooks | None = None) -> _Function:
-    """Mark a pack hook as none of the user's.
+    """Mark a pack hook as the library's, not the user's.
 
     Selective checkpointing may let a user's hooks save what it keeps. It looks for them
     below ours, as it does below a checkpoint's own.
@@ -361,9 +361,9 @@ def func_transforms() -> list[str]:
 
 
 def func_transform() -> str | None:
-    """Return what `torch.func` does in this thread that makes other tensors of all.
+    """Return the outermost transform of `torch.func` here that wraps every tensor.
 
-    With `vmap` what is made meanwhile and has no batch is an ordinary tensor.
+    `vmap` does not: a tensor that is made in it and has no batch is an ordinary one.
     """
     return next((name for name in func_transforms() if name != "Vmap"), None)
 
@@ -383,7 +383,7 @@ class _Sparing:
 
 
 def sparing(is_spared: Callable[[Any], bool]) -> None:
-    """Let selective checkpoints that this thread is in make some views again.
+    """Let selective checkpoints that this thread is in recompute some views.
 
     Args:
         is_spared: Whether a tensor's views are not to be kept, whatever their policy.
@@ -556,7 +556,7 @@ def is_on_top(mode: TorchFunctionMode) -> bool:
 def take_off(mode: TorchFunctionMode) -> None:
     """Take a mode off this thread's stack, if it is there.
 
-    Above what an interrupt has left there may be modes of the user's.
+    Modes of the user's may lie above one that an interrupt has left: they stay.
     """
     if mode not in _modes():
         return
@@ -641,8 +641,8 @@ def is_compiled_for() -> bool:
 def skipped(function: _Function) -> _Function:
     """Mark a function that autograd, a mode or a module calls while compiled code runs.
 
-    The compiler looks at every Python frame then: at this one and all below, no more.
-    Unlike `untraced` it costs a call nothing.
+    The compiler looks at every Python frame then, but not at this one and those that it
+    calls. Unlike `untraced` this adds nothing to the cost of a call.
     """
     eval_frame = torch._C._dynamo.eval_frame
     if hasattr(eval_frame, "set_code_exec_strategy"):

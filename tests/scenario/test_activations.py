@@ -584,6 +584,24 @@ def test_failure_leaves_nothing_and_the_next_step_is_exact(saved, where):
     assert_same(gradients(model, plain, saved), expected)
 
 
+def test_nothing_is_timed_after_a_first_forward_that_failed(saved):
+    """A forward of another kind raises and never comes again: its observation ends."""
+    model = stack().to("hpu")
+    for _ in range(4):
+        gradients(model, plain, saved)
+    carrier = spill_of(saved).lessons._carrier
+
+    def failing(model, x):
+        model(torch.cat([x, x]))
+        raise ValueError("in forward")
+
+    with pytest.raises(ValueError, match="in forward"):
+        gradients(model, failing, saved)
+    for _ in range(3):
+        gradients(model, plain, saved)
+    assert (carrier.engine.stopwatch, carrier.marks) == (None, None)
+
+
 def test_failure_in_the_middle_of_backward_leaves_nothing(saved):
     model = stack().to("hpu")
     expected = gradients(model, plain)

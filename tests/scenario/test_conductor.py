@@ -222,6 +222,16 @@ def test_phases_that_are_told_end_the_detection(stream, conduct):
     assert (conductor.clock.step, conductor.clock.phase) == (40, Phase.STEP_BEGIN)
 
 
+def test_a_phase_that_is_refused_does_not_end_the_detection(stream, conduct):
+    """It moves nothing: what came after it was neither told nor detected."""
+    model = stream()
+    conductor = conduct(model)
+    with pytest.raises(ConfigError, match="cannot go from STEP_END to OPTIMIZER"):
+        conductor.enter_optimizer()
+    run(model)
+    assert conductor.clock.phase is Phase.FORWARD
+
+
 def test_detection_can_be_left_out(stream, conduct):
     model = stream()
     conductor = conduct(model, detect_phases=False)
@@ -912,6 +922,8 @@ def test_slots_are_shared_with_whoever_asks_and_denials_are_typed(conduct):
     assert transfer.denied_count == 3
     with pytest.raises(ConfigError, match="way is 'up': expected 'h2d' or 'd2h'"):
         transfer.acquire("up")
+    with pytest.raises(ConfigError, match="way is 'up': expected 'h2d' or 'd2h'"):
+        transfer.in_flight("up")
     with pytest.raises(ConfigError, match="priority is 'x': expected one of Priority"):
         transfer.acquire("h2d", "x")
 

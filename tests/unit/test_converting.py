@@ -380,14 +380,25 @@ def test_only_and_exclude_choose_what_is_quantized(source, tmp_path):
     assert not (tmp_path / "4").exists()
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.float64])
+def test_what_float32_cannot_hold_stays_beside_a_quantized_weight(tmp_path, dtype):
+    """Biases of quantized layers are written as float32, which rounds these values."""
+    values = torch.full((8,), (1 << 24) + 1, dtype=dtype)
+    path = tmp_path / "model.safetensors"
+    save_file({"a.weight": normal(8, 64), "a.bias": values}, path)
+    written = convert_to_squareq(path, tmp_path / "target")
+    found = load_file(written.path)["a.bias"]
+    assert found.dtype == dtype
+    assert torch.equal(found, values)
+
+
 @pytest.mark.parametrize("convert", CONVERSIONS)
 def test_progress_ends_with_all_bytes(source, tmp_path, convert):
     seen = []
     convert(source, tmp_path / "target", progress=lambda *told: seen.append(told))
     assert all(0 < done <= total for done, total in seen)
     assert [done for done, _ in seen] == sorted(done for done, _ in seen)
-    if convert is convert_to_packed:
-        assert seen[-1][0] == seen[-1][1]
+    assert seen[-1][0] == seen[-1][1]
 
 
 # ------------------------------------------------------------------------------ shards

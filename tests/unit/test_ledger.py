@@ -93,7 +93,7 @@ def test_closed_account_grants_nothing_and_takes_back_what_is_out():
 
 
 def test_ledger_keeps_device_and_pinned_bytes_apart():
-    ledger = Ledger(device_bytes=100, pinned_bytes=10)
+    ledger = Ledger(Account("device", 100), Account("pinned", 10))
     assert ledger.device.grant(50, "blocks.0") is not None
     assert ledger.pinned.grant(11, "slab") is None
     assert (ledger.device.free_bytes, ledger.pinned.free_bytes) == (50, 10)

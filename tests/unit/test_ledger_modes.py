@@ -204,7 +204,7 @@ def test_a_grant_until_a_phase_ends_with_it_and_its_release_is_then_nothing():
 
 
 def test_the_end_of_a_step_ends_what_lasts_until_a_phase_that_never_came():
-    ledger = Ledger(100, 100)
+    ledger = Ledger(Account("device", 100), Account("pinned", 100))
     ledger.device.grant(10, "a", until=Phase.OPTIMIZER)
     ledger.pinned.grant(10, "a", until=Phase.OPTIMIZER)
     assert ledger.end_phase(Phase.STEP_END) == 2
@@ -216,7 +216,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     def __init__(self):
         super().__init__()
-        self.ledger = Ledger(60, 10, device_soft_bytes=45)
+        self.ledger = Ledger(Account("device", 60, 45), Account("pinned", 10))
         self.clock = PhaseClock()
         self.left = Phase.STEP_END
         self.clock.subscribe(self.moved)

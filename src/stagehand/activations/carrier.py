@@ -38,14 +38,16 @@ _SPECULATIVE = Priority.SPECULATIVE  # an attribute of an enumeration is slow
 
 @dataclass(eq=False, slots=True)
 class Leaving:
-    """A bundle on its way to the host. The sources outlive the copy, it may not."""
+    """What goes to the host in one bundle, which may die before its copy is done."""
 
     makers: list[Stream]
-    """To which the sources' memory is given back."""
+    """The streams to which the sources' memory is given back."""
     pieces: list[weakref.ref[Piece]] = field(default_factory=list)
+    """The bundle's pieces."""
     sources: list[torch.Tensor] = field(default_factory=list)
+    """Their tensors on the device, kept until the copy is done."""
     nbytes: int = 0
-    """What the copy lets go of if nobody else keeps it."""
+    """Device bytes that are free then, if nobody else keeps them."""
     done: Done = field(init=False)
     """Set when the copy is queued."""
 
@@ -66,7 +68,7 @@ class Leaving:
 class Remains(deque[Gone]):
     """Where bundles that die leave what they held, for the carrier to take back.
 
-    They may outlive it: then each gives its own back.
+    Bundles may outlive the carrier: then each gives back its own.
     """
 
     abandoned = False
@@ -257,7 +259,7 @@ class Carrier:
         return freed
 
     def abandon(self) -> None:
-        """Give back all host memory; what graphs still need, when they go."""
+        """Give back all host memory; what graphs still need follows when these go."""
         self.gone.abandoned = True
         for dead in (*self.gone, *self._dying):
             self.gone.append(dead)

@@ -43,17 +43,21 @@ class Lesson:
     """What is known of forwards of one kind."""
 
     saves: list[Save] = field(default_factory=list)
+    """What the latest observed one has saved, in its order."""
     count: int = 0
-    """Pieces of the latest."""
+    """Pieces of memory that this one has saved."""
     tensors: int = 0
     """Tensors that it has saved; several can be in one piece."""
     budget_bytes: int = -1
-    """For which the prefix was planned."""
+    """The budget for which the prefix was planned."""
     prefix: Prefix | None = None
+    """What leaves the device as soon as it is saved."""
     forecast: Forecast | None = None
+    """What that costs, once times and rates are measured."""
     observed: int = 0
+    """How many forwards were observed since this was last found to be wrong."""
     useless: bool = False
-    """The peak is elsewhere: spilling is switched off."""
+    """Whether spilling is switched off, because the peak of memory is elsewhere."""
 
 
 _Noted = list["tuple[weakref.ref[Piece], int, int]"]
@@ -228,9 +232,11 @@ class Lessons:
     # Afterwards
 
     def settle(self, budget_bytes: int) -> None:
-        """Draw conclusions from forwards whose backward is over."""
-        if not self._open:
-            return
+        """Draw conclusions from forwards whose backward is over.
+
+        When none is observed any more, nothing is timed any more; one that has failed
+        is observed no longer than until here.
+        """
         for scope, observation in tuple(self._open.items()):
             over = all(ref() is None for ref, _, _ in observation.noted)
             if not over or not observation.sequences:
@@ -242,9 +248,10 @@ class Lessons:
             if observation.marks.is_begun:
                 self._time(observation)
                 self._plan(observation.lesson, budget_bytes)
-        if not self._open:
-            self._carrier.marks = None
-        if self._watch is not None and not self._open:
+        if self._open:
+            return
+        self._carrier.marks = None
+        if self._watch is not None:
             self._note_rates(self._watch.resolve()[1])
             if self._engine.stopwatch is self._watch:
                 self._engine.stopwatch = None

@@ -36,11 +36,11 @@ def main() -> None:
             app()
         finally:
             if sys.stdout is not None:
-                sys.stdout.flush()  # or Python would, behind all that could be said
+                sys.stdout.flush()  # Python would do it when no error can be told
     except OSError as error:
         if error.filename is not None:
             raise
-        sys.stdout = None  # nor flush what is left, at its end
+        sys.stdout = None  # so Python does not try again at its end
         with suppress(OSError):
             sys.stderr.write(f"stagehand: the output could not be written: {error}\n")
         raise SystemExit(2) from error

@@ -140,9 +140,9 @@ def run_resident(
 
 
 def _align(model: nn.Module) -> None:
-    """Copy what is mapped from files, where tensors begin anywhere, as streaming does.
+    """Copy all tensors, as streaming does: those in a mapped file begin at any address.
 
-    There some kernels for CPUs add in another order, and their last bits differ.
+    At odd addresses some kernels for CPUs add in another order, in their last bits.
     """
     for tensor in (*model.parameters(), *model.buffers()):
         tensor.data = tensor.data.clone()

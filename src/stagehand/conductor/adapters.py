@@ -26,6 +26,7 @@ class LinkNeed:
     """What one cycle of a model asks of the link, as far as it is measured."""
 
     compute_seconds: float
+    """How long it computes, waits for copies left out."""
     loads: int
     """Copies to the device."""
 

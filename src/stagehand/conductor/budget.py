@@ -62,12 +62,12 @@ class Budget:
             kind: "device" or "pinned" memory.
             mode: How the request is answered.
             priority: How urgent it is.
-            until: The phase with whose end the grant ends, or else with that of the
-                step: of the next one, if none is open.
+            until: The phase whose end ends the grant; so does the end of the step, or
+                of the next one where none is open. None keeps it until it is released.
             recall: Called when somebody more urgent needs the bytes.
 
         Raises:
-            ConfigError: If one of them is none of what it can be.
+            ConfigError: If a value is of another type, or `nbytes` is negative.
         """
         check_value("nbytes", nbytes, int)
         if nbytes < 0:
@@ -89,18 +89,18 @@ class Budget:
         )
         return grant
 
-    def reserve_or_raise(self, nbytes: int, holder: str, *, kind: Kind) -> Grant:
-        """Return a grant up to the hard cap.
+    def reserve_or_raise(self, nbytes: int, holder: str) -> Grant:
+        """Return a grant of device memory, up to the hard cap.
 
         Raises:
             StagehandOOMError: If it does not fit; it names who holds what.
         """
-        account = self._account(kind)
-        grant = self.reserve(nbytes, holder, kind=kind, mode=Mode.BURST)
+        account = self.ledger.device
+        grant = self.reserve(nbytes, holder, mode=Mode.BURST)
         if grant is not None:
             return grant
         raise StagehandOOMError(
-            f"{holder!r} needs {format_bytes(nbytes)} of {kind} memory, but of"
+            f"{holder!r} needs {format_bytes(nbytes)} of device memory, but of"
             f" {format_bytes(account.limit_bytes)} only"
             f" {format_bytes(account.room_for(holder, Mode.BURST))} are free; held by"
             f" {_holders(account)}; raise the conductor's cap or lower a budget",

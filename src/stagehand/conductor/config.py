@@ -42,8 +42,8 @@ class ConductorConfig:
     d2h_slots: int = 2
     """Copies from the device in flight beyond which early spills wait."""
     detect_phases: bool = True
-    """Follow the first attached runtime and torch's optimizers, until a phase is told
-    by hand."""
+    """Follow an attached runtime and torch's optimizers, until a phase is told by hand:
+    the first runtime that loads ahead, or else the first."""
     link_arbitration: Arbitration = "measure"
     """Whether copies home yield to weights: "measure" finds out once per device, which
     takes some milliseconds, if both directions at once slow the weights down."""

@@ -14,7 +14,7 @@ __all__ = ["LinkRates", "measure_link"]
 
 _PIECE_BYTES = 16 << 20  # smaller copies tell of their cost, not of the link
 _PIECES = 4
-_HALVED = 0.8
+_UNDISTURBED = 0.8  # loads with this share of their speed alone are not slowed down
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,7 +33,7 @@ class LinkRates:
     @property
     def is_duplex(self) -> bool:
         """Whether loads keep their speed beside copies home."""
-        return self.h2d_busy >= _HALVED * self.h2d
+        return self.h2d_busy >= _UNDISTURBED * self.h2d
 
 
 _known: dict[torch.device, LinkRates] = {}

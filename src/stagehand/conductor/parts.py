@@ -14,7 +14,7 @@ from stagehand.conductor.record import ConductorRecord, Recorder
 from stagehand.conductor.rules import Readings
 from stagehand.conductor.slots import LinkSlots
 from stagehand.core.clock import Phase, PhaseClock
-from stagehand.core.ledger import NO_LIMIT, Ledger, Mode, SubAccount
+from stagehand.core.ledger import NO_LIMIT, Account, Ledger, Mode, SubAccount
 from stagehand.core.limits import Limits, tightest
 from stagehand.core.steps import hear_steps
 from stagehand.core.traffic import Traffic
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from stagehand.conductor.config import ConductorConfig
     from stagehand.conductor.rules import Policy
     from stagehand.core.device import Device
-    from stagehand.core.ledger import Account, Grant
+    from stagehand.core.ledger import Grant
 
 __all__ = ["Parts"]
 
@@ -62,13 +62,11 @@ class Parts:
             hard = device.free_bytes() + (device.allocated_bytes() or 0)
         pinned = config.bytes_of("pinned_cap_mb")
         cap = NO_LIMIT if pinned is None else pinned
-        self.ledger = Ledger(
-            hard, cap, device_soft_bytes=config.bytes_of("vram_soft_cap_mb")
-        )
-        # Weights and saved tensors take theirs out of the same account.
+        # Weights and saved tensors take page-locked memory out of the same account.
         self._shared = shared_device(device)
         self._pinned = SubAccount(_NAME, cap, self._shared.ledger.pinned)
-        self.ledger.pinned = self._pinned
+        soft = config.bytes_of("vram_soft_cap_mb")
+        self.ledger = Ledger(Account("device", hard, soft), self._pinned)
         self.budget = Budget(device, self.ledger, self._trace)
         self.clock = PhaseClock()
         self.limits = Limits()
@@ -79,16 +77,16 @@ class Parts:
         self._config = config
         self._policy = policy
         self._adapters: list[Adapter] = []
-        self._booked: dict[Account | None, Grant] = {}
+        self._booked: dict[Account | None, Grant] = {}  # budgets of what is attached
         self._lock = threading.RLock()
-        self._told = False
+        self._told = False  # whether phases are told by hand, and not detected
         self._closed = self._dropped = False
         self._full_checks = self._missed = 0
         self._entered = time.perf_counter()
-        self._left = Phase.STEP_END
-        self._durations: dict[str, float] = {}
+        self._left = Phase.STEP_END  # entered then, and left with the next move
+        self._durations: dict[str, float] = {}  # seconds in each phase of this step
         self._steps = 0
-        self._counted = (0, 0, 0, 0)
+        self._counted = (0, 0, 0, 0)  # requests, as of the record before
         self._seconds_per_load = 0.0
         self._leader: tuple[Conducted, Callable[[], None]] | None = None
         self._optimizers: Callable[[], None] | None = None
@@ -124,6 +122,7 @@ class Parts:
     # Attaching
 
     def attach(self, runtime: Conducted, name: str | None) -> None:
+        """See `ConductorRuntime.attach`; None takes the runtime's kind and a number."""
         with self._lock:
             self._check_open()
             self._forget_closed()
@@ -159,7 +158,7 @@ class Parts:
         account = runtime.device_account
         if account is not None and not self._users_of(account):
             self._booked[account] = self.budget.reserve_or_raise(
-                account.limit_bytes, name, kind="device"
+                account.limit_bytes, name
             )
 
     def _rebook(self) -> None:
@@ -172,13 +171,14 @@ class Parts:
             if nbytes != grant.nbytes:
                 grant.release()
                 self._booked[account] = self.budget.reserve_or_raise(
-                    nbytes, grant.holder, kind="device"
+                    nbytes, grant.holder
                 )
 
     def _users_of(self, account: Account | None) -> int:
         return sum(r.device_account is account for r in self._runtimes())
 
     def add(self, adapter: Adapter) -> None:
+        """Let limits reach what an adapter stands for; all of it or nothing."""
         with self._lock:
             self._check_open()
             self._check_name(adapter.name)
@@ -210,6 +210,7 @@ class Parts:
         return None
 
     def detach(self, runtime: Conducted | None, name: str | None) -> None:
+        """Take off what was attached, by its runtime or, without one, by its name."""
         with self._lock:
             for adapter in tuple(self._adapters):
                 if adapter.name == name or adapter is self._adapter_of(runtime):
@@ -245,10 +246,11 @@ class Parts:
     # Phases
 
     def tell(self, move: Callable[[PhaseClock], None]) -> None:
+        """Move the clock by hand: from now on, nothing that is detected moves it."""
         with self._lock:
             if not self._closed:
-                self._told = True
                 move(self.clock)
+                self._told = True  # not where the clock refuses: then nothing is told
 
     def _follow(self, runtime: Conducted) -> None:
         """Follow a runtime's phases, if no better one is followed: one with weights."""
@@ -403,6 +405,7 @@ class Parts:
             raise ClosedError("the conductor was shut down; make a new one")
 
     def close(self) -> None:
+        """Detach all and end. Idempotent."""
         with self._lock:
             if self._closed:
                 return
@@ -448,8 +451,8 @@ def _time_left(rates: LinkRates, seconds: float, nbytes: int) -> float:
     """Return the bytes that fit between the end of a load and the next one's start.
 
     Args:
-        rates: Of the link.
-        seconds: From one load's start to the next one's, if compute never waits.
-        nbytes: Of the load.
+        rates: The link's rates.
+        seconds: Time from one load's start to the next one's, if compute never waits.
+        nbytes: The load's bytes.
     """
     return max(0.0, seconds - nbytes / rates.h2d) * rates.d2h

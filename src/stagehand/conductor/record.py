@@ -23,18 +23,23 @@ class ConductorRecord:
     """A step in numbers. Counts go back to the record before."""
 
     step_id: int
+    """The step's number."""
     vram_allocated_mb: float | None
-    """What the process has allocated, in MiB."""
+    """Device memory that the process has allocated, in MiB; None if not measured."""
     vram_headroom_mb: float | None
-    """How much is left of the hard cap."""
+    """MiB from there to the hard cap; None if not measured."""
     pinned_granted_mb: float
-    """Page-locked memory that is granted here or used by what is attached."""
+    """Page-locked memory that is granted here or used by what is attached, in MiB."""
     h2d_inflight: int
+    """Copies to the device, and tokens for such, at the step's end."""
     d2h_inflight: int
+    """Copies from the device, and tokens for such, at the step's end."""
     grant_count: int
+    """Requests of memory that got all."""
     deny_count: int
     """Requests of memory or of a slot that got nothing."""
     partial_count: int
+    """Requests of memory that got a part."""
     phase_durations: dict[str, float] = field(default_factory=dict)
     """Host seconds of forward, backward and optimizer."""
     runtime_snapshots: dict[str, dict[str, Any]] = field(default_factory=dict)

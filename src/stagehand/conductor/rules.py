@@ -41,7 +41,7 @@ class Readings:
 
 
 Policy = Callable[[Readings], Limits]
-"""Is asked at every phase. Only the attribute values of `Readings` may decide."""
+"""Called at every phase. What it returns may depend on the `Readings` alone."""
 
 
 def heuristic(readings: Readings) -> Limits:

@@ -38,8 +38,9 @@ class ConductorRuntime:
 
     At every phase of a step the policy says how much may be loaded ahead and copied at
     once. Within a step these limits only become tighter; a step begins without any.
-    Phases follow the first attached runtime that has any, and torch's optimizers, until
-    they are told here; then only what is told counts.
+    Phases are those of torch's optimizers and of one attached runtime, the first that
+    loads weights ahead, or else the first that has phases. Once a phase is told here,
+    only what is told counts.
 
     Keep it as long as it shall conduct: dropped without `shutdown()`, it leaves
     everything as it was. With `enabled=False` it has no parts and its methods return at

@@ -64,21 +64,30 @@ class LinkSlots:
         Raises:
             ConfigError: If there is no such way, or no such priority.
         """
-        check_value("way", way, Way)
+        slots, traffic = self._slots_of(way), self._traffic
         check_member("priority", priority, Priority)
-        traffic, to_device = self._traffic, way == "h2d"
-        ask = traffic.deny_load if to_device else traffic.deny_home
+        ask = traffic.deny_load if slots is traffic.h2d else traffic.deny_home
         denied = ask(priority)
         answer = "granted" if denied is None else denied.name
         self._trace("slot", way=way, priority=priority.name, answer=answer)
         if denied is not None:
             return denied
-        return Token(traffic, traffic.h2d if to_device else traffic.d2h)
+        return Token(traffic, slots)
 
     def in_flight(self, way: Way) -> int:
-        """Return how many copies are under way or have a token."""
-        traffic = self._traffic
-        return (traffic.h2d if way == "h2d" else traffic.d2h).in_flight
+        """Return how many copies are under way or have a token.
+
+        Args:
+            way: "h2d" to the device, "d2h" from it.
+
+        Raises:
+            ConfigError: If there is no such way.
+        """
+        return self._slots_of(way).in_flight
+
+    def _slots_of(self, way: Way) -> Slots:
+        check_value("way", way, Way)
+        return self._traffic.h2d if way == "h2d" else self._traffic.d2h
 
     @property
     def denied_count(self) -> int:

@@ -68,7 +68,7 @@ class Lease:
         return self._buffer is not None
 
     def make(self, by: Callable[[int], torch.Tensor] | None = None) -> None:
-        """Have the memory, where it was reserved only. In any thread; takes no lock.
+        """Make the memory if it was only reserved. In any thread; takes no lock.
 
         Args:
             by: What makes it in place of the arena's own function.
@@ -77,7 +77,7 @@ class Lease:
             self._buffer = (by or self._arena._make)(self.nbytes)
 
     def _end(self) -> tuple[torch.Tensor | None, Grant]:
-        """Hold nothing any more: who is left with an ended lease keeps no memory."""
+        """End the lease. It lets go of its buffer: who still has it keeps no memory."""
         grant, self._grant = self._grant, None
         if grant is None:
             raise StagehandInternalError(

@@ -22,7 +22,7 @@ class KnownCast:
 
     Attributes:
         weight: What was cast.
-        cast: Returns it, or None.
+        cast: A weak reference to the cast.
         version: The weight's version when it was cast.
     """
 

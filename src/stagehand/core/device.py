@@ -38,13 +38,14 @@ _HUGE_PAGE = 2 << 20
 # Some drivers fail, and leak, above exactly 2 GiB. Larger pieces are better: CUDA may
 # refuse the copy of a tensor that lies in two of them, and users copy what they like.
 _REGISTER_CHUNK = (2 << 30) - _HUGE_PAGE
-# From this size on torch takes memory from CUDA for one tensor, in steps of the other.
+# From _OWN_SEGMENT on, torch's allocator takes a segment from CUDA for each tensor, in
+# whole steps.
 _OWN_SEGMENT = 10 << 20
 _SEGMENT_STEP = 2 << 20
-# It cuts smaller ones from segments: the largest tensor of each kind, and its segment.
+# Smaller tensors share segments, of two kinds: the largest tensor, and the segment.
 _SHARED_SEGMENTS = ((1 << 20, 2 << 20), (_OWN_SEGMENT, 20 << 20))
 _SMALLEST_PIECE = 512
-# Where users tell it otherwise, all read by torch itself.
+# Environment variables that change how the allocator works; torch reads all of them.
 _ALLOCATOR_SETTINGS = tuple(
     f"PYTORCH_{kind}ALLOC_CONF" for kind in ("", "CUDA_", "HIP_")
 )
@@ -55,7 +56,7 @@ _ANONYMOUS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 
 
 class Event(Protocol):
-    """A point in a stream's work. Recorded again it moves; waits keep what they saw."""
+    """A point in a stream's work. Recording it again moves it, for later waits only."""
 
     def record(self, stream: Any = None) -> None:
         """Stand for all work that `stream` was given until now."""
@@ -85,16 +86,17 @@ class Device(Protocol):
 
     torch_device: torch.device
     is_host: bool
-    """Device memory is host memory: copies are done at once, a reader may fill it."""
+    """Whether device memory is host memory: a copy is done when its call returns, and
+    a reader thread may fill device memory itself."""
 
     def empty(self, nbytes: int) -> torch.Tensor:
         """Return uninitialized bytes of device memory that is the current stream's."""
 
     def empty_like(self, host: torch.Tensor) -> torch.Tensor:
-        """Return what `empty` does, of the form of a contiguous tensor on the host."""
+        """Like `empty`, with shape and type of a contiguous tensor on the host."""
 
     def taken_bytes(self, nbytes: int) -> int:
-        """Return what so many bytes of `empty` take of the device's memory."""
+        """Return the device bytes that `empty(nbytes)` takes, rounding included."""
 
     def pinned(self, nbytes: int) -> torch.Tensor:
         """Return `nbytes` bytes of page-locked host memory, exactly that many."""
@@ -112,9 +114,10 @@ class Device(Protocol):
         """Return a stream of its own for a lane."""
 
     def same_stream(self, stream: Stream) -> Stream:
-        """Return another object for a stream.
+        """Return another object for the same stream.
 
-        One object remembers what to return to: two threads may not enter it at a time.
+        A stream object that is entered with `with` remembers the stream to return to:
+        two threads may not have entered one object at a time.
         """
 
     def current_stream(self) -> Stream:
@@ -127,10 +130,10 @@ class Device(Protocol):
         """Let this thread's operators run on `stream` inside the `with`."""
 
     def claim_thread(self) -> None:
-        """Let what this thread does be this device's from now on, waits included.
+        """Make this the current device of the calling thread, for waits, too.
 
-        For threads of the library. CUDA would set the first device up for them, at the
-        price of some hundred megabytes there.
+        For threads of the library: CUDA would set up device 0 for each that does not,
+        which takes some hundred megabytes there.
 
         Raises:
             RuntimeError: If the device cannot be used, as in a forked process.
@@ -316,7 +319,7 @@ class AcceleratorDevice:
         return torch.accelerator.memory_reserved(self._index)
 
     def free_bytes(self) -> int:
-        """See `Device.free_bytes`. Of a device a process may have a part only."""
+        """See `Device.free_bytes`. A process may be limited to a part of a device."""
         free, whole = torch.accelerator.get_memory_info(self._index)
         cached = torch.accelerator.memory_reserved(self._index)
         if self._is_cuda:
@@ -353,7 +356,7 @@ class AcceleratorDevice:
 
 @cache
 def _warn_of_rounding() -> None:
-    """By settings that a process has from its start, torch's allocator takes more."""
+    """Warn, once, of an allocator setting with which weights take more than counted."""
     for name in _ALLOCATOR_SETTINGS:
         if "roundup_power2_divisions" in os.environ.get(name, ""):
             warnings.warn(
@@ -451,7 +454,7 @@ if hasattr(os, "register_at_fork"):
 
 def _registered_memory(nbytes: int, index: int) -> torch.Tensor:
     memory = _RegisteredMemory(-1, nbytes, flags=_ANONYMOUS)
-    if nbytes >= _HUGE_PAGE:  # but for the end, of which a whole page would be taken
+    if nbytes >= _HUGE_PAGE:  # not the end: it would take a whole huge page
         _advise_huge_pages(memory, nbytes // _HUGE_PAGE * _HUGE_PAGE)
     whole = torch.frombuffer(memory, dtype=torch.uint8)
     whole.zero_()  # touched by all of PyTorch's threads: present pages lock faster
@@ -462,9 +465,8 @@ def _registered_memory(nbytes: int, index: int) -> torch.Tensor:
 def host_memory(nbytes: int) -> torch.Tensor:
     """Return uninitialized host memory; large pieces lie in huge pages.
 
-    A disk that writes into memory without the processor does so faster into these:
-    by a third where all of a piece does. So it begins at one, for which addresses are
-    spent, and no memory.
+    Disks write faster into huge pages, by a third where all of a piece lies in them. So
+    a piece begins at one: what is left out before it costs addresses, not memory.
     """
     if torch.is_inference_mode_enabled():
         with torch.inference_mode(False):  # takes longer than the rest
@@ -473,7 +475,7 @@ def host_memory(nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
     memory = mmap.mmap(-1, nbytes + _HUGE_PAGE, flags=_ANONYMOUS)
     start = -torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % _HUGE_PAGE
-    # Not the end, of which a whole page would be taken.
+    # Not the end: it would take a whole huge page.
     _advise_huge_pages(memory, start + nbytes // _HUGE_PAGE * _HUGE_PAGE)
     return torch.frombuffer(memory, dtype=torch.uint8, count=nbytes, offset=start)
 
@@ -502,7 +504,7 @@ class _HostEvent:
 
 
 class _HostStream:
-    """The host's one order of doing things."""
+    """Stands for a stream where each copy and operator is done before the next."""
 
     def wait_event(self, event: Any) -> None:
         return None
@@ -568,7 +570,7 @@ class HostDevice:
         return self._nothing
 
     def claim_thread(self) -> None:
-        """See `Device.claim_thread`. There is one."""
+        """See `Device.claim_thread`. Every thread has the host as its device."""
 
     def refuse_capture(self, what: str) -> None:
         """See `Device.refuse_capture`. Nothing is captured on the host."""

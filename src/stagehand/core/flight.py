@@ -30,13 +30,13 @@ class Flight:
 
     def __init__(self, device: Device, lane: Stream) -> None:
         self.group_bytes = 0
-        """When a group is full: with as much as what is made in a block's turn, nobody
-        waits who does not wait for the link anyway."""
+        """Bytes with which a group is full. With as many as are made while one block
+        is in use, their maker waits only where it would wait for the link anyway."""
         self._lane = lane
         self._filling: list[torch.Tensor] = []
         self._crossing: list[torch.Tensor] = []
-        self._bytes = 0  # of the group that fills
-        self._maker: Stream | None = None  # of both groups
+        self._bytes = 0  # in the group that fills
+        self._maker: Stream | None = None  # made the tensors of both groups
         self._events = device.new_event(), device.new_event()
 
     def __repr__(self) -> str:

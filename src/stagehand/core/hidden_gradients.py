@@ -106,8 +106,9 @@ def assign_gradient(parameter: torch.Tensor, grad: torch.Tensor) -> None:
     The parameter itself is left as it is, for autograd would take it for a new one.
 
     Args:
-        parameter: Of any mode.
-        grad: Of the parameter's shape. One that is not strided is copied there.
+        parameter: A leaf; it may be an inference tensor.
+        grad: Its gradient, of its shape, wherever that lies. One that is not strided is
+            copied to the parameter's device.
     """
     if grad.layout is not torch.strided:
         parameter.grad = grad.to(parameter.device)

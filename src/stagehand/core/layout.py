@@ -127,8 +127,8 @@ class BlockLayout:
     def host_views(self, image: torch.Tensor) -> list[torch.Tensor]:
         """Like `views`, of an image in host memory, but each with a storage of its own.
 
-        So that whoever saves one does not save its neighbours, or refuse to. Entries
-        that overlap have the image's storage in common.
+        So `torch.save` of one writes that one, not all its neighbours, and refuses
+        none. If entries overlap, all have the image's storage in common.
         """
         views = self.views(image)
         if self.overlaps:
@@ -148,7 +148,7 @@ class BlockLayout:
     def rows(self) -> int:
         """How many rows all entries have, each behind the one before; 0 if they differ.
 
-        A row is what the first index of a tensor says.
+        A row is what one value of a tensor's first index selects.
         """
         counts = {
             entry.shape[0] if entry.shape and entry.is_contiguous else 0
@@ -343,13 +343,13 @@ def can_cast(one: torch.dtype, other: torch.dtype) -> bool:
 
 
 def moved(tensor: torch.Tensor, place: torch.device) -> torch.Tensor:
-    """Return a tensor elsewhere; it is one of inference mode only if it was."""
+    """Return a tensor as it is on another device: an inference tensor if it is one."""
     with torch.inference_mode(tensor.is_inference()):
         return tensor.to(place)
 
 
 def relocate(tensor: torch.Tensor, place: torch.device) -> None:
-    """Let a tensor lie elsewhere, with all that a subclass is made of."""
+    """Move a tensor to a device in place, with all tensors that a subclass wraps."""
     _follow(tensor, moved(tensor.data, place))
 
 
@@ -452,7 +452,7 @@ def _span(members: list[int], tensors: Sequence[torch.Tensor]) -> _Span:
 
 
 def overlapping(ranges: Sequence[tuple[int, int]]) -> list[list[int]]:
-    """Return the numbers of byte ranges in groups that overlap, one by one or in a row.
+    """Return the numbers of byte ranges, grouped by overlap, direct or through others.
 
     Args:
         ranges: First byte and end of each, counted in the same memory; none is empty.

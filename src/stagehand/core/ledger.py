@@ -29,7 +29,7 @@ __all__ = ["NO_LIMIT", "Account", "Grant", "Ledger", "Mode", "SubAccount", "Wate
 
 
 NO_LIMIT = 1 << 62
-"""Bytes that nobody has."""
+"""A limit in bytes that no memory reaches."""
 
 
 class Mode(Enum):
@@ -219,7 +219,8 @@ class Account:
             holder: Who will hold them; several grants may have the same holder.
             mode: How it is answered.
             priority: Whose grants this may call back: those of lower urgency.
-            until: Ends the grant with this phase, or with the step.
+            until: The phase whose end ends the grant; so does the end of the step.
+                None keeps it until it is released.
             recall: Asks the holder to release the grant, if it can, before returning.
                 Without it the grant is never called back; nor is a floor or a ceiling.
 
@@ -279,12 +280,21 @@ class Account:
         return grant
 
     def _room(self, party: _Party, mode: Mode) -> int:
-        """Return how many bytes a holder can get; -1 if not even none."""
+        """Return how many bytes a holder can get; -1 if not even a grant of zero."""
         room, left = self._beside(max(0, party.floor - party.held), mode), party.left
         return room if left is None else min(room, left)
 
     def _beside(self, own: int, mode: Mode) -> int:
-        """Return how many bytes can be had beside all promises, but for own ones."""
+        """Return how many bytes can be had beside what is promised to others.
+
+        Args:
+            own: Bytes that the holder's own floor keeps and it does not hold yet.
+            mode: How it asks: that says which limit counts.
+
+        Returns:
+            The bytes; -1 if the holder has none of its own and more is promised than
+            the limit: then not even a grant of zero bytes fits.
+        """
         limit = self.soft_limit_bytes if mode in _BELOW_SOFT else self._limit
         spare = limit - self._promised
         return own + spare if spare >= 0 else own or -1
@@ -456,10 +466,10 @@ class Account:
 
 
 class SubAccount(Account):
-    """One part's bytes of an account that several share: the whole grants them, too.
+    """A part of an account that several share: the whole must grant its bytes, too.
 
-    The whole keeps what floors keep here, in this part's name. Its lock is taken inside
-    of this one's, never the other way round.
+    What floors keep here, the whole keeps, too, in this part's name. The whole's lock
+    is taken inside of this one's, never the other way round.
 
     Args:
         name: Who this part is: the holder of its bytes in the whole.
@@ -470,7 +480,7 @@ class SubAccount(Account):
     def __init__(self, name: str, limit_bytes: int, whole: Account) -> None:
         self.whole = whole
         self._above: dict[Grant, Grant] = {}
-        self._floors = 0  # grants of that kind
+        self._floors = 0  # grants of mode FLOOR
         self._kept = 0  # what the whole keeps
         self._detached = False
         super().__init__(name, limit_bytes)
@@ -547,20 +557,14 @@ class SubAccount(Account):
 class Ledger:
     """The two accounts that every part shares.
 
-    Attributes:
+    Args:
         device: The bytes that the library holds on the device.
         pinned: The page-locked host bytes that it holds.
     """
 
-    def __init__(
-        self,
-        device_bytes: int,
-        pinned_bytes: int,
-        *,
-        device_soft_bytes: int | None = None,
-    ) -> None:
-        self.device = Account("device", device_bytes, device_soft_bytes)
-        self.pinned = Account("pinned", pinned_bytes)
+    def __init__(self, device: Account, pinned: Account) -> None:
+        self.device = device
+        self.pinned = pinned
 
     def __repr__(self) -> str:
         """Show both accounts."""

@@ -19,7 +19,7 @@ class Priority(IntEnum):
     CRITICAL = 0
     """Compute waits for it now."""
     REQUIRED = 1
-    """It must happen: a block that stays comes back; what is granted by default."""
+    """It must happen, as when a block that stays comes back. The default of grants."""
     SPECULATIVE = 2
     """A prefetch: useful if there is room."""
     BACKGROUND = 3

@@ -29,10 +29,10 @@ def modified(what: str, found: int, expected: int) -> RuntimeError:
 
 
 def versioned(tensor: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
-    """Return a tensor that has the version of one, always, and the memory of another.
+    """Return a tensor with the version counter of one and the memory of another.
 
     Args:
-        tensor: Whose version.
+        tensor: Whose version counter: a later change of either is seen in both.
         data: Whose memory.
     """
     if dispatch_modes():
@@ -44,7 +44,7 @@ def versioned(tensor: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
 
 
 def emptied(tensor: torch.Tensor) -> torch.Tensor:
-    """Let a tensor go of its memory, not of its version; return it."""
+    """Take a tensor's memory from it, but not its version counter; return it."""
     if dispatch_modes():
         with without_modes():
             return emptied(tensor)
@@ -53,7 +53,7 @@ def emptied(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def ghost_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor that has the version of another, always, and no memory."""
+    """Return a tensor with the version counter of another, and without memory."""
     return versioned(tensor, _nothing(tensor.device))
 
 
@@ -65,10 +65,10 @@ def _nothing(device: torch.device) -> torch.Tensor:
 
 
 def unchanged(tensor: torch.Tensor, version: int) -> torch.Tensor:
-    """Return a tensor that was saved when it had that version.
+    """Return a saved tensor, if it still has the version that it was saved with.
 
     Raises:
-        RuntimeError: If it was changed in place since.
+        RuntimeError: If it was changed in place since then.
     """
     if tensor._version != version:
         what = f"a {tensor.dtype} tensor of shape {list(tensor.shape)}"

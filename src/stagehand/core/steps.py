@@ -34,14 +34,14 @@ class Steps:
         hear_steps(self._note)
 
     def came(self) -> bool:
-        """Return whether one has begun since this was asked last."""
+        """Return whether a step has begun since the last call of this."""
         seen, self._seen = self._seen, self._begun
         return seen != self._seen
 
     def take_frozen(self) -> set[int]:
-        """Return the ids of what was stepped though it is frozen, since this was asked.
+        """Return the ids of frozen parameters that were stepped since the last call.
 
-        It had a gradient left.
+        Optimizers step those that still have a gradient from before.
         """
         frozen, self._frozen = self._frozen, set()
         return frozen
@@ -85,9 +85,9 @@ def hear_steps(
 
 _numbers = count()
 _heard: dict[int, "weakref.WeakMethod[Callable[[torch.optim.Optimizer], None]]"] = {}
-"""Who listens. Others come and go meanwhile: it is copied before it is gone through."""
+"""Listeners by number. Any thread may add or remove one: loops go over a copy."""
 _in_compiled: set[int] = set()
-"""Which of them listen in compiled code."""
+"""The numbers of those that listen in compiled code, too."""
 
 
 @cache

@@ -62,7 +62,7 @@ class Stopwatch:
         self._device = device
         self._spare: list[Event] = []
         self._zero: Event | None = None
-        self._last: dict[Stream, Event] = {}  # of the uses, on each stream
+        self._last: dict[Stream, Event] = {}  # the latest mark of a use, by stream
         self._uses: list[tuple[int, Event, Event]] = []
         self._copies: list[tuple[int, str, int, Event, Event]] = []
 

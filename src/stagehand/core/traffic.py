@@ -57,15 +57,16 @@ class Done(Protocol):
 class Slots:
     """How many copies of one direction may be in flight, and which are.
 
-    Demand is counted, too, but only the newest `own` copies: they end in order. A copy
-    that a use was queued behind is not counted: a host that is ahead of the device
-    would else find it full for ever.
+    Demand is counted, too, but only the newest `own` copies are kept: copies of one
+    direction end in order. A copy counts no more once a use is queued behind it: else a
+    host that runs ahead of the device would always find every slot in use.
 
     Args:
         own: The configured number, or None for as many as there are.
 
     Attributes:
-        capacity: What holds: the configured number or a limit, the smaller.
+        capacity: The number that holds now: the smaller of the configured one and the
+            limit; None if there is neither.
         denied_count: Requests that were denied.
     """
 
@@ -80,8 +81,7 @@ class Slots:
 
     @property
     def in_flight(self) -> int:
-        """Copies that are submitted and not known to be done, counted to `capacity`,
-        and tokens."""
+        """Tokens, and submitted copies that are not known to be done, up to `own`."""
         while self._in_flight and self._in_flight[0].query():
             self._in_flight.popleft()
         return len(self._in_flight) + self.tokens
@@ -115,11 +115,11 @@ class Parcel:
 
     Args:
         traffic: Who puts it aside.
-        stream: The D2H lane's.
-        ready: The events behind the making of the sources.
+        stream: The D2H lane's stream.
+        ready: Events that were recorded when the sources had been made.
         pairs: Sources on the device and pinned targets, as large.
         copy: Queues the copy of a piece: `copy(target, source)`.
-        done: Is recorded behind the last piece.
+        done: The event to record behind the last piece.
     """
 
     __slots__ = (
@@ -186,7 +186,8 @@ class Parcel:
     def _send_piece(self, nbytes: int | None) -> int:
         """Queue a pair, or the beginning of one that can be cut.
 
-        Only then is it put aside no more: to copy it twice does no harm.
+        It counts as queued only after the call that copies it: an interrupt between
+        the two makes it be copied twice, which does no harm.
         """
         pair = source, target = self._pairs[0]
         size, rest = _nbytes(source), None
@@ -216,7 +217,7 @@ def _can_be_cut(source: torch.Tensor, target: torch.Tensor) -> bool:
 
 
 def event_of(done: Done) -> Any:
-    """Return the event for which streams can wait; what was put aside goes now."""
+    """Return the event behind a copy, for streams to wait for; a parcel is sent now."""
     return done.event() if isinstance(done, Parcel) else done
 
 
@@ -343,8 +344,8 @@ class Traffic:
         """Say how many bytes may go home behind each load.
 
         Args:
-            share: Is called with the load's bytes. None lets all go behind the next
-                load.
+            share: Called with the bytes of a load, returns those that may follow it.
+                None lets all go behind the next load.
         """
         self._home_share = share
 

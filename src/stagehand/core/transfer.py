@@ -73,7 +73,8 @@ class Slot:
         self.storage: Any = None
         """The leased buffer's storage."""
         self.storage_key = 0
-        """The storage's `_cdata`: to read it takes longer than to count references."""
+        """The storage's `_cdata`, by which references are counted: kept, for reading it
+        takes longer than counting them."""
         self.address = 0
         """Where its bytes begin; 0 without memory."""
         self.alone = 0
@@ -84,8 +85,8 @@ class Slot:
         """Tensors that lie in the memory, by the form of the blocks that use them."""
         self._filled: Event | None = None
         self._drained: Event | None = None
-        self._ticket: Ticket | None = None  # of `filled`: every fill has the same
-        self._seen_before: Stream | None = None  # had, before the latest save
+        self._ticket: Ticket | None = None  # for `filled`: every fill has the same
+        self._seen_before: Stream | None = None  # `seen_by` as of the latest save
         self._reader: Stream | None = None  # recorded `drained` last, since the fill
 
     def __repr__(self) -> str:
@@ -113,7 +114,7 @@ class Lane(Slots):
         device: Whose link it is.
         capacity: Copies in flight at most before speculation is denied, or None.
         priority: The stream's priority; lower runs first.
-        stream: Of another lane, to share its order; a new one by default.
+        stream: That of another lane, whose order it shares; a new one by default.
     """
 
     def __init__(
@@ -137,9 +138,10 @@ class TransferEngine:
         counters: Where copies are counted as they are submitted.
         h2d_capacity: See `Lane`.
         d2h_capacity: See `Lane`.
-        priority: Of the streams that it makes: the lanes', unless `streams` has them,
-            and the one on which wires cross. Lower runs first.
-        streams: The lanes', to the device and from it, if they are shared.
+        priority: The priority of the streams that it makes: those of the lanes, unless
+            `streams` has them, and the one on which wires cross. Lower runs first.
+        streams: The lanes' streams, to the device and from it, where others use them,
+            too; None makes one.
     """
 
     def __init__(
@@ -155,7 +157,7 @@ class TransferEngine:
         self.stopwatch: Stopwatch | None = None
         """Set while copies are to be timed."""
         self.wires: WireRing | None = None
-        """Memory for what is decoded on the device, while there is such."""
+        """Memory for wires on the device; None while nothing is decoded there."""
         self._new_wires: Callable[[], WireRing] | None = None
         self._wire_stream: Stream | None = None
         self._priority = priority
@@ -168,13 +170,13 @@ class TransferEngine:
         self._passed = device.new_event()
         self._passed_on: Stream | None = None  # recorded it last
         self.flight = Flight(device, self.d2h.stream)
-        """What goes home, but is in no slot."""
+        """Tensors outside of slots that copies home still read."""
         self._traffic: Traffic | None = None
         self._limited = h2d_capacity is not None
 
     @property
     def traffic(self) -> Traffic | None:
-        """What this engine has joined, if it goes on."""
+        """What this engine has joined; None if nothing, or if that has ended."""
         if self._traffic is not None and self._traffic.is_over:
             self.leave()
         return self._traffic
@@ -212,7 +214,8 @@ class TransferEngine:
     def deny_home(self, priority: Priority) -> Denied | None:
         """Return why a copy home of that urgency should not start now, or None.
 
-        Copies home are never denied themselves: who makes one early asks first.
+        The calls that queue copies home deny none: whoever sends something before it
+        must go asks here first.
         """
         if priority < _SPECULATIVE:
             return None
@@ -432,7 +435,7 @@ class TransferEngine:
             slot.seen_by = stream
 
     def finish_load(self, slot: Slot) -> None:
-        """Block the host until a slot is filled: what fills it is to be written."""
+        """Block the host until a slot is filled: then the source may be written."""
         if slot._filled is not None:
             slot._filled.synchronize()
 
@@ -512,9 +515,9 @@ class TransferEngine:
         done.
 
         Args:
-            source: On the device.
-            target: Of the same shape and element type, in pinned memory.
-            block: Whose it is, for the records.
+            source: The tensor, on the device.
+            target: Pinned memory of the same shape and element type.
+            block: The number of the block that it belongs to, for the records.
             maker: The stream that made the tensor; the lane waits for it.
             shared: Whether the maker may write to the tensor's memory again: then it
                 waits for the copy.
@@ -543,7 +546,8 @@ class TransferEngine:
         """Queue the copies of tensors that their owner keeps until the event is done.
 
         Args:
-            pairs: On the device, and of the same shape and element type in host memory.
+            pairs: Tensors on the device, each with a tensor of the same shape and
+                element type in host memory.
             makers: The streams that made the tensors; the lane waits for them.
         """
         counters = self._counters
@@ -621,8 +625,8 @@ class TransferEngine:
         it.
 
         Args:
-            source: In host memory.
-            target: On the device, of the same size.
+            source: Bytes in host memory.
+            target: As many bytes on the device.
             after: The event behind the copy that wrote the source.
             maker: The stream that the target's memory belongs to.
         """
@@ -670,8 +674,9 @@ class TransferEngine:
 
         Args:
             buffer: The memory.
-            slot: Whose it was, before `retire`: streams that read it may go on to. The
-                caller's can be that of another model, which needs the room.
+            slot: The slot that had the memory, before `retire`: the streams that read
+                the slot may go on reading. The caller's stream need not be one of them:
+                it can be that of another model, which needs the room.
         """
         if self.device.is_host:
             return

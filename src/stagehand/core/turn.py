@@ -23,7 +23,7 @@ __all__ = [
 
 
 class _Here(threading.local):
-    """This thread, by its object: the numbers of threads that ended are used again."""
+    """The calling thread's object: numbers of threads are used again when they end."""
 
     def __init__(self) -> None:
         self.thread = threading.current_thread()
@@ -31,6 +31,7 @@ class _Here(threading.local):
 
 HERE = _Here()
 
+_LOOK_SECONDS = 0.05  # how often who waits looks whether the wait can ever end
 _waits: dict[Any, Turn] = {}  # by thread
 # Reentrant: the garbage collector may end something in the middle of a look.
 _waits_lock = threading.RLock()
@@ -324,6 +325,3 @@ def why_waits(thread: Any, one: Any) -> str:
 def _awaits_autograd(thread: Any) -> bool:
     """Whether a thread waits for a call of autograd, its own or another's."""
     return thread in _hosts or waits_for_backward(thread.ident or 0)
-
-
-_LOOK_SECONDS = 0.05

@@ -34,7 +34,7 @@ class Piece:
         self.decoded = decoded
         """Recorded on the lane behind the decoder; the next copy waits for it."""
         self.used = False
-        """Whether `decoded` stands for anything."""
+        """Whether `decoded` was ever recorded."""
 
 
 class WireRing:
@@ -45,7 +45,8 @@ class WireRing:
     Args:
         device: Where it is.
         lane: The stream that decodes. The arena's memory belongs to it.
-        stream: Copies. One for all rings, one after the other: PyTorch has few.
+        stream: The stream that copies. Each new ring of an engine gets the same one:
+            PyTorch has few streams.
         arena: Device memory.
         count: Pieces.
         nbytes: Size of each: that of the longest wire.
@@ -98,7 +99,7 @@ class WireRing:
         self.scratch: torch.Tensor | None = None
         if scratch_nbytes:
             self.scratch = self._leases[-1].buffer
-        # What had the memory before used it in the lane's order.
+        # Whoever had the memory before used it in the lane's order: copies wait for it.
         self._order.record(lane)
         self.stream.wait_event(self._order)
 

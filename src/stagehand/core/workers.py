@@ -4,10 +4,9 @@ Threads only read disks, copy pageable memory and make page-locked memory; they 
 issue device work, because a thread wakes up to 5 ms late behind Python code, and that
 is lost link time.
 
-They are no `ThreadPoolExecutor`'s. That keeps a job whose thread cannot start, and runs
-it later, behind the back of who was told that it failed; it refuses jobs as soon as the
-main thread ends, while others may still run models; and in a forked process it takes
-threads for alive that are not.
+Why this is no `ThreadPoolExecutor`: where no thread can start, an executor raises, but
+keeps the job and runs it later; it refuses jobs as soon as the main thread ends, while
+others may still run models; and after a fork it takes its parent's threads for its own.
 """
 
 import atexit
@@ -45,8 +44,8 @@ class WorkerGroup:
     Args:
         name: For the threads' names.
         count: Number of threads.
-        begin: What each thread does first, such as to take the device that its jobs
-            wait for as its own: each thread begins on the first.
+        begin: Called first in each thread, such as to make a device the thread's
+            current one: without that, it is device 0.
     """
 
     def __init__(

@@ -70,8 +70,8 @@ class OffloadedAdamW(torch.optim.AdamW):
         pin_states: Page-lock the states that lie in host memory, each parameter's at
             their exact size, so that a device can copy them. The step itself gains
             nothing. Without an accelerator it is ordinary memory.
-        seed: Of the stochastic rounding, which draws nothing from torch's generators.
-            Saved with the states.
+        seed: Seed of the stochastic rounding, which draws nothing from torch's
+            generators. It is saved with the states.
         overlap: Step during backward: the model that `stagehand.layer()` returned, or
             another `GradientSource`. None steps in `step()` only.
 
@@ -234,7 +234,7 @@ class OffloadedAdamW(torch.optim.AdamW):
                 loss = closure()
         with self._lock:
             self._number()  # groups can be edited
-            self._early.check(self._name, self._numbers())
+            self._early.check(self._name, self._current_options())
             self._update(
                 parameter
                 for parameter in self._places
@@ -271,7 +271,7 @@ class OffloadedAdamW(torch.optim.AdamW):
             ]
             self._early.check_new(mine, self._name)
             self._update(mine)
-            self._early.note(mine, self._numbers())
+            self._early.note(mine, self._current_options())
 
     def _update(self, parameters: Iterable[torch.Tensor]) -> None:
         by_group: dict[int, list[ParameterStep]] = {}
@@ -328,8 +328,8 @@ class OffloadedAdamW(torch.optim.AdamW):
             "found_inf": getattr(self, "found_inf", None),
         }
 
-    def _numbers(self) -> Callable[[torch.Tensor], Mapping[str, float]]:
-        """Return what tells the options of a parameter's group as they are now."""
+    def _current_options(self) -> Callable[[torch.Tensor], Mapping[str, float]]:
+        """Return a function that gives a parameter's options, in numbers, as of now."""
         groups = [
             {k: float(v) for k, v in self._options(group).items() if v is not None}
             for group in self.param_groups

@@ -79,9 +79,9 @@ class _Step(NamedTuple):
     """What a step used, and the version that it left its parameter in."""
 
     gradient: torch.Tensor  # held, so that no other can take its place unseen
-    seen: int
+    seen: int  # the gradient's version
     options: Mapping[str, float]
-    left: int
+    left: int  # the parameter's version after the step
 
 
 class EarlySteps:
@@ -175,11 +175,9 @@ class EarlySteps:
                     f" {name(parameter)} (overlap), and before step(); {_LATER}"
                 )
 
-    def clear(self) -> int:
-        """Forget all; return how many there were."""
-        count = len(self._used)
+    def clear(self) -> None:
+        """Forget all."""
         self._used.clear()
-        return count
 
 
 def _name_some(

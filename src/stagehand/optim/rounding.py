@@ -44,7 +44,7 @@ def renew_noise(noise: torch.Tensor, spare: torch.Tensor) -> None:
     xorshift with 13, 17 and 5 (Journal of Statistical Software 8(14), 2003).
     """
     noise.bitwise_xor_(torch.bitwise_left_shift(noise, 13, out=spare))
-    torch.bitwise_right_shift(noise, 17, out=spare)  # of a signed number: has its sign
+    torch.bitwise_right_shift(noise, 17, out=spare)  # with copies of the sign on top
     noise.bitwise_xor_(spare.bitwise_and_((1 << 15) - 1))
     noise.bitwise_xor_(torch.bitwise_left_shift(noise, 5, out=spare))
 

@@ -12,9 +12,10 @@ _FUSED = "_step_supports_amp_scaling"
 class GradScaler(torch.amp.GradScaler):
     """`torch.amp.GradScaler` for gradients that lie on the host, or in both places.
 
-    torch's own queues the scale's copy to the host and reads it at once, so host
-    gradients may be divided by anything. This one waits for that copy, once a step, and
-    unscales before the step also where a fused optimizer would do both in one.
+    Torch's own queues the copy of the scale to the host and reads it before it has
+    arrived, so that gradients on the host may be divided by any number. This one waits
+    for that copy, once a step. It always unscales before the step, also where a fused
+    optimizer would do both in one.
 
     The arguments are those of `torch.amp.GradScaler`.
 
@@ -45,7 +46,7 @@ class GradScaler(torch.amp.GradScaler):
         Raises:
             OptimizerError: If the optimizer has stepped parameters in backward already.
         """
-        overlaps = getattr(optimizer, "overlaps", False)  # it refuses what it is told
+        overlaps = getattr(optimizer, "overlaps", False)  # it raises if told of a scale
         if overlaps or not getattr(optimizer, _FUSED, False):
             return super().step(optimizer, *args, **kwargs)
         setattr(optimizer, _FUSED, False)

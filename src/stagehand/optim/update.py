@@ -27,14 +27,16 @@ class ParameterStep:
     """What the step of one parameter reads and writes; all on its device."""
 
     parameter: torch.Tensor
+    """Is changed in place."""
     gradient: torch.Tensor
+    """Dense, of the parameter's shape."""
     moments: tuple[torch.Tensor, ...]
     """exp_avg, exp_avg_sq and, for amsgrad, max_exp_avg_sq: of one element type, dense,
     their elements in one order in memory."""
     count: torch.Tensor
     """Steps taken: float32, on the device of the rest."""
     noise_seed: int | None = None
-    """Round the moments, which are bfloat16, stochastically; None: to nearest."""
+    """Seeds the stochastic rounding of bfloat16 moments; None rounds to nearest."""
 
     @property
     def in_one_piece(self) -> bool:
@@ -52,8 +54,8 @@ def update(steps: Sequence[ParameterStep], options: dict[str, Any]) -> None:
     costs a copy.
 
     Args:
-        steps: Of parameters on any devices.
-        options: Of `torch.optim.adamw.adamw`; tensors among them on any device.
+        steps: What to step; parameters may be on different devices.
+        options: Those of `torch.optim.adamw.adamw`; tensors may be on any device.
     """
     by_device: dict[torch.device, list[ParameterStep]] = {}
     for step in steps:
@@ -66,8 +68,9 @@ def update(steps: Sequence[ParameterStep], options: dict[str, Any]) -> None:
 
 
 def _at(device: torch.device, name: str, value: Any) -> Any:
-    """Return an option on a device. torch's own move to the host does not wait for it.
+    """Return an option on a device, with its value there.
 
+    Torch itself moves it without waiting: a kernel on the host may read it too early.
     Kernels of all devices take a learning rate from the host as a number.
     """
     stays = name == "lr" and isinstance(value, torch.Tensor) and value.is_cpu

@@ -46,9 +46,10 @@ class Built:
     unknown: tuple[str, ...]
     """Buffers, and tensors that are plain attributes, that have no value."""
     value_of: Callable[[torch.Tensor], torch.Tensor | None]
-    """Returns a tensor with the value that the constructor gives it, if it does."""
+    """Returns a tensor with the value that the constructor gives it, or None."""
     is_typed: bool = False
-    """Whether it was built in the type that it is loaded as: other types are meant."""
+    """Whether it was built in the element type that it is loaded as: tensors of another
+    type have that on purpose."""
 
 
 def build(make: Callable[[], Any], dtype: torch.dtype | None = None) -> Built:
@@ -101,7 +102,7 @@ def build(make: Callable[[], Any], dtype: torch.dtype | None = None) -> Built:
 
 
 def empty_tensor(tensor: torch.Tensor, dtype: torch.dtype) -> None:
-    """Take a tensor's values, in place: the same object, on `meta`."""
+    """Move a tensor to `meta`, in place: the same object, without values."""
     # `empty_like` on `meta` imports a computer algebra system: 0.3 s and 30 MB.
     empty = torch.empty_strided(
         tensor.shape, tensor.stride(), dtype=dtype, device="meta"
@@ -131,15 +132,15 @@ class _Unvalued(DispatchMode):  # type: ignore[no-untyped-call]
         self.dtype = None if dtype is self.default else dtype
         """For floating-point tensors of no given type, if not torch's default."""
         self.functions = 0
-        """Functions of torch's that are called, one inside of the other."""
-        self._is_named = False  # by a class of torch's, which is no function
+        """How many functions of torch are being called, one inside of the other."""
+        self._is_named = False  # whether a class such as FloatTensor says the type
         # By their storages, which are held so that no other one gets their number.
         self._unknown: dict[int, torch.UntypedStorage] = {}
         self._writes: dict[int, _Writes] = {}
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # it would be imported for that
+        return False  # else torch imports the compiler, to skip it
 
     def value_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """Return a tensor with its value, None if it has none."""
@@ -305,7 +306,7 @@ _ASSIGN = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 class _Numbers(TorchFunctionMode):
     """Lets `torch.tensor` of Python numbers have another default type.
 
-    And knows `torch.Tensor` of numbers, which is no function, from those that are.
+    It also counts functions that are being called: `torch.Tensor`, a class, is none.
     """
 
     def __init__(self, mode: _Unvalued) -> None:
@@ -370,7 +371,7 @@ class _DefaultType:
                 self._count -= 1
                 if not self._count:
                     torch.get_default_dtype = self._real
-            if self._real() is dtype:  # set by who puts back what was said here
+            if self._real() is dtype:  # somebody read it here, and has put it back
                 torch.set_default_dtype(usual)
 
 

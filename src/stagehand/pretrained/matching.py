@@ -38,13 +38,13 @@ class Matched:
     """What each tensor of a model gets."""
 
     keys: dict[str, str]
-    """The name of its value, in the checkpoint or among what is written."""
+    """For each tensor's name, that of its value: in the files, or among `made`."""
     tensors: list[tuple[torch.Tensor, torch.dtype]] = field(default_factory=list)
     """The tensors that get one, and its element type."""
     made: list[Made] = field(default_factory=list)
     """What must be written first."""
     made_bytes: int = 0
-    """What that takes."""
+    """Bytes that it takes."""
 
 
 def match(
@@ -91,7 +91,7 @@ class _Search:
         self._targets: dict[str, torch.dtype] = {}
         self._matched = Matched(dict(naming.keys))
         self.stored: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
-        """Type and shape of what must be in the files, whether it is or not."""
+        """Type and shape of each tensor that the files must have, by its model name."""
 
     def look_up(self, tensor: torch.Tensor, names: list[str]) -> None:
         """Find the value of one tensor, which may have several names."""
@@ -191,7 +191,7 @@ def _stored_as(name: str, key: str) -> Made:
 def untie(model: nn.Module, checkpoint: Checkpoint, naming: Naming) -> None:
     """Part tensors that the model ties and the checkpoint has different values for.
 
-    As `from_pretrained` does; where nobody says that it should, it is an error.
+    `from_pretrained` of `transformers` does so, too; of other models it is an error.
 
     Raises:
         TensorMismatchError: If the model's class cannot part them.

@@ -21,7 +21,7 @@ class Made:
     sources: tuple[str, ...]
     """The checkpoint's tensors, by their names there."""
     compute: Callable[[Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]]
-    """From these to the model's tensors by name. Also takes tensors on `meta`."""
+    """Takes these by name and returns the model's by name; on `meta`, too."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,7 +42,7 @@ class Naming:
 
 
 def same_tensors(model: nn.Module) -> Iterator[tuple[torch.Tensor, list[str]]]:
-    """Yield each tensor that a checkpoint has, with all of its names."""
+    """Yield each tensor of a model's `state_dict()` once, with all of its names."""
     names: dict[int, list[str]] = {}
     tensors: dict[int, torch.Tensor] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():

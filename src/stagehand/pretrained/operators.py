@@ -33,7 +33,9 @@ class Call:
         self.name: str = func._schema.name
         """Such as `aten::copy_`."""
         self.read: list[torch.Tensor] = []
+        """Tensors among the arguments that it does not write to."""
         self.written: list[torch.Tensor] = []
+        """Tensors among the arguments that it writes to."""
         self.is_view = False
         """Whether the result shares the memory of an argument."""
         for argument in func._schema.arguments:
@@ -50,9 +52,10 @@ class Call:
 
     @property
     def is_constant(self) -> bool:
-        """Whether the value is known, though it is on `meta` or a form is taken there.
+        """Whether the value is known, though the result would be on `meta`.
 
-        A number is made a tensor on `meta` to be written into one there.
+        So it is of `zeros_like` of a tensor there, and of a number that torch makes a
+        tensor there, to write it into another one.
         """
         if self.name == "aten::scalar_tensor":
             return bool(self.given("device") == _META)
@@ -69,7 +72,7 @@ class Call:
 
     @property
     def covers(self) -> bool:
-        """Whether nothing is left of what was in the written tensor."""
+        """Whether it overwrites all of the tensor that it writes to."""
         return self.name in _COVERING
 
     def takes(self, name: str) -> bool:

@@ -127,7 +127,7 @@ def _read_config(file: Path) -> dict[str, Any]:
         config = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         hint = ""
-        if not os.path.exists(directory):  # which no name makes raise
+        if not os.path.exists(directory):  # unlike Path.exists, it never raises
             hint = ", it does not exist, and nothing is downloaded"
         elif directory.is_file():
             hint = ": to stream a file, pass what builds the model first"

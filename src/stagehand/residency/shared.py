@@ -23,7 +23,7 @@ import weakref
 from collections import deque
 from typing import TYPE_CHECKING
 
-from stagehand.core.ledger import NO_LIMIT, Ledger
+from stagehand.core.ledger import NO_LIMIT, Account, Ledger
 from stagehand.core.turn import HERE, awaited_by, why_waits
 from stagehand.errors import StagehandOOMError
 from stagehand.residency.seats import AUTOGRAD, Seats
@@ -68,7 +68,7 @@ class SharedDevice:
         streams: tuple[Stream, Stream] | None = None,
     ) -> None:
         self.device = device
-        self.ledger = Ledger(0, NO_LIMIT)
+        self.ledger = Ledger(Account("device", 0), Account("pinned", NO_LIMIT))
         self._pinned_caps: dict[object, int] = {}
         self._streams = streams or (
             device.new_stream(priority),

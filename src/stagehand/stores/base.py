@@ -24,8 +24,8 @@ class Wire(Protocol):
     """The bytes of a block as they cross the link, where they are fewer than its image.
 
     They lie in pinned memory or are read when they are needed; on the device `decode`
-    makes the image of them. Nothing above asks how. Bits do not depend on the way: the
-    image is what the store's own `read_into` gives.
+    makes the image of them. Nothing above asks how. The image is bit for bit what the
+    store's own `read_into` gives.
     """
 
     @property
@@ -79,10 +79,11 @@ class Store(Protocol):
     """Where a block's truth lives: host memory, files, a packed or quantized form.
 
     Narrow on purpose. The loader moves whole images and knows neither files, formats
-    nor parameters, so a store can fill an image, take one back, be told of a change on
-    the host, and say whether a copy elsewhere may be forgotten; nothing above asks what
-    kind of store it is. A store allocates no pinned or device memory, starts no thread
-    and waits for no stream: the image is its caller's again when the call returns.
+    nor parameters, so a store can fill an image, take one back, and be told of a change
+    on the host; nothing above asks what kind of store it is. It holds every byte of its
+    block at all times: an unchanged copy elsewhere may be dropped. A store allocates no
+    pinned or device memory, starts no thread and waits for no stream: the image is its
+    caller's again when the call returns.
     """
 
     @property
@@ -92,8 +93,8 @@ class Store(Protocol):
     def value(self, index: int) -> torch.Tensor:
         """Return the values of one entry: a host tensor, or memory of its own.
 
-        May run on a worker thread. What a file has is read, not looked at where it is
-        mapped: a file that shrinks would end the process.
+        May run on a worker thread. A file is read, and not looked at through a mapping:
+        there a file that has shrunk would end the process.
         """
 
     @property
@@ -144,9 +145,9 @@ class Store(Protocol):
         """Say that the host tensor of one entry was changed, and is the truth now."""
 
     def rehost(self, index: int, host: torch.Tensor) -> None:
-        """Have other host memory for one entry; its values are written there next.
+        """Let one entry lie in other host memory, where the caller writes its values.
 
-        Not where entries overlap, or all of them lie in pinned memory.
+        Not called where entries overlap, or all of them lie in pinned memory.
         """
 
     def check_hosts(self) -> None:
@@ -155,6 +156,3 @@ class Store(Protocol):
         Raises:
             CheckpointError: If they are views of a file that changed in place.
         """
-
-    def can_drop(self) -> bool:
-        """Return whether an unchanged copy elsewhere may be forgotten."""

@@ -80,7 +80,7 @@ class Extent:
     """Sizes; the elements lie in row-major order."""
 
     def between(self, start: int, end: int) -> "Extent":
-        """Return the bytes from `start` to `end` of it, as such."""
+        """Return where its bytes from `start` to `end` lie, as a tensor of uint8."""
         start, end = (min(at, self.nbytes) for at in (start, end))
         nbytes = end - start
         return Extent(
@@ -96,8 +96,8 @@ class Extent:
 class Checkpoint(Mapping[str, Extent]):
     """The tensors of one safetensors file, or of a directory of them, by name.
 
-    Holds no tensor and keeps no file open. A tensor such as torch lacks, for its
-    element type or its sizes, is listed, and raises only when it is asked for.
+    Holds no tensor and keeps no file open. A tensor whose element type or sizes torch
+    does not have is listed, and raises only when it is asked for.
 
     Example:
         checkpoint = Checkpoint.open("path/to/model")

@@ -36,7 +36,7 @@ def packed_wire(
         weights: For each entry what a file holds of it, if it is packed there.
         files: The open files.
         device_type: What decodes them.
-        before: The store of which some host tensors are, if there was one.
+        before: The store that some host tensors come from, if there was one.
     """
     headers = [
         weight.header if weight and may and entry.is_contiguous else None
@@ -85,7 +85,7 @@ def quantized_wire(
         weights: For each entry what a file holds of it, if it is quantized.
         files: The open files.
         device_type: What decodes them.
-        before: The store of which some host tensors are, if there was one.
+        before: The store that some host tensors come from, if there was one.
     """
     chosen = [
         weight
@@ -119,5 +119,5 @@ def quantized_wire(
 
 
 def _entries_at(layout: BlockLayout, offsets: set[int]) -> list[int]:
-    """Return the entries that begin there: tied ones have one place."""
+    """Return the numbers of the entries at these offsets: tied ones have the same."""
     return [i for i, entry in enumerate(layout.entries) if entry.offset in offsets]

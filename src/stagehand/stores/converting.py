@@ -113,7 +113,8 @@ def convert_to_packed(
     Raises:
         CheckpointError: If the source is not sound, or the target cannot be written:
             nothing is left of it then.
-        ConfigError: If the source is in a smaller form already, or a size is none.
+        ConfigError: If the source is in a smaller form already, or `max_shard_size` is
+            no size.
     """
     most = parse_bytes(max_shard_size, name="max_shard_size")
     with _opened(source) as tensors, _folder(target) as folder:
@@ -182,24 +183,25 @@ def convert_to_squareq(
 ) -> Written:
     """Write SquareQ v2: weights of linear layers as INT8, all else as it is.
 
-    Quantized is each matrix named `*.weight` of a floating-point type of more than 8
-    bits, but for the excluded ones. That changes values: a row keeps 8 bits for its
-    largest weight. There is one file of any size: the format is a file and its
+    Each matrix named `*.weight`, of a floating-point type of more than 8 bits, is
+    quantized unless it is excluded. That changes values: a row becomes whole numbers
+    from -127 to 127 times a scale. The format is one file, of whatever size, and its
     manifest.
 
     Args:
         source: A safetensors file or folder, or a file of `torch.save`, or the folder
             of a library that saved with it.
         target: A folder, made if it is not there.
-        only: A regular expression: quantize what it is found in, nothing else.
-        exclude: A regular expression: do not quantize what it is found in.
+        only: A regular expression: weights in whose names it is not found stay as they
+            are.
+        exclude: A regular expression: so do those in whose names this one is found.
         progress: Told after each tensor.
 
     Raises:
         CheckpointError: If the source is not sound, holds nothing to quantize, or the
             target cannot be written: nothing is left of it then.
-        ConfigError: If the source is in a smaller form already, or an expression is
-            none.
+        ConfigError: If the source is in a smaller form already, or `only` or `exclude`
+            is no regular expression.
     """
     wanted, unwanted = _expression("--only", only), _expression("--exclude", exclude)
     with _opened(source) as tensors, _folder(target) as folder:
@@ -251,11 +253,13 @@ def _write_squareq(
         wide = [name for name in left if tensors.sizes[name].element_size() >= 8]
         for name in tensors.by_width(wide):
             body.add(name, tensors.read(name))
+            tensors.tell(name, progress)
         for layer in layers:
             body.add(layer.scales, scales[layer.name])
             body.add(layer.zeros, torch.zeros_like(scales[layer.name]))
             if layer.bias is not None:
                 body.add(layer.bias, tensors.read(layer.bias).float())
+                tensors.tell(layer.bias, progress)
         for name in tensors.by_width(set(left) - set(wide)):
             body.add(name, tensors.read(name))
             tensors.tell(name, progress)
@@ -358,10 +362,11 @@ class _Tensors:
     ) -> None:
         self.path = path
         self.files = set(files)
-        """What `path` stands for."""
+        """The files that `path` stands for."""
         self.sizes = sizes
-        """Tensors on `meta`."""
+        """By name, a tensor on `meta` of the shape and type of the one in the file."""
         self.read = read
+        """Returns the tensor of a name, in host memory."""
         self.nbytes = sum(t.numel() * t.element_size() for t in sizes.values())
         self._done = 0
 
@@ -383,8 +388,12 @@ class _Tensors:
         layer, like = name.removesuffix(_WEIGHT), self.sizes[name]
         count, columns = like.shape
         bias = self.sizes.get(f"{layer}.bias")
-        fits = bias is not None and bias.shape == (count,)
-        has_bias = fits and bias is not None and bias.element_size() <= 4
+        has_bias = (
+            bias is not None
+            and bias.shape == (count,)
+            and bias.is_floating_point()
+            and bias.element_size() <= 4  # it is written as float32
+        )
         return LayerSpec(
             name=layer,
             rows=Rows(count=count, columns=columns, padded=rounded_up(columns, PAD)),
@@ -400,7 +409,7 @@ class _Tensors:
 
         Args:
             path: The file if it is the only one.
-            most: What a single tensor may exceed.
+            most: Bytes; a single larger tensor has a file of its own.
         """
         parts: list[list[str]] = [[]]
         room = most

@@ -3,7 +3,6 @@
 Neither waits for the device. Both give the bits of `squareq_layout.dequantized`.
 """
 
-import importlib.util
 from collections.abc import Callable
 from functools import cache
 
@@ -12,32 +11,31 @@ import torch
 from stagehand.core.layout import plain_tensors
 from stagehand.errors import StagehandInternalError
 from stagehand.stores.squareq_layout import QuantizedLayout, QuantizedPlace
+from stagehand.stores.unpacking import has_kernels
 
 __all__ = ["decoder_of", "dequantize_image", "scratch_nbytes"]
 
 _MOST_SCRATCH = 16 << 20
 """A few launches for so many are a small part of the time that the link needs."""
 
-_SCRATCH_SHARE = 8  # of a weight, in float32, is decoded at once
+_SCRATCH_SHARE = 8  # one part in so many of a weight, in float32, is decoded at once
 
 
 @cache
 def decoder_of(device_type: str) -> Callable[..., None] | None:
-    """Return Triton's decoder, or None where Triton is not or knows no such device."""
-    if device_type == "cpu" or importlib.util.find_spec("triton") is None:
+    """Return Triton's decoder; None where its kernels do not run."""
+    if not has_kernels(device_type):
         return None
-    from stagehand.stores import packing_triton, squareq_triton
+    from stagehand.stores import squareq_triton
 
-    if packing_triton.runs_on(device_type):
-        return squareq_triton.decode
-    return None
+    return squareq_triton.decode
 
 
 def scratch_nbytes(form: QuantizedLayout, device_type: str) -> int:
     """Return the scratch memory with which a kind of device decodes a block.
 
-    None where it has kernels; else an eighth of the largest weight in float32, at least
-    a row, at most 16 MiB or a row.
+    0 where Triton's kernels run; else an eighth of the largest weight in float32, but
+    no more than 16 MiB, and no less than a row.
     """
     if decoder_of(device_type) is not None:
         return 0

@@ -53,9 +53,9 @@ class FileWire:
     Args:
         layout: The block's.
         hosts: Its host tensors; views of files for what is not raw.
-        before: The store of which some of them are; None if there was none.
+        before: The store that some of them come from; None if there was none.
         form: What lies where on the wire.
-        pieces: What is read, or copied.
+        pieces: What is read from files, or copied from memory, to which place.
         streams: Which entries of the layout are not raw.
         files: The open files of the pieces.
         decode: Fills an image: wire, form, image, and scratch memory by name.
@@ -116,7 +116,7 @@ class FileWire:
         return None
 
     def edited(self, index: int) -> None:
-        """Say that a host tensor was changed; what is raw is asked for anyway."""
+        """Say that a host tensor was changed; raw ones are read at each load anyway."""
         if index in self._streams:
             self._is_old = True
 

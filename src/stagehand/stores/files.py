@@ -41,7 +41,7 @@ __all__ = ["FileSet", "naming"]
 # others copy; more would be in each other's way.
 _READERS = min(4, 1 + (os.cpu_count() or 3))
 _SHARED_BYTES = 1 << 20  # less is read before a thread has woken up
-_CACHE_SHARE = 0.6  # of the free memory may be expected to hold a checkpoint
+_CACHE_SHARE = 0.6  # a checkpoint of at most this share of free memory fits the cache
 # Without it Linux refuses to map a file larger than its memory, though a private
 # mapping costs only the pages that are written. Python names the flag since 3.13.
 _MAP_NORESERVE = getattr(
@@ -110,7 +110,7 @@ class FileSet:
         self._compare(path, found)
 
     def check_mapped(self, path: Path) -> None:
-        """Do nothing if what is mapped of a file is what it was, wherever its path is.
+        """Do nothing if a mapped file was not changed; it may have been replaced.
 
         Raises:
             CheckpointError: If it was rewritten or cut short, in place.
@@ -191,7 +191,7 @@ class FileSet:
                 readers.drop(future)
 
     def sectors(self, path: Path) -> Sectors:
-        """Return where in memory reads of a file need no copy.
+        """Return the alignment at which reads of a file go straight into memory.
 
         Raises:
             CheckpointError: If the file changed or cannot be opened.
@@ -202,7 +202,8 @@ class FileSet:
     def skew(self, parts: Mapping[Path, Sequence[Part]], widest: int) -> Skew | None:
         """Return where an image begins if the most bytes are to be read in place.
 
-        Of all such places it is the one where the most pages are the file's.
+        Of several such places, it is the one where the most pages of memory lie on
+        pages of the file.
 
         Args:
             parts: All that is read into it.

@@ -15,9 +15,9 @@ class ModuleStore:
     """Keeps a block in host RAM.
 
     With an image (pinned, laid out as the device wants it) the caller can copy straight
-    from it, and host memory is not passed over at all. Without one the tensors stay
-    where the module had them and every load packs them: no second copy of the model, at
-    the cost of one pass over its bytes per load.
+    from it: a load packs nothing. Without one the tensors stay where the module had
+    them and every load packs them: no second copy of the model, at the cost of a copy
+    in host memory per load.
     """
 
     def __init__(
@@ -108,7 +108,3 @@ class ModuleStore:
 
     def check_hosts(self) -> None:
         """Do nothing: they are memory."""
-
-    def can_drop(self) -> bool:
-        """Return True: host memory holds every byte."""
-        return True

@@ -61,7 +61,7 @@ class RawRun:
 class PackedLayout:
     """What lies where on the wire, and where it belongs in the block's image.
 
-    What fills the image up between two tensors need not cross.
+    Padding between the tensors of the image need not cross.
     """
 
     image_nbytes: int
@@ -172,8 +172,8 @@ def packable(layout: BlockLayout) -> tuple[bool, ...]:
 def stands_alone(layout: BlockLayout) -> tuple[bool, ...]:
     """Return for each entry whether it may cross the link by itself.
 
-    Of tied tensors, which have one place, the first. Not what overlaps another tensor
-    in part, nor what is empty.
+    Tied tensors lie at one place: of these only the first may. An empty tensor may not,
+    nor one that overlaps another in part.
     """
     return tuple(
         entry.nbytes > 0

@@ -17,17 +17,17 @@ from stagehand.stores.packed_stream import ESCAPE, HEAD_NBYTES, SMALLEST, Packed
 __all__ = ["LARGEST_SHARE", "PackedTensor", "pack", "pack_image"]
 
 LARGEST_SHARE = 0.875
-"""A tensor is packed if its stream is at most this share of its bytes. Long ones of
-trained weights are 0.75 and a little."""
+"""A tensor is packed if its stream is at most this share of its bytes. Streams of large
+trained tensors take a little more than 0.75."""
 
 _SAMPLE = 1 << 17
-"""Weights whose exponents are counted: enough for one that a 4000th of all has, too
-few to take time beside the packing of a large tensor."""
+"""How many weights' exponents are counted: enough to find those that one weight in 4000
+has, and so few that it takes no time beside packing a large tensor."""
 
 _PAIRS = 1 << 17
-"""At once for each thread: what is worked on stays in a core's own cache."""
+"""Pairs that each thread packs at once: so few stay in a core's own cache."""
 
-_LOWEST_BITS = 0x1111_1111_1111_1111  # of each of the 16 codes in an int64
+_LOWEST_BITS = 0x1111_1111_1111_1111  # the lowest bit of each of 16 codes in an int64
 _SIGN_AND_MANTISSA = 0x807F - (1 << 16)
 _HIGH_BYTE = 0xFF00 - (1 << 16)
 

@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 
 import torch
 
-from stagehand.core.layout import placed
+from stagehand.core.layout import placed, spanned_bytes
 from stagehand.errors import CheckpointError, ReadError
 from stagehand.stores.checkpoint import Extent
 from stagehand.stores.files import FileSet
@@ -75,11 +75,7 @@ class Pickled:
             CheckpointError: If it is no plain tensor, or the file changed.
         """
         self._check_plain(name, tensor)
-        span = sum(
-            (size - 1) * step
-            for size, step in zip(tensor.shape, tensor.stride(), strict=True)
-        )
-        numel = span + 1 if tensor.numel() else 0
+        numel = spanned_bytes(tensor) // tensor.itemsize if tensor.numel() else 0
         storage = read_tensor(self.files, self._extent(name, tensor, (numel,)))
         return placed(
             storage.untyped_storage(), tensor.dtype, 0, tensor.shape, tensor.stride()

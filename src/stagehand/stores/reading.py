@@ -44,11 +44,11 @@ __all__ = [
 # Bytes of one read. Larger ones gain nothing, smaller ones lose to whoever holds the
 # interpreter lock in between.
 _CHUNK_BYTES = 16 << 20
-_BUFFER_BYTES = 2 << 20  # of it, where it goes through the buffer: it stays in caches
+_BUFFER_BYTES = 2 << 20  # a thread's buffer: small enough to stay in a core's caches
 _IN_PLACE_BYTES = 256 << 10  # a smaller tensor is read with its neighbours
 _GAP_BYTES = 64 << 10  # reading so much too much is cheaper than a second read
 
-_MOSTLY = 0.9  # of a chunk is in the page cache: then the rest may come through it
+_MOSTLY = 0.9  # if this share of a chunk is cached, the rest comes through the cache
 _SYS_CACHESTAT = 451
 _STATX_DIOALIGN = 0x2000
 _STATX_BYTES = 256
@@ -121,8 +121,8 @@ def cut(parts: Iterable[Part], address: int, sectors: Sectors) -> list[Chunk]:
 
     Args:
         parts: What is to be read from one file.
-        address: Of the memory.
-        sectors: Of the file's device.
+        address: The address of the memory that is read into.
+        sectors: What reads past the page cache must be multiples of.
     """
     whole: list[Chunk] = []
     rest: list[Part] = []

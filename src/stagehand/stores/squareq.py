@@ -67,7 +67,7 @@ class QuantizedWeight:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SquareQ:
-    """Open quantized weights. Every value but the codes was looked at."""
+    """An open checkpoint of quantized weights. All values but the codes are checked."""
 
     path: Path
     """The file that holds them."""
@@ -92,7 +92,8 @@ class SquareQ:
         Args:
             path: A `.fpk` or `.slab` file; a `.safetensors` file; or a folder that
                 holds one manifest.
-            manifest: Of a `.safetensors` file: its `NAME.manifest.json` by default.
+            manifest: The manifest of a `.safetensors` file; by default
+                `NAME.manifest.json` beside it.
 
         Raises:
             CheckpointError: If a file cannot be read or is not sound.

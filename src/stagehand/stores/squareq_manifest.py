@@ -54,10 +54,13 @@ class LayerSpec:
     rows: Rows
     """The sizes of its weight."""
     codes: str
-    """Names of its tensors in the file."""
+    """The name of its INT8 codes in the file."""
     scales: str
+    """The name of its scales."""
     zeros: str
+    """The name of its zero points."""
     bias: str | None
+    """The name of its bias, if the file has one."""
     dtype: torch.dtype
     """What its weight was before, if the manifest says so; else bfloat16."""
 
@@ -127,7 +130,7 @@ class Manifest:
             refuse(self.path, what, expected, repr(self.signature))
 
     def document(self) -> dict[str, object]:
-        """Return what is written as JSON."""
+        """Return the manifest as the object that its file holds as JSON."""
         return {
             "model_signature": self.signature,
             "architecture_id": self.architecture,

@@ -15,7 +15,7 @@ __all__ = ["decode"]
 _TILE = 1024  # codes of a row that one program takes
 
 _TYPES = {
-    torch.bfloat16: tl.int16,  # as which it is written
+    torch.bfloat16: tl.int16,  # rounded by hand, and written as bits
     torch.float16: tl.float16,
     torch.float32: tl.float32,
     torch.float64: tl.float64,

@@ -18,6 +18,7 @@ from stagehand.stores.packed_stream import HEAD_NBYTES, PAIRS_OFFSET, PackedHead
 __all__ = [
     "SCRATCH_BYTES_PER_PAIR",
     "decoder_of",
+    "has_kernels",
     "most_scratch_nbytes",
     "scratch_nbytes",
     "unpack_image",
@@ -36,26 +37,33 @@ _DEVICE_PAIRS = 1 << 21
 _SIGN_AND_MANTISSA = 0x807F - (1 << 16)
 
 
-@cache
-def decoder_of(device_type: str) -> Callable[..., None] | None:
-    """Return Triton's decoder, or None where Triton is not or knows no such device.
+def has_kernels(device_type: str) -> bool:
+    """Return whether Triton is installed and its kernels run on a kind of device.
 
     Args:
         device_type: What `torch.device.type` says.
     """
     if device_type == "cpu" or importlib.util.find_spec("triton") is None:
+        return False
+    from stagehand.stores import packing_triton
+
+    return packing_triton.runs_on(device_type)
+
+
+@cache
+def decoder_of(device_type: str) -> Callable[..., None] | None:
+    """Return Triton's decoder; None where its kernels do not run."""
+    if not has_kernels(device_type):
         return None
     from stagehand.stores import packing_triton
 
-    if packing_triton.runs_on(device_type):
-        return packing_triton.decode
-    return None
+    return packing_triton.decode
 
 
 def scratch_nbytes(packed: PackedLayout, device_type: str) -> int:
     """Return the scratch memory with which a kind of device decodes a block well.
 
-    None where it has kernels, else a quarter of the largest tensor, up to 16 MiB.
+    0 where Triton's kernels run; else a quarter of the largest tensor, up to 16 MiB.
     """
     if decoder_of(device_type) is not None:
         return 0
@@ -64,7 +72,7 @@ def scratch_nbytes(packed: PackedLayout, device_type: str) -> int:
 
 
 def most_scratch_nbytes(nbytes: int, device_type: str) -> int:
-    """Return the same for any block of so many bytes, at most."""
+    """Return the most that `scratch_nbytes` says of any block of so many bytes."""
     if decoder_of(device_type) is not None:
         return 0
     pairs = nbytes // 4 // 8

@@ -13,7 +13,11 @@ __all__ = ["WiredStore", "origin_of", "value_of"]
 
 
 def origin_of(store: Store | None) -> Store | None:
-    """Return the store that host tensors came from first, unless it is of memory."""
+    """Return the store from which the values of unchanged host tensors are read.
+
+    That is the one before a wired store, or a store itself; None if there is none, or
+    the truth is in pinned memory.
+    """
     if isinstance(store, WiredStore):
         return store.before
     return store if store is not None and store.pinned is None else None
@@ -22,12 +26,12 @@ def origin_of(store: Store | None) -> Store | None:
 def value_of(
     index: int, hosts: Sequence[torch.Tensor], before: Store | None
 ) -> torch.Tensor:
-    """Return the values of a host tensor; those of the store before, as it gives them.
+    """Return the values of one entry, from the store before if its tensor is there.
 
     Args:
-        index: Of the tensor.
-        hosts: The host tensors.
-        before: The store of which some of them are, if there was one.
+        index: The entry's number.
+        hosts: One host tensor per entry.
+        before: The store that some of these tensors come from, if there was one.
     """
     if before is not None and before.hosts[index] is hosts[index]:
         return before.value(index)
@@ -53,9 +57,9 @@ class WiredStore(ModuleStore):
         Args:
             layout: The block's layout.
             hosts: One host tensor per entry.
-            wire: What says the same.
-            before: The store of which some host tensors are, if they are views of
-                files: it reads those.
+            wire: The same values in fewer bytes; None to cross as the image.
+            before: The store that some host tensors come from, as views of files:
+                their values are read through it.
 
         Raises:
             StagehandInternalError: If there are more or fewer hosts than entries.
@@ -63,7 +67,7 @@ class WiredStore(ModuleStore):
         super().__init__(layout, hosts)
         self._wire = wire
         self.before = before
-        """The store of which some host tensors are."""
+        """The store that some host tensors come from."""
 
     @property
     def wire(self) -> Wire | None:

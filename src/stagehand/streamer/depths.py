@@ -34,7 +34,7 @@ class Pieces:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Footprint:
-    """What one layer takes on its way, in bytes; of each kind, the largest."""
+    """Bytes that a layer takes on its way: of each kind, those of the largest layer."""
 
     slot: int
     """Device bytes of the slot in which it is used."""
@@ -109,7 +109,7 @@ class Depths:
     def for_layers(self, count: int, *, on_host: bool = False) -> Depths:
         """Return the simplest settings that do the same for so many layers.
 
-        Two configurations whose results are equal need not be measured both.
+        Of configurations for which this is the same, one measurement is enough.
 
         Args:
             count: Number of layers.

@@ -21,7 +21,7 @@ __all__ = ["LayerLoader"]
 
 
 class LayerLoader(LaneLoader):
-    """A loader that holds loads back until their batch is staged; of one layer, too.
+    """A loader that holds loads back until all layers of their batch are staged.
 
     Args:
         engine: See `LaneLoader`.

@@ -1,7 +1,7 @@
 """A layer's bytes: where its tensors lie in one image, and how files fill it.
 
-Of a layer with packed weights, files fill a wire: what crosses the link, and is decoded
-to the image behind it.
+Where weights are packed in the files, these fill the layer's wire: the bytes that cross
+the link, from which the image is decoded on the device.
 """
 
 from __future__ import annotations

@@ -49,8 +49,8 @@ BlockKeys = Sequence[str] | Sequence[Sequence[str]]
 BlockSizes = Mapping[str, int] | Sequence[Mapping[str, int]]
 
 _LISTED = 5
-_NUMBER = re.compile("0|[1-9][0-9]{0,8}")  # as it is written again in a name
-_MAIN_SHARE = 0.75  # of the bytes in all stacks: then it is plain which one is meant
+_NUMBER = re.compile("0|[1-9][0-9]{0,8}")  # str(int(...)) gives the same text again
+_MAIN_SHARE = 0.75  # a stack with this share of all stacks' bytes is the one meant
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,7 +109,11 @@ def open_stack(
 def check_sources(
     model_dir: object, tensor_info: object, shard_offsets: object
 ) -> None:
-    """Refuse what says where tensors are, but not by values of the right types."""
+    """Refuse arguments of wrong types among those that say where tensors are.
+
+    Raises:
+        ConfigError: If one is of another type.
+    """
     check_value("model_dir", model_dir, str | Path)
     check_value("tensor_info", tensor_info, Mapping)
     check_value("shard_offsets", shard_offsets, Mapping)
@@ -318,7 +322,7 @@ def _for_each_layer(block_keys: BlockKeys, num_layers: int) -> list[list[str]]:
 def _find_prefix(
     names: Iterable[str], keys: Sequence[Sequence[str]], wanted: str | None
 ) -> str:
-    """Return what the layers' numbers follow, where every layer has every key."""
+    """Return the prefix of the layers' numbers with which each layer has all keys."""
     known = set(names)
     candidates = {wanted} if wanted is not None else _candidates(known, keys[0])
     missing = {

@@ -58,13 +58,15 @@ class Pipeline:
 
     Memory, with `B` the bytes of the largest layer: at most `(n_gpu + 1) * B` on the
     device, and what a layer needs in another element type; `(n_cpu_pinned + 1) * B` of
-    pinned memory; `(n_cpu + 1) * B` of ordinary memory; for each layer that files fill
-    a sector more where they are read past the page cache. Where layers are packed, all
-    but the device's is of their packed bytes, and the device has two more of those, and
-    what the decoder works in; on the host each thread that loads has one. Without the
-    pinned stage layers wait in ordinary memory for the device.
+    pinned memory; `(n_cpu + 1) * B` of ordinary memory. Where files are read past the
+    page cache, each layer that they fill takes a page more (4096 bytes). Layers that
+    are packed take their packed bytes on the host; the device has room for two of these
+    more, and for the decoder's work. Where the host is the device, each thread that
+    loads has room for one. Without the pinned stage layers wait in ordinary memory for
+    the device.
 
-    A layer whose tensors somebody keeps is left to him: its slot gets new memory.
+    Where somebody keeps tensors of a layer, the layer's memory is left to them, and its
+    slot gets new memory.
 
     Args:
         device: Where the layers are used.
@@ -99,7 +101,7 @@ class Pipeline:
         self.host_account = Account("ordinary memory for layers", 0)
         self._make_arenas()
         self._parts: _Parts | None = None
-        self._torn = False  # by an interrupt: the books may be wrong
+        self._torn = False  # whether an interrupt may have left the books wrong
 
     def _make_arenas(self) -> None:
         pieces, each = self._pieces, self._bytes

@@ -16,7 +16,7 @@ _INTERVAL_SECONDS = 0.1
 
 
 class Progress:
-    """Draws one line over and over; where nobody looks, it writes nothing.
+    """Draws one line over and over; where there is no terminal, it writes nothing.
 
     Args:
         label: What is counted.

@@ -153,7 +153,7 @@ class LayerStore:
 
     @property
     def hosts(self) -> list[torch.Tensor]:
-        """None: nothing points to the host between uses."""
+        """No tensors: nothing points to the host between uses."""
         return []
 
     def value(self, index: int) -> torch.Tensor:
@@ -206,10 +206,6 @@ class LayerStore:
     def check_hosts(self) -> None:
         """Do nothing: there are none."""
 
-    def can_drop(self) -> bool:
-        """Return True: the files hold every byte."""
-        return True
-
 
 class ReadAhead:
     """Layers in ordinary memory, read in batches, ahead of whoever takes them.
@@ -248,12 +244,12 @@ class ReadAhead:
         self._workers = workers
         # Reentrant: the garbage collector may stop this in the middle of anything.
         self._changed = threading.Condition(threading.RLock())
-        self._takers = 0  # threads that hand on a layer, and then its memory is free
+        self._takers = 0  # threads that copy a layer out: then its memory is free
         self._next = 0  # the first layer that is not asked for
         self._jobs: dict[int, Future[dict[int, int]]] = {}
         self._held: dict[int, Lease] = {}
         self._free: list[Lease] = []
-        self._uncounted: set[int] = set()  # read, and nobody was told
+        self._uncounted: set[int] = set()  # layers whose bytes no `take` returned yet
         self._stopped = False
         for _ in range(buffers):
             self._free.append(arena.acquire(nbytes, "layers read ahead"))

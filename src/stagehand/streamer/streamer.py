@@ -219,7 +219,7 @@ class LayerStreamer:
         )
 
     def load_static(self, name: str) -> torch.Tensor:
-        """Return a tensor on the device, for who needs it all the time.
+        """Return one tensor of the files on the device, such as an embedding.
 
         It belongs to the caller: the streamer keeps no reference to it.
 
@@ -341,8 +341,8 @@ class LayerStreamer:
     def settle(self) -> None:
         """Wait until the device is done, and all is there that is loaded ahead.
 
-        From here to here, passes take what they take in the long run: as much is read
-        as is used, whatever the stages hold.
+        Passes between two calls take the time that they take in the long run: as much
+        is read as is used, however much the stages hold.
 
         Raises:
             ConfigError: If a pass is under way.
@@ -387,7 +387,7 @@ class LayerStreamer:
 def described(
     model_dir: str | os.PathLike[str], layer_prefix: str | None
 ) -> dict[str, Any]:
-    """Return what the class wants to know of a checkpoint, but for the dtype."""
+    """Return the arguments of the class for a checkpoint, all but the dtype."""
     check_value("model_dir", model_dir, str | Path)
     check_value("layer_prefix", layer_prefix, str | None)
     path = Path(model_dir).expanduser().absolute()

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Job", "Message", "TrialProcess", "run_job", "watch"]
 
-_KILLED = "killed by signal {number} ({name}){hint}"
 _HINTS = {signal.SIGKILL: ", as the system does when memory runs out"}
 
 
@@ -148,9 +147,7 @@ def _exit_reason(code: int | None) -> str:
     except ValueError:
         return f"the process was killed by signal {-code}"
     hint = _HINTS.get(number, "")
-    return (
-        f"the process was {_KILLED.format(number=-code, name=number.name, hint=hint)}"
-    )
+    return f"the process was killed by signal {-code} ({number.name}){hint}"
 
 
 def watch(

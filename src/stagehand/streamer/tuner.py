@@ -68,8 +68,9 @@ class LayerStreamerTuner:
         n_runs: Runs of each configuration, with the one that does not count: 2 or more.
         sleep_seconds: Pause between runs, so that device and memory come to rest.
         timeout_seconds: A setup or a run that takes longer is given up.
-        results_file: Keeps each result; a search that was interrupted goes on there.
-            Only what was not run for the sake of memory or rates is looked at again.
+        results_file: Keeps each result: a search that was interrupted goes on from
+            there. Configurations that were not run, because they did not fit the memory
+            or could not win, are judged again.
         config_file: Where to write the best configuration, as JSON:
             `LayerStreamer.from_pretrained(model_dir, **json.load(file))`.
         track_progress: Draw a line for the search, where a terminal shows it.
@@ -220,7 +221,7 @@ class LayerStreamerTuner:
             )
 
     def _search(self) -> dict[str, Any]:
-        """What a file of results must be about to be of use here."""
+        """Return what tells this search from others, whose results are of no use."""
         root = self._arguments["model_dir"]
         stamps = {s: FileStamp.of(root / s) for s in self._arguments["shard_offsets"]}
         return {
