@@ -49,6 +49,7 @@ def test_loaded_block_is_bit_equal(kind):
     views = loaded(store, tensors)
     assert all(map(same_bits, views, tensors))
     assert all(map(same_bits, store.hosts, tensors))
+    assert store.can_drop()
 
 
 @pytest.mark.parametrize("kind", KINDS)
