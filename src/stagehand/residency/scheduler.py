@@ -125,12 +125,14 @@ class Scheduler:
         if fetched is not None and fetched is not block:
             self.fetched = None
             fetched.uses -= 1
+        stream = self._device.current_stream()
         if block.uses:
             if block.runs:
                 self._mover.complete(block)
+            # Its other uses can be those of other streams.
+            self._engine.await_filled(block.slot, stream)  # type: ignore[arg-type]
             block.uses += 1
             return
-        stream = self._device.current_stream()
         if block is self._latest and block.bound:
             self._engine.await_filled(block.slot, stream)  # type: ignore[arg-type]
             block.uses = 1
@@ -252,9 +254,8 @@ class Scheduler:
 
     def join(self, block: Block) -> None:
         """Use a bound block until `after(block)`; the order does not hear of it."""
-        if not block.uses:
-            stream = self._device.current_stream()
-            self._engine.await_filled(block.slot, stream)  # type: ignore[arg-type]
+        stream = self._device.current_stream()
+        self._engine.await_filled(block.slot, stream)  # type: ignore[arg-type]
         block.uses += 1
 
     def fetch(self, block: Block) -> None:
