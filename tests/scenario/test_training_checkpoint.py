@@ -514,3 +514,57 @@ def test_a_block_that_backward_uses_is_there_for_recomputes_on_other_streams(
         expected, found = step(plain), step(model)
         assert_bitwise_equal(found, expected, f"step {number}")
     runtime_of(model).shutdown()
+
+
+class Shift(torch.nn.Module):
+    """Its backward does not need its weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.rand(WIDTH))
+
+    def forward(self, x):
+        return x + self.weight
+
+
+class ShiftedAside(torch.nn.Module):
+    """Begins with what is computed, and recomputed, on a stream of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.shift = Shift()
+        self.head = torch.nn.Linear(WIDTH, WIDTH)
+        self.side = torch.Stream("hpu")
+
+    def forward(self, x):
+        here = torch.accelerator.current_stream()
+        self.side.wait_stream(here)
+        with self.side:
+            x = checkpoint(self.shift, x, use_reentrant=True)
+        here.wait_stream(self.side)
+        return self.head(x), x
+
+
+@pytest.mark.parametrize("leave", ["park", "give_up", "shutdown"])
+def test_memory_goes_when_streams_have_read_what_is_read_without_a_use(sim, leave):
+    """Backward begins on one stream, reads a weight on another, and ends on a third."""
+    model = ShiftedAside().requires_grad_(False)
+    stagehand.layer(model, device="hpu", vram_budget=16_000)
+    runtime = runtime_of(model)
+    x = torch.ones(2, WIDTH, device="hpu", requires_grad=True)
+    for _ in range(3):
+        torch.accelerator.synchronize()
+        with torch.Stream("hpu") as begins:
+            y, kept = model(x)
+            loss = y.sum()
+        with torch.Stream("hpu") as ends:
+            ends.wait_stream(begins)
+            loss.backward()
+    with torch.Stream("hpu"):
+        if leave == "give_up":
+            runtime._tenancy.give_up(0)
+        else:
+            getattr(runtime, leave)()
+    torch.accelerator.synchronize()
+    del y, kept, loss
+    runtime.shutdown()

@@ -434,13 +434,14 @@ class Scheduler:
             self.stopwatch.end_pass(stream)
         self._loader.note_reads()
         self._ahead.run_into_next_pass(stream)
-        # Slots were read until now, also where no site tells of it.
-        self._engine.end_pass(stream)
         for slot in self._memory.slots:
             block = slot.occupant
             if block is None:
                 continue
             if block.stays and not block.trains and (binds or block.index in fixed):
+                if block.bound and block.index in fixed:
+                    # Any stream may have read it, without a use: all have come here.
+                    self._engine.await_filled(slot, stream)
                 continue  # an edit between passes reaches it where it is
             if block.bound:
                 self._engine.release(slot, stream)
@@ -741,7 +742,6 @@ class Scheduler:
 
     def drop(self) -> None:
         """Free all memory; what the slots hold is lost."""
-        self._engine.join_passes(self._device.current_stream())
         for slot in self._memory.slots:
             block = slot.occupant
             if block is not None:
