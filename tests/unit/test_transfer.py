@@ -679,3 +679,17 @@ def test_copy_that_a_use_waits_for_does_not_fill_the_lane(sim):
     ticket = rig.engine.load(other, buffer, rig.host(2), Priority.SPECULATIVE)
     assert isinstance(ticket, Ticket)
     rig.device.synchronize()
+
+
+def test_what_goes_home_after_a_landing_begins_a_group_of_any_stream(sim):
+    rig = Rig()
+    flight, source = rig.engine.flight, torch.ones(NBYTES, device="hpu")
+    flight.group_bytes = 2 * source.nbytes
+    assert flight.keep(source, rig.main)
+    flight.sent()
+    assert not flight.keep(source, rig.side)
+    rig.engine.await_home()
+    assert flight.keep(source, rig.side)
+    flight.sent()
+    assert repr(flight) == "Flight(1, 0 tensors)"
+    rig.engine.await_home()
