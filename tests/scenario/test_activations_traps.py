@@ -19,6 +19,7 @@ from keeping import (
     WIDTH,
     assert_same,
     emptied,
+    flush,
     gradients,
     inputs,
     plain,
@@ -37,7 +38,9 @@ from torch.utils.checkpoint import (
 )
 
 import stagehand
+from stagehand.activations.config import ActivationStagehandConfig
 from stagehand.activations.pieces import Piece, Scope
+from stagehand.activations.runtime import ActivationRuntime
 from stagehand.core.saved import Kept
 from training import RESPECTED
 
@@ -374,6 +377,84 @@ def test_host_memory_is_not_reused_before_its_copy_is_done(saved, sim):
     """The simulated device compares what is copied with what was when it was queued."""
     sim.configure(h2d_gbps=0.01, d2h_gbps=0.01)
     check(saved, plain, steps=5)
+
+
+def test_tensor_that_operators_on_two_streams_have_saved_is_there_for_both(tiny):
+    side, main = torch.Stream("hpu"), torch.accelerator.current_stream()
+    x, one = inputs(), inputs()
+    with tiny:
+        h = x * 2
+        a = h.sin()
+        side.wait_stream(main)
+        with side:
+            b = h.cos()
+        h.record_stream(side)
+        del h
+        main.wait_stream(side)
+        z = (x * 3).sigmoid().sum()
+    b.record_stream(main)
+    ((a + b).sum() + z).backward()
+    y = one * 2
+    ((y.sin() + y.cos()).sum() + (one * 3).sigmoid().sum()).backward()
+    torch.accelerator.synchronize()
+    assert torch.equal(x.grad, one.grad)
+    assert_spilled(tiny)
+
+
+def test_what_another_stream_has_kept_without_a_look_is_copied_when_it_is_there(saved):
+    """The other forward makes room before anybody waits for that stream."""
+    side = torch.Stream("hpu")
+    model = stack(1).to("hpu").requires_grad_(False)
+    expected = gradients(model, plain)[-1]
+    for _ in range(4):
+        x, y, others = inputs(), inputs(), [inputs() for _ in range(4)]
+        torch.accelerator.synchronize()
+        with saved:
+            first = plain(model, x)
+            with side:
+                second = plain(model, y)
+        with saved:
+            rest = [plain(model, other) for other in others]
+        first.backward()
+        torch.accelerator.synchronize()
+        second.backward()
+        torch.accelerator.synchronize()
+        assert torch.equal(x.grad.cpu(), expected)
+        assert torch.equal(y.grad.cpu(), expected)
+        del first, second, rest
+
+
+def test_what_came_back_for_nobody_is_freed_behind_its_copy_after_the_end(sim):
+    """Half of a backward after the shutdown brings more than it uses."""
+    runtime = ActivationRuntime(ActivationStagehandConfig(budget=BUDGET))
+    model = stack().to("hpu").requires_grad_(False)
+    for _ in range(3):
+        gradients(model, plain, runtime.managed_forward())
+    with runtime.managed_forward():
+        middle = model[:3](inputs())
+        loss = plain(model[3:], middle)
+    runtime.shutdown()
+    sim.configure(h2d_gbps=0.001)
+    torch.autograd.grad(loss, middle)
+    coming = [ref() for ref in spill_of(runtime)._ahead]
+    assert any(bundle is not None and bundle.seen is None for bundle in coming)
+    del middle, loss, coming
+    flush()
+
+
+def test_a_forward_that_failed_is_observed_no_more(saved):
+    model = stack().to("hpu")
+
+    def failing(model, x):
+        return plain(model, x) / (0 // 0)
+
+    with pytest.raises(ZeroDivisionError):
+        gradients(model, failing, saved)
+    flush()
+    with saved:
+        pass
+    assert not spill_of(saved).lessons._open
+    assert_same(gradients(model, plain, saved), gradients(model, plain))
 
 
 # 10 to 16: storages

@@ -2,6 +2,7 @@
 
 import functools
 import threading
+from copy import deepcopy
 
 import pytest
 import torch
@@ -13,6 +14,9 @@ from torch.utils.checkpoint import (
     set_checkpoint_early_stop,
 )
 
+import stagehand
+from architectures.trees import assert_bitwise_equal
+from scenario.small import runtime_of
 from training import (
     FEW,
     RESPECTED,
@@ -461,3 +465,106 @@ def test_a_weight_that_is_unpacked_first_keeps_no_slot_while_its_region_recomput
         run.model.zero_grad()
     assert run.runtime.report().abandoned_slots == 0
     end(run)
+
+
+class OnTwoStreams(torch.nn.Module):
+    """Each layer computes on two streams at once, and is recomputed on one of them."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(
+            torch.nn.Linear(WIDTH, WIDTH) for _ in range(4)
+        )
+
+    def forward(self, x, side, reentrant):
+        here = torch.accelerator.current_stream()
+        kept = []  # until nobody computes with them
+        for layer in self.layers:
+            side.wait_stream(here)
+            with side:
+                again = checkpoint(layer, x, use_reentrant=reentrant)
+            once = layer(x)
+            here.wait_stream(side)
+            kept += [x, again]
+            x = once + again
+        return x, kept
+
+
+@REENTRANT
+@pytest.mark.parametrize("trains", [False, True])
+def test_a_block_that_backward_uses_is_there_for_recomputes_on_other_streams(
+    sim, trains, reentrant
+):
+    """A use within a use did not wait for what fills the slot, nor was it marked."""
+    torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)
+    model = OnTwoStreams().requires_grad_(trains)
+    plain, side = deepcopy(model).to("hpu"), torch.Stream("hpu")
+    stagehand.layer(model, device="hpu", vram_budget=2 * 4 * (WIDTH + 1) * WIDTH + 2048)
+
+    def step(model):
+        x = torch.ones(2, WIDTH, device="hpu", requires_grad=True)
+        torch.accelerator.synchronize()
+        y, _kept = model(x, side, reentrant)
+        y.sum().backward()
+        torch.accelerator.synchronize()
+        grads = [p.grad for p in model.parameters()]
+        return y, x.grad, grads
+
+    for number in range(4):
+        expected, found = step(plain), step(model)
+        assert_bitwise_equal(found, expected, f"step {number}")
+    runtime_of(model).shutdown()
+
+
+class Shift(torch.nn.Module):
+    """Its backward does not need its weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.rand(WIDTH))
+
+    def forward(self, x):
+        return x + self.weight
+
+
+class ShiftedAside(torch.nn.Module):
+    """Begins with what is computed, and recomputed, on a stream of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.shift = Shift()
+        self.head = torch.nn.Linear(WIDTH, WIDTH)
+        self.side = torch.Stream("hpu")
+
+    def forward(self, x):
+        here = torch.accelerator.current_stream()
+        self.side.wait_stream(here)
+        with self.side:
+            x = checkpoint(self.shift, x, use_reentrant=True)
+        here.wait_stream(self.side)
+        return self.head(x), x
+
+
+@pytest.mark.parametrize("leave", ["park", "give_up", "shutdown"])
+def test_memory_goes_when_streams_have_read_what_is_read_without_a_use(sim, leave):
+    """Backward begins on one stream, reads a weight on another, and ends on a third."""
+    model = ShiftedAside().requires_grad_(False)
+    stagehand.layer(model, device="hpu", vram_budget=16_000)
+    runtime = runtime_of(model)
+    x = torch.ones(2, WIDTH, device="hpu", requires_grad=True)
+    for _ in range(3):
+        torch.accelerator.synchronize()
+        with torch.Stream("hpu") as begins:
+            y, kept = model(x)
+            loss = y.sum()
+        with torch.Stream("hpu") as ends:
+            ends.wait_stream(begins)
+            loss.backward()
+    with torch.Stream("hpu"):
+        if leave == "give_up":
+            runtime._tenancy.give_up(0)
+        else:
+            getattr(runtime, leave)()
+    torch.accelerator.synchronize()
+    del y, kept, loss
+    runtime.shutdown()

@@ -48,3 +48,20 @@ def test_a_guest_is_given_nothing_of_what_is_reserved_for_others(is_guest):
         seats.begin_guest(asks)
     givers = list(seats.givers(asks))
     assert givers == ([plain] if is_guest else [plain, reserved])
+
+
+def test_what_who_has_left_held_does_not_count_for_those_who_stay():
+    """A grant that is released late, say behind the last copy, changes nothing then."""
+    whole = Account("device", 100)
+    seats = Seats(whole, torch.device("cpu"))
+    numbers = seats.new_number(), seats.new_number()
+    leaves, stays = (
+        Tenant(name, whole, budget=100, held=45) for name in ("leaves", "stays")
+    )
+    seats.add(numbers[0], leaves)
+    seats.add(numbers[1], stays)
+    assert seats.forget(numbers[0])
+    assert not seats.forget(numbers[0])
+    assert whole.held_bytes == 45
+    leaves._grant.release()
+    assert whole.held_bytes == 45

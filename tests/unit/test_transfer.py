@@ -123,30 +123,16 @@ def load_after_a_release_on_another_stream(rig):
     rig.load(2)
 
 
-def read_without_a_use(rig, stream):
-    """Only the end of the pass tells of it."""
-    with stream:
+def load_after_reads_without_a_use(rig):
+    """A pass ends where all streams have come to that have read what stays."""
+    rig.load(1)
+    rig.read(rig.main)
+    rig.side.wait_stream(rig.main)
+    with rig.side:
         torch.sum(rig.buffer)
-    rig.engine.end_pass(stream)
-
-
-def load_after_a_pass_on_another_stream(rig):
-    rig.load(1)
-    rig.read(rig.side)
-    rig.read(rig.main)
-    read_without_a_use(rig, rig.side)
-    rig.engine.join_passes(rig.main)
-    rig.engine.release(rig.slot, rig.main)
-    rig.load(2)
-
-
-def load_after_passes_on_two_streams(rig):
-    rig.load(1)
-    rig.read(rig.side)
-    rig.read(rig.main)
-    read_without_a_use(rig, rig.side)
-    read_without_a_use(rig, rig.main)
-    rig.engine.join_passes(rig.main)
+    with torch.Stream("hpu") as ends:
+        ends.wait_stream(rig.side)
+        rig.engine.await_filled(rig.slot, ends)
     rig.engine.release(rig.slot, rig.main)
     rig.load(2)
 
@@ -339,7 +325,7 @@ HAZARDS = (
     free_by_a_holder_on_the_stream_that_read_before_it_came_home,
     *(read_after_reload_by_the_same_stream, read_by_a_second_stream, free_after_read),
     *(reuse_by_another_slot_after_read, free_by_a_holder_after_it_read),
-    *(load_after_a_pass_on_another_stream, load_after_passes_on_two_streams),
+    load_after_reads_without_a_use,
     load_after_a_reader_that_went_on_with_another_stream,
     *(load_after_a_release_on_another_stream, free_by_a_holder_on_the_stream_that_read),
 )
@@ -355,12 +341,9 @@ GUARDS = {
     ("await_filled", "self._mark(slot, seen_by)"): (
         load_after_a_reader_that_went_on_with_another_stream,
     ),
-    ("release", "self._mark(slot, seen_by)"): (load_after_a_release_on_another_stream,),
-    ("join_passes", "stream.wait_event(self._passed)"): (
-        load_after_a_pass_on_another_stream,
+    ("release", "self._mark(slot, seen_by)"): (
+        *(load_after_a_release_on_another_stream, load_after_reads_without_a_use),
     ),
-    ("end_pass", "self.join_passes(stream)"): (load_after_passes_on_two_streams,),
-    ("end_pass", "self._passed.record(stream)"): (load_after_a_pass_on_another_stream,),
     ("_mark", "stream.wait_event(slot._drained)"): (
         *(load_after_two_readers, load_after_interleaved_readers),
     ),
@@ -696,3 +679,17 @@ def test_copy_that_a_use_waits_for_does_not_fill_the_lane(sim):
     ticket = rig.engine.load(other, buffer, rig.host(2), Priority.SPECULATIVE)
     assert isinstance(ticket, Ticket)
     rig.device.synchronize()
+
+
+def test_what_goes_home_after_a_landing_begins_a_group_of_any_stream(sim):
+    rig = Rig()
+    flight, source = rig.engine.flight, torch.ones(NBYTES, device="hpu")
+    flight.group_bytes = 2 * source.nbytes
+    assert flight.keep(source, rig.main)
+    flight.sent()
+    assert not flight.keep(source, rig.side)
+    rig.engine.await_home()
+    assert flight.keep(source, rig.side)
+    flight.sent()
+    assert repr(flight) == "Flight(1, 0 tensors)"
+    rig.engine.await_home()

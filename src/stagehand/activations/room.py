@@ -244,7 +244,6 @@ class Room(Returning):
                 self._set_aside(piece)
             else:
                 self._free(piece, ref)
-        leaving.sources.clear()
 
     def _free(self, piece: Piece, ref: weakref.ref[Piece]) -> None:
         """Let a piece go. What others keep is free when they let go of it."""

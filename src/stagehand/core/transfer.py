@@ -167,8 +167,6 @@ class TransferEngine:
         self.d2h = Lane(device, d2h_capacity, priority, streams[1])
         self._has_streams = not device.is_host
         self._ready = device.new_event()
-        self._passed = device.new_event()
-        self._passed_on: Stream | None = None  # recorded it last
         self.flight = Flight(device, self.d2h.stream)
         """Tensors outside of slots that copies home still read."""
         self._traffic: Traffic | None = None
@@ -454,17 +452,6 @@ class TransferEngine:
         """Mark that `stream`, which had released a slot, has written to it."""
         slot._filled.record(stream)  # type: ignore[union-attr]
         slot.seen_by = stream
-
-    def end_pass(self, stream: Stream) -> None:
-        """Mark that `stream` used slots until now, for all that are not released."""
-        self.join_passes(stream)  # the mark must cover those on other streams
-        self._passed.record(stream)
-        self._passed_on = stream
-
-    def join_passes(self, stream: Stream) -> None:
-        """Let `stream` release slots that were not at the end of earlier passes."""
-        if self._passed_on is not None and self._passed_on != stream:
-            stream.wait_event(self._passed)
 
     def _mark(self, slot: Slot, stream: Stream) -> None:
         reader = slot._reader

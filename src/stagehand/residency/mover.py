@@ -198,8 +198,6 @@ class Mover:
             if changed:
                 self.take_in(block)
             stream = stream or self._device.current_stream()
-            if block.stays:
-                self._engine.join_passes(stream)
             if changed or verify:
                 if not self._bring_home(block, stream, verify=verify, waits=waits):
                     return False
@@ -280,9 +278,7 @@ class Mover:
         if block.state is _GPU_READY and (block.bound or not block.is_changed()):
             image = pageable(block)
             if block.bound:  # whoever read or edited its tensors used the slot
-                stream = self._device.current_stream()
-                self._engine.join_passes(stream)
-                self._engine.release(slot, stream)
+                self._engine.release(slot, self._device.current_stream())
             self._engine.save(slot, source, image).wait_host()
         else:
             self._loader.forget(block)

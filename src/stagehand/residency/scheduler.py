@@ -125,12 +125,14 @@ class Scheduler:
         if fetched is not None and fetched is not block:
             self.fetched = None
             fetched.uses -= 1
+        stream = self._device.current_stream()
         if block.uses:
             if block.runs:
                 self._mover.complete(block)
+            # Its other uses can be those of other streams.
+            self._engine.await_filled(block.slot, stream)  # type: ignore[arg-type]
             block.uses += 1
             return
-        stream = self._device.current_stream()
         if block is self._latest and block.bound:
             self._engine.await_filled(block.slot, stream)  # type: ignore[arg-type]
             block.uses = 1
@@ -252,9 +254,8 @@ class Scheduler:
 
     def join(self, block: Block) -> None:
         """Use a bound block until `after(block)`; the order does not hear of it."""
-        if not block.uses:
-            stream = self._device.current_stream()
-            self._engine.await_filled(block.slot, stream)  # type: ignore[arg-type]
+        stream = self._device.current_stream()
+        self._engine.await_filled(block.slot, stream)  # type: ignore[arg-type]
         block.uses += 1
 
     def fetch(self, block: Block) -> None:
@@ -433,13 +434,14 @@ class Scheduler:
             self.stopwatch.end_pass(stream)
         self._loader.note_reads()
         self._ahead.run_into_next_pass(stream)
-        # Slots were read until now, also where no site tells of it.
-        self._engine.end_pass(stream)
         for slot in self._memory.slots:
             block = slot.occupant
             if block is None:
                 continue
             if block.stays and not block.trains and (binds or block.index in fixed):
+                if block.bound and block.index in fixed:
+                    # Any stream may have read it, without a use: all have come here.
+                    self._engine.await_filled(slot, stream)
                 continue  # an edit between passes reaches it where it is
             if block.bound:
                 self._engine.release(slot, stream)
@@ -740,7 +742,6 @@ class Scheduler:
 
     def drop(self) -> None:
         """Free all memory; what the slots hold is lost."""
-        self._engine.join_passes(self._device.current_stream())
         for slot in self._memory.slots:
             block = slot.occupant
             if block is not None:
