@@ -442,6 +442,38 @@ def test_pass_is_watched_again_after_one_that_read_a_weight_for_the_first_time(
     model._stagehand_layer_runtime.shutdown()
 
 
+def test_a_weight_that_later_passes_read_is_found_where_they_are_done_again(
+    sim: ModuleType,
+) -> None:
+    """As decoding does: the pass behind the failed one was watched, and all was known.
+
+    The pass that fails is the second of its kind, done again it is so again.
+    """
+    model, x = make(Moody)
+
+    def generate() -> list[torch.Tensor]:
+        answers = []
+        for always in (False, False, True, True):
+            model.middle.always = always
+            answers.append(model(x))
+        return answers
+
+    with torch.no_grad():
+        x = x.to("hpu")
+        model.to("hpu")
+        expected = generate()
+        stagehand.layer(model.to("cpu"), vram_budget=3 * LAYER_BYTES)
+        with pytest.raises(RuntimeError, match="two devices"):
+            generate()
+        for number in range(3):
+            assert_bitwise_equal(generate(), expected, f"generation {number}")
+        strays = model._stagehand_layer_runtime._strays
+        for _ in range(25):
+            generate()
+        assert strays.begin(model) is None, "it is not watched for ever"
+    model._stagehand_layer_runtime.shutdown()
+
+
 class Rarely(Fused):
     """Reads the two in one call when told to."""
 
