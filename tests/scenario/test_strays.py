@@ -483,15 +483,19 @@ class Rarely(Fused):
         return super().forward(x) if self.reads else self.key(x)
 
 
+@pytest.mark.parametrize("trains", [False, True])
 def test_passes_are_watched_as_long_as_there_is_no_room_for_what_was_found(
-    sim: ModuleType,
+    sim: ModuleType, trains: bool
 ) -> None:
     """One that read nothing of it was the last to be watched."""
     model, x = make(Rarely)
+    model.requires_grad_(trains)
     expected = model.to("hpu")(x.to("hpu"))
     stagehand.layer(model.to("cpu"), vram_budget=2 * LAYER_BYTES)
-    with pytest.warns(stagehand.StagehandWarning, match="watched from now on"):
+    with pytest.warns(stagehand.StagehandWarning, match="watched from now on") as said:
         model(x)
+    (warning,) = said
+    assert ("may differ in their last bits" in str(warning.message)) == trains
     for reads in (True, False, True, False, True):
         model.middle.reads = reads
         output = model(x)

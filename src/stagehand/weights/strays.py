@@ -254,14 +254,19 @@ class Strays:
             self._has_warned = True
             readers = f" ({', '.join(self._readers)})" if self._readers else ""
             but = ", but where attention may be fused" if self._others else ""
+            trains = any(t.requires_grad for block in found for t in block.tensors)
+            bits = (
+                "; gradients of weights that are used several times may differ in their"
+                " last bits"
+            )
             warnings.warn(
                 f"{len(found)} blocks, {found[0].name!r} first, are read by modules"
                 f" that do not own them and do not fit the budget together ({error}):"
                 f" every call is watched from now on{but}, which is slow, and"
                 " in backward those in non-reentrant checkpoints, while in reentrant"
-                " ones they fail; give them that budget, or name the classes of the"
-                f" modules that read them{readers} in opaque= of a new"
-                " stagehand.layer(): each such module is one block then",
+                f" ones they fail{bits if trains else ''}; give them that budget, or"
+                f" name the classes of the modules that read them{readers} in opaque="
+                " of a new stagehand.layer(): each such module is one block then",
                 StagehandWarning,
                 stacklevel=2,
             )
