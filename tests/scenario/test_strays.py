@@ -289,6 +289,41 @@ def test_weights_without_room_to_stay_are_found_where_a_region_is_recomputed(
     runtime.shutdown()
 
 
+class Several(nn.Module):
+    """Reads a list of weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(linear().weight for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for weight in self.weights:
+            x = nn.functional.linear(x, weight).tanh()
+        return x
+
+
+@pytest.mark.parametrize("device", ["hpu", "cpu"], ids=["simulated", "host"])
+def test_lists_of_weights_come_and_go_with_the_module_that_reads_them(
+    device: str, sim: ModuleType
+) -> None:
+    """All of them had to stay: nobody calls a list, so its weights were strays."""
+    model, x = make(lambda: nn.Sequential(*(Several() for _ in range(4))))
+    model.requires_grad_(True)
+    x = x.to(device)
+    model.to(device)
+    expected = learn(model, x)
+    model.zero_grad()
+    stagehand.layer(model.to("cpu"), vram_budget=2 * LAYER_BYTES, device=device)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", stagehand.StagehandWarning)
+        for number in range(3):
+            assert_bitwise_equal(learn(model, x), expected, f"step {number}")
+            assert sim.races() == []
+    runtime = model._stagehand_layer_runtime
+    assert runtime.report().peak_device_bytes <= 2 * LAYER_BYTES
+    runtime.shutdown()
+
+
 class Again(Fused):
     """Reads the weight of the layer that it has just called, and another one's."""
 
