@@ -289,6 +289,41 @@ def test_weights_without_room_to_stay_are_found_where_a_region_is_recomputed(
     runtime.shutdown()
 
 
+class Several(nn.Module):
+    """Reads a list of weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(linear().weight for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for weight in self.weights:
+            x = nn.functional.linear(x, weight).tanh()
+        return x
+
+
+@pytest.mark.parametrize("device", ["hpu", "cpu"], ids=["simulated", "host"])
+def test_lists_of_weights_come_and_go_with_the_module_that_reads_them(
+    device: str, sim: ModuleType
+) -> None:
+    """All of them had to stay: nobody calls a list, so its weights were strays."""
+    model, x = make(lambda: nn.Sequential(*(Several() for _ in range(4))))
+    model.requires_grad_(True)
+    x = x.to(device)
+    model.to(device)
+    expected = learn(model, x)
+    model.zero_grad()
+    stagehand.layer(model.to("cpu"), vram_budget=2 * LAYER_BYTES, device=device)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", stagehand.StagehandWarning)
+        for number in range(3):
+            assert_bitwise_equal(learn(model, x), expected, f"step {number}")
+            assert sim.races() == []
+    runtime = model._stagehand_layer_runtime
+    assert runtime.report().peak_device_bytes <= 2 * LAYER_BYTES
+    runtime.shutdown()
+
+
 class Again(Fused):
     """Reads the weight of the layer that it has just called, and another one's."""
 
@@ -442,6 +477,38 @@ def test_pass_is_watched_again_after_one_that_read_a_weight_for_the_first_time(
     model._stagehand_layer_runtime.shutdown()
 
 
+def test_a_weight_that_later_passes_read_is_found_where_they_are_done_again(
+    sim: ModuleType,
+) -> None:
+    """As decoding does: the pass behind the failed one was watched, and all was known.
+
+    The pass that fails is the second of its kind, done again it is so again.
+    """
+    model, x = make(Moody)
+
+    def generate() -> list[torch.Tensor]:
+        answers = []
+        for always in (False, False, True, True):
+            model.middle.always = always
+            answers.append(model(x))
+        return answers
+
+    with torch.no_grad():
+        x = x.to("hpu")
+        model.to("hpu")
+        expected = generate()
+        stagehand.layer(model.to("cpu"), vram_budget=3 * LAYER_BYTES)
+        with pytest.raises(RuntimeError, match="two devices"):
+            generate()
+        for number in range(3):
+            assert_bitwise_equal(generate(), expected, f"generation {number}")
+        strays = model._stagehand_layer_runtime._strays
+        for _ in range(25):
+            generate()
+        assert strays.begin(model) is None, "it is not watched for ever"
+    model._stagehand_layer_runtime.shutdown()
+
+
 class Rarely(Fused):
     """Reads the two in one call when told to."""
 
@@ -451,15 +518,19 @@ class Rarely(Fused):
         return super().forward(x) if self.reads else self.key(x)
 
 
+@pytest.mark.parametrize("trains", [False, True])
 def test_passes_are_watched_as_long_as_there_is_no_room_for_what_was_found(
-    sim: ModuleType,
+    sim: ModuleType, trains: bool
 ) -> None:
     """One that read nothing of it was the last to be watched."""
     model, x = make(Rarely)
+    model.requires_grad_(trains)
     expected = model.to("hpu")(x.to("hpu"))
     stagehand.layer(model.to("cpu"), vram_budget=2 * LAYER_BYTES)
-    with pytest.warns(stagehand.StagehandWarning, match="watched from now on"):
+    with pytest.warns(stagehand.StagehandWarning, match="watched from now on") as said:
         model(x)
+    (warning,) = said
+    assert ("may differ in their last bits" in str(warning.message)) == trains
     for reads in (True, False, True, False, True):
         model.middle.reads = reads
         output = model(x)

@@ -301,6 +301,53 @@ def test_every_kind_of_layer_streams(kind):
     assert_each_tensor_is_once(model, finding)
 
 
+class Listing(nn.Module):
+    """Reads a list of parameters, or a dictionary of lists, and maybe calls a layer."""
+
+    def __init__(self, weights, layer=None):
+        super().__init__()
+        self.weights = weights
+        self.layer = layer
+
+    def forward(self, x):
+        return x
+
+
+LISTS = {
+    "list": lambda: nn.ParameterList(torch.zeros(32, 32) for _ in range(3)),
+    "dict": lambda: nn.ParameterDict({"a": torch.zeros(32, 32)}),
+    "lists in a dict": lambda: nn.ModuleDict(
+        {"a": LISTS["list"](), "b": LISTS["dict"]()}
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", LISTS)
+def test_lists_of_parameters_are_blocks_of_the_module_that_reads_them(kind):
+    model = nn.Sequential(Listing(LISTS[kind]()), Listing(LISTS[kind]()))
+    finding = find_layers(model, budget_bytes=bytes_of(model))
+    assert names(finding) == ["0", "1"]
+    for number, group in enumerate(finding.streamed):
+        assert group.sites == [model[number]]
+        own = {f"{number}.{name}" for name, _ in model[number].named_parameters()}
+        assert set(group.tensors) == own
+    assert_each_tensor_is_once(model, finding)
+
+
+def test_lists_of_parameters_beside_layers_need_not_stay():
+    """In use around a layer they would; their reads are found as others' are."""
+    model = nn.Sequential(*(Listing(LISTS["list"](), linear()) for _ in range(2)))
+    finding = find_layers(model, budget_bytes=bytes_of(model))
+    assert names(finding) == ["0.weights", "0.layer", "1.weights", "1.layer"]
+    assert_each_tensor_is_once(model, finding)
+
+
+def test_list_of_parameters_that_nobody_is_around_is_a_block():
+    model = nn.ModuleList([LISTS["list"](), LISTS["dict"]()])
+    finding = find_layers(model, budget_bytes=bytes_of(model))
+    assert [group.sites for group in finding.streamed] == [[part] for part in model]
+
+
 def test_modules_that_share_a_weight_are_one_block_in_use_with_each_of_them():
     model = nn.Sequential(linear(), linear(), linear())
     model[2].weight = model[0].weight

@@ -33,6 +33,7 @@ _SMALL_BYTES = MIB  # smaller ones stay on the device as long as they are few
 _ADAPTER_SHARE = 8  # adapters are at most this part of what they adapt
 _SHARE = 16  # small parameters, adapters, one coalesced block: 1/16 of the budget each
 _COMFORTS = 3  # these
+_LISTS = (nn.ParameterList, nn.ParameterDict)
 
 
 @dataclass(slots=True)
@@ -317,13 +318,15 @@ def _padded_bytes(group: Group) -> int:
 
 
 def _cells(model: nn.Module, opaque: tuple[type[nn.Module], ...]) -> list[Group]:
-    """One group for each module with own parameters; sharing ones merged."""
+    """One group for each module that reads own parameters; sharing ones merged."""
     cells: list[Group] = []
     owner: dict[int, Group] = {}
     inside: dict[str, Group] = {}  # an opaque module's name -> its group
-    for name, module in model.named_modules():
+    modules = dict(model.named_modules())
+    read_by = _read_by(modules)
+    for name, module in modules.items():
         cover = next((inside[p] for p in _parents(name, inside)), None)
-        own = {k: p for k, p in module._parameters.items() if p is not None}
+        own = read_by.get(name, {})
         closed = isinstance(module, opaque) or hasattr(module, "parametrizations")
         if cover is None and not own and not closed:
             continue
@@ -333,8 +336,7 @@ def _cells(model: nn.Module, opaque: tuple[type[nn.Module], ...]) -> list[Group]
             cells.append(group)
             if closed:
                 inside[name] = group
-        for key, tensor in own.items():
-            full = f"{name}.{key}" if name else key
+        for full, tensor in own.items():
             other = owner.setdefault(_memory_key(tensor), group)
             if other is not group:
                 group = _merge(cells, owner, inside, into=other, gone=group)
@@ -343,6 +345,35 @@ def _cells(model: nn.Module, opaque: tuple[type[nn.Module], ...]) -> list[Group]
             ):
                 group.tensors[full] = tensor
     return [cell for cell in cells if cell.tensors]
+
+
+def _read_by(modules: Mapping[str, nn.Module]) -> dict[str, dict[str, torch.Tensor]]:
+    """Return parameters by their names, for the name of each module that reads some.
+
+    Its own, and those of its lists of parameters: nobody calls these. Not where other
+    modules inside have some, too: in use around them, the lists would have to stay.
+    """
+    read: dict[str, dict[str, torch.Tensor]] = {}
+    takes: dict[str, bool] = {}
+    for name, module in modules.items():
+        start = f"{name}." if name else ""
+        own = {f"{start}{k}": p for k, p in module._parameters.items() if p is not None}
+        reader = name
+        if isinstance(module, _LISTS):
+            around = reversed([*_parents(name, modules)])
+            reader = next((n for n in around if is_called(modules[n])), name)
+            if reader not in takes:
+                takes[reader] = not _has_others(modules[reader])
+            reader = reader if takes[reader] else name
+        if own:
+            read.setdefault(reader, {}).update(own)
+    return read
+
+
+def _has_others(module: nn.Module) -> bool:
+    """Whether parts of a module that are no lists of parameters have parameters."""
+    parts = (m for m in module.modules() if m is not module)
+    return any(_own(part) for part in parts if not isinstance(part, _LISTS))
 
 
 def _memory_key(tensor: torch.Tensor) -> int:

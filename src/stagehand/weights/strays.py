@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 __all__ = ["StrayUses", "Strays"]
 
+_AGAIN = 100  # passes of a kind that are watched after one that failed unwatched
+
 
 class Strays:
     """Finds weights of one model that other modules read, and lets them stay.
@@ -40,7 +42,8 @@ class Strays:
     A torch function mode (`StrayUses`) sees every call and so costs time: only some
     passes are watched. Those are the first of each kind, a kind being the edge that is
     entered, whether gradients are taken, and whether the edge is in training mode. If a
-    watched pass fails, the next of its kind is watched again.
+    watched pass fails, the next of its kind is watched again. If one fails that is not,
+    many are: what is done again may begin with other passes, as a generation does.
 
     `nn.MultiheadAttention` may take a fused path in inference, but not under a function
     mode, and its last bits would differ. So the mode is off while such a module runs,
@@ -94,7 +97,7 @@ class Strays:
         self._let_go = let_go
         self._is_torn = is_torn
         self._keep = keep
-        self._known: set[tuple[int, bool, bool]] = set()  # kinds that need no watching
+        self._known: dict[tuple[int, bool, bool], int] = {}  # passes left to watch
         self._kind = (0, False, False)  # of this pass
         self._watches = False
         self._uses: StrayUses | None = None
@@ -115,7 +118,7 @@ class Strays:
         self._found = []
         self._kind = kind = id(edge), torch.is_grad_enabled(), edge.training
         self._watches = False
-        if kind in self._known or _may_fuse(self._others):
+        if not self._known.get(kind, 1) or _may_fuse(self._others):
             return None
         uses = self._looking(self._is_at_hand)
         self._watches = edge not in uses.spared  # too late for hooks on it: it runs
@@ -161,10 +164,12 @@ class Strays:
         watched, self._watches = self._watches, False
         if found and not failed:
             self._keep_found(found)
-        if failed or self._roomless:
-            self._known.discard(self._kind)
-        elif watched:
-            self._known.add(self._kind)
+        if self._roomless:
+            self._known.pop(self._kind, None)
+        elif failed and not self._known.get(self._kind, 1):
+            self._known[self._kind] = _AGAIN
+        elif watched and not failed:
+            self._known[self._kind] = self._known.get(self._kind, 1) - 1
 
     def _keep_found(self, found: Sequence[Block]) -> None:
         try:
@@ -249,14 +254,19 @@ class Strays:
             self._has_warned = True
             readers = f" ({', '.join(self._readers)})" if self._readers else ""
             but = ", but where attention may be fused" if self._others else ""
+            trains = any(t.requires_grad for block in found for t in block.tensors)
+            bits = (
+                "; gradients of weights that are used several times may differ in their"
+                " last bits"
+            )
             warnings.warn(
                 f"{len(found)} blocks, {found[0].name!r} first, are read by modules"
                 f" that do not own them and do not fit the budget together ({error}):"
                 f" every call is watched from now on{but}, which is slow, and"
                 " in backward those in non-reentrant checkpoints, while in reentrant"
-                " ones they fail; give them that budget, or name the classes of the"
-                f" modules that read them{readers} in opaque= of a new"
-                " stagehand.layer(): each such module is one block then",
+                f" ones they fail{bits if trains else ''}; give them that budget, or"
+                f" name the classes of the modules that read them{readers} in opaque="
+                " of a new stagehand.layer(): each such module is one block then",
                 StagehandWarning,
                 stacklevel=2,
             )
