@@ -251,9 +251,9 @@ class Passing(PassListener):
         try:
             self._end_backward(failed=failed)
         except BaseException as error:
-            # For one, a thread or a listener has raised. After an interrupt, whoever
-            # enters the model next ends the backward.
-            if isinstance(error, Exception) and not failed:
+            # For one, a thread or a listener has raised, or a weight was cast. After an
+            # interrupt, whoever enters the model next ends the backward.
+            if isinstance(error, Exception):
                 failed = True
                 self._end_backward(failed=True)
             raise
