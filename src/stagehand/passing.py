@@ -170,6 +170,12 @@ class Passing(PassListener):
                 block.mark_changed()
             block.trained = trains
 
+    def _look_again(self) -> None:
+        """Look in the next pass for what has joined: a buffer was replaced, say."""
+        additions = self._additions()
+        if additions is not None:
+            additions.look_again()
+
     def _take_additions(self) -> None:
         """Bring tensors that have joined the model to the device, if there are any."""
         additions = self._additions()

@@ -151,6 +151,7 @@ class Runtime(Passing, Sharing, Storing, Conduct):
             settle=self._settle,
             resume=self.resume,
             await_copies=parts.loader.await_copies,
+            look_again=self._look_again,
         )
         if not self._device.is_host:  # there it is read where it is
             parts.scheduler.tell_of_leave(_weakly(self._add_edges))
