@@ -532,13 +532,23 @@ class Passing(PassListener):
                 min(target, parts.budget_bytes),
                 parts.steering.smallest_budget() + parts.apart_bytes,
             )
-        target = min(
+        target = self._least_limit()
+        if target != parts.weights.limit_bytes:
+            self._limit_to(target)
+
+    def _widen(self, nbytes: int) -> None:
+        """Let weights have so much in this pass: watermarks leave what cannot be done
+        without, within the budget."""
+        if self._marked_bytes < nbytes <= self._parts.budget_bytes:
+            self._marked_bytes = nbytes
+            self._parts.weights.set_limit(self._least_limit())
+
+    def _least_limit(self) -> int:
+        return min(
             self._tenancy.limit_bytes,
             self._marked_bytes,
             self._host_memory.slots_bytes,
         )
-        if target != parts.weights.limit_bytes:
-            self._limit_to(target)
 
 
 def gone(block: Block) -> NoReturn:

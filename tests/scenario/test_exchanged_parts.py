@@ -18,6 +18,7 @@ from training import (
     Setting,
     assert_trains_equally,
     built,
+    end,
     over,
     start,
 )
@@ -209,3 +210,23 @@ def test_a_buffer_that_joined_may_be_assigned_by_a_state_dict(sim, setting):
         run.backward(run.loss())
 
     assert_trains_equally(small_net, script, setting)
+
+
+@pytest.mark.filterwarnings("ignore:.*are read by modules")
+def test_what_is_read_elsewhere_has_room_in_the_budget_beyond_the_watermarks(sim):
+    """They lowered what weights have, in each pass, below what the refusal named."""
+    run = start(small_net, FEW[1])
+    blocks = run.model.blocks
+    blocks[0].up = blocks[1].up
+    with pytest.raises(stagehand.StagehandOOMError, match="while 'blocks") as caught:
+        run.loss()
+    needed = run.budget = caught.value.needed_bytes
+    run.runtime.set_budget(needed)
+    plain = small_net()
+    plain.blocks[0].up = plain.blocks[1].up
+    for number in range(3):
+        with torch.no_grad():
+            output = run.model(run.batch(number))
+            expected = plain.to("hpu")(run.batch(number).to("hpu"))
+        assert_bitwise_equal(output, expected, "output")
+    end(run)
