@@ -99,7 +99,7 @@ class Additions:
         self._refuse_computed(new)
         self._note(model)
         if len(new) < len(unknown):
-            self._held = [*_END]  # look each time: values may come in place, unseen
+            self.look_again()  # each time: values may come in place, unseen
         present = {id(t): t for t in (*model.parameters(), *model.buffers())}
         gone = [t for key, t in self._joined.items() if key not in present]
         if not new and not gone:
@@ -122,6 +122,10 @@ class Additions:
         if model is not None:
             self._refuse_taken_over(model, self._unknown(model))
             self._note(model)
+
+    def look_again(self) -> None:
+        """Let `may_have_joined` be true until the next look."""
+        self._held = [*_END]
 
     def may_have_joined(self) -> bool:
         """Whether modules or tensors of the model are others than at the last look."""
@@ -258,7 +262,7 @@ class Additions:
             self._leave(tensor)
         parts.grant_odd()
         self._wires.plan_within(limit)
-        self._held = [*_END]
+        self.look_again()
         needed = parts.scheduler.budget_for(needed)
         return StagehandOOMError(
             f"{len(new)} tensors, {format_bytes(sum(map(tensor_bytes, new)))} together,"

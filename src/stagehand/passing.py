@@ -170,6 +170,12 @@ class Passing(PassListener):
                 block.mark_changed()
             block.trained = trains
 
+    def _look_again(self) -> None:
+        """Look in the next pass for what has joined: a buffer was replaced, say."""
+        additions = self._additions()
+        if additions is not None:
+            additions.look_again()
+
     def _take_additions(self) -> None:
         """Bring tensors that have joined the model to the device, if there are any."""
         additions = self._additions()
@@ -251,9 +257,9 @@ class Passing(PassListener):
         try:
             self._end_backward(failed=failed)
         except BaseException as error:
-            # For one, a thread or a listener has raised. After an interrupt, whoever
-            # enters the model next ends the backward.
-            if isinstance(error, Exception) and not failed:
+            # For one, a thread or a listener has raised, or a weight was cast. After an
+            # interrupt, whoever enters the model next ends the backward.
+            if isinstance(error, Exception):
                 failed = True
                 self._end_backward(failed=True)
             raise
@@ -526,13 +532,23 @@ class Passing(PassListener):
                 min(target, parts.budget_bytes),
                 parts.steering.smallest_budget() + parts.apart_bytes,
             )
-        target = min(
+        target = self._least_limit()
+        if target != parts.weights.limit_bytes:
+            self._limit_to(target)
+
+    def _widen(self, nbytes: int) -> None:
+        """Let weights have so much in this pass: watermarks leave what cannot be done
+        without, within the budget."""
+        if self._marked_bytes < nbytes <= self._parts.budget_bytes:
+            self._marked_bytes = nbytes
+            self._parts.weights.set_limit(self._least_limit())
+
+    def _least_limit(self) -> int:
+        return min(
             self._tenancy.limit_bytes,
             self._marked_bytes,
             self._host_memory.slots_bytes,
         )
-        if target != parts.weights.limit_bytes:
-            self._limit_to(target)
 
 
 def gone(block: Block) -> NoReturn:

@@ -151,7 +151,9 @@ class Runtime(Passing, Sharing, Storing, Conduct):
             settle=self._settle,
             resume=self.resume,
             await_copies=parts.loader.await_copies,
+            look_again=self._look_again,
         )
+        parts.scheduler.widen_by(_weakly(self._widen))
         if not self._device.is_host:  # there it is read where it is
             parts.scheduler.tell_of_leave(_weakly(self._add_edges))
         self._readers = readers_of(sites, [table for table, _ in finding.gathered])

@@ -6,7 +6,7 @@ from copy import deepcopy
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils import parametrizations, parametrize
+from torch.nn.utils import parametrizations, parametrize, prune
 
 import stagehand
 from architectures import assert_bitwise_equal
@@ -18,6 +18,7 @@ from training import (
     Setting,
     assert_trains_equally,
     built,
+    end,
     over,
     start,
 )
@@ -185,3 +186,47 @@ def test_under_autocast_a_weight_that_was_tied_meanwhile_has_its_cast(sim, setti
                 run.model.head.weight = run.model.entry.weight
 
     assert_trains_equally(deep_net, script, setting)
+
+
+@over(SOME)
+def test_a_buffer_that_joined_may_be_assigned_by_a_state_dict(sim, setting):
+    """Nobody looked at buffers where their number was the same: it stayed away."""
+
+    def script(run):
+        if run.runtime is not None:
+            run.runtime.set_budget(4 * run.budget)
+            run.budget *= 4
+        part = run.model.blocks[1].up
+        prune.l1_unstructured(part, "weight", 0.3)
+        part.to(run.place)
+        run.note("loss", run.loss())
+        state = {
+            name: values if run.runtime is None else values.cpu().clone()
+            for name, values in run.model.state_dict().items()
+        }
+        mask = state["blocks.1.up.weight_mask"]
+        state["blocks.1.up.weight_mask"] = 1 - mask
+        run.model.load_state_dict(state, assign=True)
+        run.backward(run.loss())
+
+    assert_trains_equally(small_net, script, setting)
+
+
+@pytest.mark.filterwarnings("ignore:.*are read by modules")
+def test_what_is_read_elsewhere_has_room_in_the_budget_beyond_the_watermarks(sim):
+    """They lowered what weights have, in each pass, below what the refusal named."""
+    run = start(small_net, FEW[1])
+    blocks = run.model.blocks
+    blocks[0].up = blocks[1].up
+    with pytest.raises(stagehand.StagehandOOMError, match="while 'blocks") as caught:
+        run.loss()
+    needed = run.budget = caught.value.needed_bytes
+    run.runtime.set_budget(needed)
+    plain = small_net()
+    plain.blocks[0].up = plain.blocks[1].up
+    for number in range(3):
+        with torch.no_grad():
+            output = run.model(run.batch(number))
+            expected = plain.to("hpu")(run.batch(number).to("hpu"))
+        assert_bitwise_equal(output, expected, "output")
+    end(run)

@@ -21,6 +21,7 @@ from stagehand.core.turn import Turn, _waits
 from stagehand.errors import (
     ClosedError,
     DeadlockError,
+    OrphanedParameterError,
     StagehandOOMError,
     StagehandWarning,
 )
@@ -148,6 +149,28 @@ def test_after_an_exception_in_a_backward_training_is_exact(
     with pytest.raises(kind):
         run.loss().backward()
     handle.remove()
+    assert_clean(run)
+    finish(run)
+
+
+@over(FEW)
+def test_a_cast_in_a_backward_that_fails_is_refused_by_the_next_forward(sim, setting):
+    """Nobody heard what the end of the failed one raised, which was then half an end:
+    the next gradients were added to those that it had brought."""
+    run = start(net, setting)
+    run.loss().backward()
+    weight = run.model.blocks[2].up.weight
+
+    def fail(_):
+        weight.data = weight.data.half()
+        raise Stop
+
+    handle = weight.register_hook(fail)
+    with pytest.raises(Stop):
+        run.loss().backward()
+    handle.remove()
+    with pytest.raises(OrphanedParameterError, match="float16"):
+        run.loss()
     assert_clean(run)
     finish(run)
 

@@ -475,6 +475,10 @@ class Scheduler:
         """Say whom to tell when blocks leave that modules read without a use."""
         self._tell_of_leave = tell
 
+    def widen_by(self, widen: Callable[[int], None]) -> None:
+        """Say what raises the limit where a pass cannot do without more bytes."""
+        self._memory.widen = widen
+
     # Sharing the device
 
     def meet(self, neighbours: Neighbours) -> None:

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from stagehand.core.turn import HERE, Turn, host_while, runs_library
-from stagehand.errors import DeadlockError
+from stagehand.errors import DeadlockError, StagehandError
 from stagehand.frames import Call
 from stagehand.torch_private import (
     at_end_of_backward,
@@ -143,6 +143,8 @@ class Edges:
         self._call: FrameType | None = None
         """The frame that called autograd for this backward, if it began in the thread
         of that frame."""
+        self._unsaid: StagehandError | None = None
+        """What the end of a failed backward has raised, where nobody hears it."""
         self._ended = threading.Event()
         """Set when a backward ends, the one that is waited for or another."""
         self._nested: set[int] = set()
@@ -265,6 +267,7 @@ class Edges:
             if self.guests:
                 self.lock.await_guests()
             self._recount()
+            self._raise_unsaid()
             self._stack.append(entry)
             if len(self._stack) > 1:
                 return None
@@ -446,11 +449,25 @@ class Edges:
         try:
             self._forget_backward()
             self._listener.end_backward(failed=failed)
+        except StagehandError as error:
+            if failed:  # told by a death, which raises nothing
+                error.__context__ = None
+                self._unsaid = error.with_traceback(None)
+            self._end_backward(backward)
+            if not failed:
+                raise
         except BaseException as error:
             if isinstance(error, Exception):  # an interrupt leaves it to be ended
                 self._end_backward(backward)
             raise
-        self._end_backward(backward)
+        else:
+            self._end_backward(backward)
+
+    def _raise_unsaid(self) -> None:
+        """Raise what the end of a failed backward could not."""
+        error, self._unsaid = self._unsaid, None
+        if error is not None:
+            raise error
 
     def _end_backward(self, backward: _Backward) -> None:
         backward.over = True

@@ -157,8 +157,8 @@ class _StateGiven(_Hook):
 class _StateLoading(_Hook):
     """Runs before `load_state_dict()`: notes in which modules the tensors are.
 
-    Only tensors count that the model had when it was streamed. It also waits for copies
-    to the device that may still read what is about to be written.
+    It also waits for copies to the device that may still read what is about to be
+    written.
     """
 
     __slots__ = ("_await_copies", "_known", "places")
@@ -177,8 +177,12 @@ class _StateLoading(_Hook):
             for part in module.modules()
             for place in (part._parameters, part._buffers)
             for name, tensor in place.items()
-            if tensor is not None and id(tensor) in self._known
+            if tensor is not None
         ]
+
+    def is_known(self, tensor: torch.Tensor) -> bool:
+        """Whether the model had the tensor when it was streamed."""
+        return id(tensor) in self._known
 
 
 class _StateLoaded(_Hook):
@@ -188,13 +192,15 @@ class _StateLoaded(_Hook):
     values and gradients of those that were assigned.
 
     A tensor that was in several places, which have different values now, stays in the
-    first of them; what was assigned to the others joins the model.
+    first of them; what was assigned to the others joins the model. So does what was
+    assigned in place of what had joined.
     """
 
-    __slots__ = ("_loading",)
+    __slots__ = ("_loading", "_look_again")
 
-    def __init__(self, loading: _StateLoading) -> None:
+    def __init__(self, loading: _StateLoading, look_again: Callable[[], None]) -> None:
         self._loading = loading
+        self._look_again = look_again
 
     def __call__(self, *_: Any) -> None:
         places, self._loading.places = self._loading.places, []
@@ -202,6 +208,9 @@ class _StateLoaded(_Hook):
         taken = {id(tensor): tensor for *_, tensor, given in found if given is tensor}
         for part, name, tensor, given in found:
             if isinstance(given, torch.Tensor) and given is not tensor:
+                if not self._loading.is_known(tensor):
+                    self._look_again()
+                    continue
                 first = taken.setdefault(id(tensor), given)
                 if first is not given and not _is_equal(first, given):
                     continue
@@ -588,6 +597,7 @@ class SiteHooks:
         settle: Brings every tensor home before the model is copied or saved.
         resume: Called when it was saved.
         await_copies: Called before `load_state_dict()` writes weights on the host.
+        look_again: Called where it has replaced what had joined the model.
     """
 
     def __init__(
@@ -603,8 +613,10 @@ class SiteHooks:
         settle: Callable[[], None],
         resume: Callable[[], None],
         await_copies: Callable[[], None],
+        look_again: Callable[[], None],
     ) -> None:
         self._edges = edges
+        self._look_again = look_again
         self._await_copies = await_copies
         self._before = before
         self._track = track
@@ -641,12 +653,12 @@ class SiteHooks:
         for edge in _entrances(models, sites, tables):
             begin = _EdgeBegin(self._edges, self._push_hooks, self._settle)
             self._hook_edge(edge, begin, self._handles)
-        loading = _StateLoading(model, self._await_copies)
+        loading, again = _StateLoading(model, self._await_copies), self._look_again
         asking = _StateAsked(self._edges, self._settle, self._complete_rows)
         given = _StateGiven(asking, self._edges, self._resume)
         add = partial(add_hook, self._handles)
         add(model.register_load_state_dict_pre_hook, loading)
-        add(model.register_load_state_dict_post_hook, _StateLoaded(loading))
+        add(model.register_load_state_dict_post_hook, _StateLoaded(loading, again))
         add(model.register_state_dict_pre_hook, asking)
         add(model.register_state_dict_post_hook, given)
 
