@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 from stagehand.core.transfer import Slot, TransferEngine
@@ -23,8 +22,8 @@ __all__ = ["Neighbours", "SlotMemory"]
 _ROUNDS = 8  # tries, where other threads take what was freed, before it is an error
 
 
-def _nothing(nbytes: int) -> None:
-    """Leave the limit as it is."""
+def _keep_limit(nbytes: int) -> None:
+    """Raise no limit: nobody has said how."""
 
 
 class Neighbours(Protocol):
@@ -67,7 +66,7 @@ class SlotMemory:
         """Slots that have memory, by its address."""
         self.neighbours: Neighbours | None = None
         """Others on the device, who may make room for a block that is needed now."""
-        self.widen: Callable[[int], None] = _nothing
+        self.widen: Callable[[int], None] = _keep_limit
         """Raises the account's limit to so many bytes, if the budget has them."""
         self.account = arena.account
         self._engine = engine
@@ -148,11 +147,13 @@ class SlotMemory:
             lease = self._arena.acquire_nowait(nbytes, block.name)
             if lease is not None:
                 return lease
-        for make_room in (self._free_idle, partial(self._widen_for, nbytes)):
-            make_room()
+        self._free_idle()
+        lease = self._arena.acquire_nowait(nbytes, block.name)
+        if lease is None:
+            self.widen(self.account.held_bytes + nbytes)
             lease = self._arena.acquire_nowait(nbytes, block.name)
-            if lease is not None:
-                return lease
+        if lease is not None:
+            return lease
         others = "" if self.neighbours is None else self.neighbours.name_them()
         used = [s.occupant.name for s in self.slots if s.occupant and s.occupant.uses]
         needed, limit = self.account.held_bytes + nbytes, self.account.limit_bytes
@@ -165,9 +166,6 @@ class SlotMemory:
             needed_bytes=needed,
             limit_bytes=limit,
         )
-
-    def _widen_for(self, nbytes: int) -> None:
-        self.widen(self.account.held_bytes + nbytes)
 
     def refuse(
         self, blocks: Sequence[Block], error: StagehandOOMError, more: Sequence[Block]
