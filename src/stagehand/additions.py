@@ -15,6 +15,8 @@ from operator import is_
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
+from torch import nn
+
 from stagehand.core.hidden_gradients import take_along
 from stagehand.core.layout import moved, relocate
 from stagehand.errors import ConfigError, StagehandOOMError
@@ -27,7 +29,6 @@ if TYPE_CHECKING:
     from collections.abc import ValuesView
 
     import torch
-    from torch import nn
 
     from stagehand.assembly import Parts
     from stagehand.wires import Wires
@@ -61,6 +62,8 @@ class Additions:
         # look. A view of a dict's values is made once and stays current.
         self._tables: list[ValuesView[Any]] = []
         self._held: list[Any] = []
+        # Sequences and lists, whose `del` gives them another dict of children.
+        self._lists: list[tuple[weakref.ref[nn.Module], dict[str, Any]]] = []
         # Those that held nothing, buffers included; and dicts of buffers with lengths.
         self._empty: list[dict[str, Any]] = []
         self._buffers: list[dict[str, Any]] = []
@@ -132,6 +135,7 @@ class Additions:
         held = chain(chain.from_iterable(self._tables), _END)
         return (
             any(self._empty)
+            or any(getattr(m(), "_modules", old) is not old for m, old in self._lists)
             or not all(map(is_, held, self._held))
             or list(map(len, self._buffers)) != self._counts
         )
@@ -172,6 +176,8 @@ class Additions:
         self._tables = [table.values() for table in tables if table]
         self._empty = [table for table in (*tables, *buffers) if not table]
         self._held = [*chain.from_iterable(self._tables), *_END]
+        lists = [m for m in modules if isinstance(m, nn.Sequential | nn.ModuleList)]
+        self._lists = [(weakref.ref(module), module._modules) for module in lists]
         # Some models make buffers anew in each pass: only their number counts.
         self._buffers = [table for table in buffers if table]
         self._counts = list(map(len, self._buffers))

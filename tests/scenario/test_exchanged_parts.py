@@ -128,6 +128,35 @@ def test_swapped_weights_get_their_gradients(sim, setting, how):
     assert_trains_equally(small_net, script, setting, abandoned=True)
 
 
+@over(PLACES)
+@pytest.mark.parametrize("kind", [nn.ModuleList, nn.Sequential])
+def test_a_block_joins_a_list_from_which_another_one_has_just_gone(sim, setting, kind):
+    """`del` gives a list other books, and what joined later was left on the host."""
+
+    def make():
+        model = Net()
+        if kind is nn.Sequential:
+            model.blocks = nn.Sequential(*model.blocks)
+        return model
+
+    def script(run):
+        if run.runtime is not None:
+            run.budget *= 4
+            run.runtime.set_budget(run.budget)
+        run.backward(run.loss())
+        for scale in (0.1, 0.2):
+            added = Net(depth=1).blocks[0].to("cpu" if run.runtime else run.place)
+            with torch.no_grad():
+                for number, parameter in enumerate(added.parameters()):
+                    parameter.fill_(scale * number)
+            run.model.blocks.append(added)
+            if scale == 0.1:
+                del run.model.blocks[-1]
+        run.backward(run.loss())
+
+    assert_trains_equally(built(make), script, setting)
+
+
 @built
 def tied_net():
     model = Net()

@@ -203,6 +203,23 @@ def test_sums_of_losses_are_accumulated_whatever_was_between(sim, setting, betwe
     assert_trains_equally(built(Net), script, setting)
 
 
+@over([Setting("hpu", "layers", "all"), Setting("hpu", "blocks", "all")])
+@pytest.mark.parametrize(("reader", "owner"), [(1, 3), (3, 1)])
+def test_weights_tied_while_the_model_streams_get_their_terms_in_order(
+    sim, setting, reader, owner
+):
+    """One of the places that read them is no site of theirs."""
+
+    def script(run):
+        for number in range(4):
+            if number == 1:
+                blocks = run.model.blocks
+                blocks[reader].up.weight = blocks[owner].up.weight
+            run.backward(run.loss(number) + run.loss(number + 10))
+
+    assert_trains_equally(built(Net), script, setting)
+
+
 class Mirrored(nn.Module):
     """What a weight is read as: in two terms."""
 

@@ -295,11 +295,15 @@ class Gradients:
         if nodes == reader.once and not reader.again:
             return  # mostly
         terms = terms_of(output, since)
-        if terms and all(len(makers) == 1 for makers in terms.values()):
+        homes = {node: self._homes.get(id(node.variable)) for node in terms}  # type: ignore[attr-defined]
+        # Of what is read elsewhere, this may be one of several readers in a binding.
+        strays = any(home and home.block.read_elsewhere for home in homes.values())
+        again = reader.again or strays
+        if terms and not strays and all(len(makers) == 1 for makers in terms.values()):
             reader.once = nodes
         for node, makers in terms.items():
-            home = self._homes.get(id(node.variable))  # type: ignore[attr-defined]
-            if home is not None and (reader.again or len(makers) > 1):
+            home = homes[node]
+            if home is not None and (again or len(makers) > 1):
                 for maker, number in makers:
                     maker.register_hook(self._feeding(home, number))
 
