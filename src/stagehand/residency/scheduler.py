@@ -413,6 +413,13 @@ class Scheduler:
             elif block.trains:
                 self._bring(block, stream)
 
+    def await_fixed(self) -> None:
+        """Block the host until what is read without a use is here, for all streams."""
+        for index in self._fixed:
+            slot = self.blocks[index].slot
+            if slot is not None:
+                self._engine.finish_load(slot)
+
     def _forget_stale(self, block: Block, slot: Slot) -> None:
         """Drop the copy of a block that an optimizer has changed, or is about to."""
         if block.awaited:
