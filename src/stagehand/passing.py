@@ -236,6 +236,8 @@ class Passing(PassListener):
         if by_module or not self._took_gradients:  # all of it may be in a checkpoint
             self._watch()
         self._begin_uses(changes_follow=True)
+        # Autograd goes on in streams that need not wait for the one of this node.
+        self._parts.scheduler.await_fixed()
 
     def _watch(self) -> None:
         """Expect gradients of all that requires them; refuse quantized weights."""

@@ -413,6 +413,43 @@ def test_weight_that_is_read_right_behind_its_module_comes_and_goes_as_others_do
     runtime.shutdown()
 
 
+class OnTwoStreams(nn.Module):
+    """Calls each layer on one stream, and reads its weight on another one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(linear() for _ in range(6))
+
+    def forward(self, x: torch.Tensor, side: torch.Stream) -> Any:
+        here, kept = torch.accelerator.current_stream(), []  # until all is computed
+        for layer in self.layers:
+            side.wait_stream(here)
+            with side:
+                y = layer(x)
+            kept += [x, y, x @ layer.weight]
+            here.wait_stream(side)
+            x = (y + kept[-1]).tanh()
+        return x, kept
+
+
+@pytest.mark.parametrize("layers", [3, 8])
+def test_weight_that_is_read_right_behind_its_module_on_another_stream_is_there(
+    sim: ModuleType, layers: int
+) -> None:
+    """The other stream did not wait for what fills the slot. Without gradients."""
+    model, side = OnTwoStreams().requires_grad_(False), torch.Stream("hpu")
+    plain, x = deepcopy(model).to("hpu"), torch.ones(2, WIDTH, device="hpu")
+    stagehand.layer(model, device="hpu", vram_budget=layers * LAYER_BYTES)
+    torch.accelerator.synchronize()
+    with torch.no_grad():
+        for number in range(3):
+            expected, found = plain(x, side), model(x, side)
+            assert sim.races() == [], f"pass {number}"
+            torch.accelerator.synchronize()
+            assert_bitwise_equal(found, expected, f"pass {number}")
+    model._stagehand_layer_runtime.shutdown()
+
+
 class Moody(nn.Module):
     """Reads other weights with gradients than without, and others in training."""
 

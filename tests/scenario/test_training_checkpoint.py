@@ -568,3 +568,59 @@ def test_memory_goes_when_streams_have_read_what_is_read_without_a_use(sim, leav
     torch.accelerator.synchronize()
     del y, kept, loss
     runtime.shutdown()
+
+
+class Reads(torch.nn.Module):
+    """Reads its layer's weight itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x):
+        return x @ self.layer.weight
+
+
+class TwoReadAside(torch.nn.Module):
+    """Its backward begins with recomputes on two streams, and neither waits."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = torch.nn.Linear(WIDTH, WIDTH)
+        self.parts = torch.nn.ModuleList(Reads() for _ in range(2))
+
+    def forward(self, x, sides):
+        here = torch.accelerator.current_stream()
+        x, kept = self.head(x), []
+        for side, part in zip(sides, self.parts, strict=True):
+            side.wait_stream(here)
+            with side:
+                kept.append(checkpoint(part, x, use_reentrant=True))
+        for side in sides:
+            here.wait_stream(side)
+        return kept[0] + kept[1], [*kept, x]
+
+
+@pytest.mark.parametrize("leave", ["park", "give_up"])
+def test_what_left_before_backward_is_there_for_recomputes_on_all_streams(sim, leave):
+    """It is read without a use, and only the first of the streams waited for it."""
+    model, sides = TwoReadAside(), [torch.Stream("hpu") for _ in range(2)]
+    plain = deepcopy(model.requires_grad_(False)).to("hpu")
+    stagehand.layer(model, device="hpu", vram_budget=16 * WIDTH * WIDTH + 2048)
+    runtime = runtime_of(model)
+    away = {"park": runtime.park, "give_up": lambda: runtime._tenancy.give_up(0)}
+
+    def step(model, between):
+        x = torch.ones(2, WIDTH, device="hpu", requires_grad=True)
+        torch.accelerator.synchronize()
+        y, _kept = model(x, sides)
+        loss = y.sum()
+        between()
+        loss.backward()
+        torch.accelerator.synchronize()
+        return y, x.grad
+
+    for number in range(3):
+        expected, found = step(plain, lambda: None), step(model, away[leave])
+        assert_bitwise_equal(found, expected, f"step {number}")
+    runtime.shutdown()

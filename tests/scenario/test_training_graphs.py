@@ -483,6 +483,24 @@ def test_a_gradient_that_the_host_makes_between_those_of_the_device_is_added(
     assert_trains_equally(net, script, setting)
 
 
+def test_a_gradient_that_the_host_makes_waits_for_that_on_its_way(sim):
+    """What the host added to was not there yet: the link is slow."""
+    sim.configure(d2h_gbps=0.0005)
+    model = nn.Linear(64, 64, bias=False)
+    plain = deepcopy(model)
+    stagehand.layer(model, device="hpu", vram_budget=2 * 64 * 64 * 4)
+
+    def gradient(model, place):
+        on_host = model(torch.ones(2, 64, device=place)).cpu() * 1.0
+        penalty = (model.weight * 2).cpu().sum()
+        model((on_host + penalty / 1000).to(place)).sum().backward()
+        return model.weight.grad.clone()
+
+    expected = gradient(plain.to("hpu"), "hpu").cpu()
+    assert_bitwise_equal(gradient(model, "hpu"), expected, "the gradient")
+    runtime_of(model).shutdown()
+
+
 # What must raise
 
 

@@ -9,6 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import stagehand
+from stagehand.core.arena import live_leases
 from stagehand.optim import OffloadedAdamW
 
 BUDGET = 2 * LAYER_BYTES
@@ -248,7 +249,58 @@ def test_gradient_of_a_block_used_twice_survives_a_hook_registered_late(sim, hoo
     model = stack(3)
     expected = run(deepcopy(model).to("hpu"))
     stagehand.layer(model, vram_budget=BUDGET)
-    assert all(map(torch.equal, run(model), expected))
+    found = run(model)
+    assert len(found) == len(expected)
+    assert all(map(torch.equal, found, expected))
+    runtime_of(model).shutdown()
+
+
+@pytest.mark.parametrize("plain", [2, 3])
+def test_a_block_that_a_region_still_recomputes_is_not_stepped_in_backward(sim, plain):
+    """It was used several times before, and a recompute brings another part."""
+
+    def train(model, **options):
+        optimizer = OffloadedAdamW(model.parameters(), lr=1e-2, **options)
+        for _ in range(3):
+            x = batch().to("hpu").requires_grad_()
+            for number in range(1 + plain):
+                again = number == 0  # goes back the last
+                x = (
+                    checkpoint(model[0], x, use_reentrant=True)
+                    if again
+                    else model[0](x)
+                )
+                x = model[2](model[1](x))
+            x.square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return weights(model)
+
+    model = stack(3)
+    expected = train(deepcopy(model).to("hpu"))
+    stagehand.layer(model, vram_budget=BUDGET)
+    assert all(map(torch.equal, train(model, overlap=model), expected))
+    runtime_of(model).shutdown()
+
+
+def test_a_gradient_that_cannot_be_added_to_leaves_no_memory_behind(sim):
+    """As the one that `expand()` makes: what had arrived with it was kept for ever."""
+    model = stagehand.layer(stack(), vram_budget=BUDGET)
+
+    def backward():
+        model(batch().to("hpu")).sum().backward()
+
+    held = []
+    for _ in range(4):
+        model.zero_grad()
+        backward()
+        backward()  # arrives beside what is there
+        held.append(live_leases())
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros(()).expand_as(parameter)
+        with pytest.raises(RuntimeError, match="single memory location"):
+            backward()
+    assert held == held[:1] * 4
     runtime_of(model).shutdown()
 
 

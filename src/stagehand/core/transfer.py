@@ -432,6 +432,10 @@ class TransferEngine:
                 self._settle_load(slot._filled)  # type: ignore[arg-type]
             slot.seen_by = stream
 
+    def has_awaited(self, slot: Slot, stream: Stream) -> bool:
+        """Whether `stream` has waited for what fills the slot, the last that has."""
+        return slot.seen_by == stream
+
     def finish_load(self, slot: Slot) -> None:
         """Block the host until a slot is filled: then the source may be written."""
         if slot._filled is not None:

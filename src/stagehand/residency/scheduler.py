@@ -280,8 +280,12 @@ class Scheduler:
         return True
 
     def is_latest(self, block: Block) -> bool:
-        """Whether a block lies where the latest use of all, its own, has left it."""
-        return block is self._latest and block.bound
+        """Whether a block lies where the latest use of all, its own, has left it, and
+        that was on this stream: another one may come before what fills the slot."""
+        if block is not self._latest or not block.bound:
+            return False
+        stream = self._device.current_stream()
+        return self._engine.has_awaited(block.slot, stream)  # type: ignore[arg-type]
 
     @property
     def in_use(self) -> list[str]:
@@ -408,6 +412,13 @@ class Scheduler:
                 self._engine.await_filled(block.slot, stream)  # type: ignore[arg-type]
             elif block.trains:
                 self._bring(block, stream)
+
+    def await_fixed(self) -> None:
+        """Block the host until what is read without a use is here, for all streams."""
+        for index in self._fixed:
+            slot = self.blocks[index].slot
+            if slot is not None:
+                self._engine.finish_load(slot)
 
     def _forget_stale(self, block: Block, slot: Slot) -> None:
         """Drop the copy of a block that an optimizer has changed, or is about to."""

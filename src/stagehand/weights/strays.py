@@ -59,7 +59,8 @@ class Strays:
         device: See `StrayUses`.
         spare: See `StrayUses`.
         bring: Called with blocks that are not in use, and that a call reads.
-        is_latest: Whether the latest use of any block was this one's, and it is bound.
+        is_latest: Whether the latest use of any block was this one's, on this stream,
+            and it is bound.
         fill: Called with a block that was brought, to give its casts memory again.
         let_go: See `StrayUses`.
         is_torn: See `StrayUses`.
@@ -188,9 +189,10 @@ class Strays:
     def _is_at_hand(self, block: Block) -> bool:
         """Whether a read needs no use of the block, for its own use was the latest.
 
-        It is read then by a hook of its module, say, or by the module's caller. This is
-        not enough with gradients, where the weight may be read in backward again and
-        no handle tells, nor where autocast's casts of it were emptied.
+        It is read then by a hook of its module, say, or by the module's caller, on the
+        same stream. This is not enough with gradients, where the weight may be read in
+        backward again and no handle tells, nor where autocast's casts of it were
+        emptied.
         """
         with_gradients = self._kind[1]
         return not with_gradients and self._is_latest(block) and not block.casts
