@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import weakref
 from itertools import chain
-from operator import is_
+from operator import is_, itemgetter
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
@@ -26,7 +26,7 @@ from stagehand.residency.finding import how_to_raise
 from stagehand.units import format_bytes, format_limit
 
 if TYPE_CHECKING:
-    from collections.abc import ValuesView
+    from collections.abc import Iterator, ValuesView
 
     import torch
 
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 __all__ = ["Additions"]
 
 _END = (object(),)  # no module and no tensor: lists of these differ if one is longer
+_children = itemgetter("_modules")
 
 
 class Additions:
@@ -62,8 +63,8 @@ class Additions:
         # look. A view of a dict's values is made once and stays current.
         self._tables: list[ValuesView[Any]] = []
         self._held: list[Any] = []
-        # Sequences and lists, whose `del` gives them another dict of children.
-        self._lists: list[tuple[weakref.ref[nn.Module], dict[str, Any]]] = []
+        # Attributes of sequences and lists: `del` gives these other dicts of children.
+        self._lists: list[dict[str, Any]] = []
         # Those that held nothing, buffers included; and dicts of buffers with lengths.
         self._empty: list[dict[str, Any]] = []
         self._buffers: list[dict[str, Any]] = []
@@ -132,13 +133,16 @@ class Additions:
 
     def may_have_joined(self) -> bool:
         """Whether modules or tensors of the model are others than at the last look."""
-        held = chain(chain.from_iterable(self._tables), _END)
         return (
             any(self._empty)
-            or any(getattr(m(), "_modules", old) is not old for m, old in self._lists)
-            or not all(map(is_, held, self._held))
+            or not all(map(is_, self._holding(), self._held))
             or list(map(len, self._buffers)) != self._counts
         )
+
+    def _holding(self) -> Iterator[Any]:
+        """Return what modules hold now, by identity, in the order of the last look."""
+        tables = chain.from_iterable(self._tables)
+        return chain(tables, map(_children, self._lists), _END)
 
     def take_home_unseen(self, home: torch.device) -> None:
         """Move what nobody has taken in: buffers that a forward has made, parameters
@@ -175,9 +179,9 @@ class Additions:
         buffers = [m._buffers for m in modules]
         self._tables = [table.values() for table in tables if table]
         self._empty = [table for table in (*tables, *buffers) if not table]
-        self._held = [*chain.from_iterable(self._tables), *_END]
         lists = [m for m in modules if isinstance(m, nn.Sequential | nn.ModuleList)]
-        self._lists = [(weakref.ref(module), module._modules) for module in lists]
+        self._lists = [module.__dict__ for module in lists]
+        self._held = [*self._holding()]
         # Some models make buffers anew in each pass: only their number counts.
         self._buffers = [table for table in buffers if table]
         self._counts = list(map(len, self._buffers))
