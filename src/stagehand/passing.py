@@ -190,7 +190,7 @@ class Passing(PassListener):
         if self._device.is_host:
             additions.look()
             return
-        self._take_in()  # first: it refuses what no budget would make possible
+        self._take_in()  # before room is made: it refuses what no budget makes possible
         weights = self._parts.weights
         share, marked = weights.limit_bytes, self._marked_bytes
         taken = False

@@ -289,9 +289,8 @@ def bytes_of(model):
     return sum(map(tensor_bytes, (*model.parameters(), *model.buffers())))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_of_layer_streams(kind):
-    model = nn.Sequential(KINDS[kind](), KINDS[kind]())
+def assert_both_children_are_blocks(model):
+    """Each with all of its parameters, and as the only site."""
     finding = find_layers(model, budget_bytes=bytes_of(model))
     assert names(finding) == ["0", "1"]
     for number, group in enumerate(finding.streamed):
@@ -299,6 +298,12 @@ def test_every_kind_of_layer_streams(kind):
         own = {f"{number}.{name}" for name, _ in model[number].named_parameters()}
         assert set(group.tensors) == own
     assert_each_tensor_is_once(model, finding)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_layer_streams(kind):
+    model = nn.Sequential(KINDS[kind](), KINDS[kind]())
+    assert_both_children_are_blocks(model)
 
 
 class Listing(nn.Module):
@@ -325,13 +330,7 @@ LISTS = {
 @pytest.mark.parametrize("kind", LISTS)
 def test_lists_of_parameters_are_blocks_of_the_module_that_reads_them(kind):
     model = nn.Sequential(Listing(LISTS[kind]()), Listing(LISTS[kind]()))
-    finding = find_layers(model, budget_bytes=bytes_of(model))
-    assert names(finding) == ["0", "1"]
-    for number, group in enumerate(finding.streamed):
-        assert group.sites == [model[number]]
-        own = {f"{number}.{name}" for name, _ in model[number].named_parameters()}
-        assert set(group.tensors) == own
-    assert_each_tensor_is_once(model, finding)
+    assert_both_children_are_blocks(model)
 
 
 def test_lists_of_parameters_beside_layers_need_not_stay():

@@ -555,15 +555,21 @@ def test_kept_block_that_was_changed_on_the_device_is_read_anew(lane, monkeypatc
     assert rig.on_device(block) == 99
 
 
-def test_kept_block_that_no_counter_tells_was_changed_is_read_anew(lane, monkeypatch):
-    """By a fused optimizer, where the system does not tell which pages were written."""
-    monkeypatch.setattr(lane_loader, "was_written", lambda _: False)
-    rig = lane()
+def kept_block(rig):
+    """Return one whose bytes are kept in its slab, and that is not on the device."""
     block = rig.blocks[1]
     rig.loader.keep([block])
     rig.loader.request(block)
     rig.let_jobs_end()
     rig.loader.forget(block)
+    return block
+
+
+def test_kept_block_that_no_counter_tells_was_changed_is_read_anew(lane, monkeypatch):
+    """By a fused optimizer, where the system does not tell which pages were written."""
+    monkeypatch.setattr(lane_loader, "was_written", lambda _: False)
+    rig = lane()
+    block = kept_block(rig)
     block.store.hosts[0].numpy().fill(99)
     block.mark_changed()
     rig.start(block)
@@ -575,11 +581,7 @@ def test_what_a_read_that_failed_has_left_is_kept_for_nobody(lane, monkeypatch):
     tells = [True, False]
     monkeypatch.setattr(lane_loader, "was_written", lambda _: tells.pop(0))
     rig = lane()
-    block = rig.blocks[1]
-    rig.loader.keep([block])
-    rig.loader.request(block)
-    rig.let_jobs_end()
-    rig.loader.forget(block)
+    block = kept_block(rig)
     block.store.failure = ReadError("gone")
     with pytest.raises(ReadError):
         rig.start(block)
