@@ -35,6 +35,9 @@ from stagehand.torch_private import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from stagehand.core.device import Device
     from stagehand.residency.blocks import Block, Reader
 
 __all__ = ["Casts"]
@@ -49,10 +52,14 @@ class Casts:
 
     Args:
         device: Where the model computes.
+        note_write: Called with a block when this stream has written casts of it, for
+            which other streams have to wait as for its values.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: Device, note_write: Callable[[Block], None]) -> None:
+        self._streams = device
+        self._device = device.torch_device
+        self._note_write = note_write
         self._nothing: dict[torch.dtype, torch.Tensor] = {}
         # Sites that run, each with the sequence number of autograd's next node when it
         # began, to learn what it casts; or with None, if the cache is off during it.
@@ -108,7 +115,11 @@ class Casts:
             self.empty(block)
 
     def fill(self, block: Block) -> None:
-        """Give the casts of a block that is in use their memory back."""
+        """Give the casts of a block that is in use their memory back.
+
+        This stream has waited for all that was written to the block.
+        """
+        stream, writes = self._streams.current_stream(), False
         for key, known in [*block.casts.items()]:
             cast, weight = known.cast(), known.weight
             if cast is None:  # the region is over
@@ -118,9 +129,14 @@ class Casts:
                 known.version = weight._version
                 self._warn(block)
             elif cast.numel() == weight.numel():
+                if known.stream is not None and known.stream != stream:
+                    cast.record_stream(stream)  # type: ignore[arg-type]
                 continue
             with without_modes():
                 cast.data = weight.data.to(cast.dtype)
+            known.stream, writes = stream, True
+        if writes:
+            self._note_write(block)
 
     def _warn(self, block: Block) -> None:
         if not self._has_warned:

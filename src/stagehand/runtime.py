@@ -136,7 +136,7 @@ class Runtime(Passing, Sharing, Storing, Conduct):
             _weakly(self._turn_back),
             settings.device,
         )
-        self._casts = Casts(settings.device.torch_device)
+        self._casts = Casts(settings.device, parts.scheduler.note_write)
         self._gradients = self._make_gradients()
         if self._gradients is not None:
             parts.scheduler.await_steps_with(_weakly(self._gradients.await_steps))

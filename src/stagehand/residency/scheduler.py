@@ -258,6 +258,12 @@ class Scheduler:
         self._engine.await_filled(block.slot, stream)  # type: ignore[arg-type]
         block.uses += 1
 
+    def note_write(self, block: Block) -> None:
+        """Let other streams that read a bound block wait for what this one, which has
+        waited for all that came before, has just written beside its values."""
+        stream = self._device.current_stream()
+        self._engine.note_write(block.slot, stream)  # type: ignore[arg-type]
+
     def fetch(self, block: Block) -> None:
         """Make a block usable for backward, until another one's use or the next
         pass."""
