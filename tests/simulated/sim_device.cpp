@@ -382,10 +382,16 @@ struct DeviceAllocator final : c10::DeviceAllocator {
     Lock lock;
     auto* p = static_cast<char*>(address);
     auto block = std::move(sim.blocks.at(p));
-    // Freed memory goes back to the stream it was allocated on, which may reuse it at once.
+    // Freed memory goes back to the stream it was allocated on, which may reuse it at once;
+    // if streams were named, once these have done what they were given until now.
     auto& s = synced(block.stream);
+    auto ordered = [&](const Access& a) {
+      if (a.stream == block.stream || s.seen[a.stream] >= a.seq) return true;
+      auto covers = [&](int64_t r) { return r == a.stream || synced(r).seen[a.stream] >= a.seq; };
+      return std::any_of(block.recorded.begin(), block.recorded.end(), covers);
+    };
     for (auto& a : block.last)
-      if (a.stream != block.stream && !block.recorded.count(a.stream) && s.seen[a.stream] < a.seq) {
+      if (!ordered(a)) {
         sim.races.push_back(c10::str("device memory of stream ", block.stream, " freed while ",
                                      a.what, " on stream ", a.stream, " may still use it"));
         break;

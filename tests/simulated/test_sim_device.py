@@ -185,7 +185,18 @@ def test_memory_freed_while_another_stream_uses_it_is_a_race(sim):
     event.synchronize()
 
 
-@pytest.mark.parametrize("how", ["event", "record_stream", "host"])
+def test_memory_freed_with_a_named_stream_that_does_not_wait_is_a_race(sim):
+    result, lane = pinned(), stream()
+    weights = floats()
+    lane.wait_event(recorded(current()))
+    event = fill(result, weights, lane)
+    weights.record_stream(stream())
+    with sim.expect_races(match="freed while a copy on stream"):
+        del weights
+    event.synchronize()
+
+
+@pytest.mark.parametrize("how", ["event", "record_stream", "named waits", "host"])
 def test_memory_may_be_freed_once_its_stream_is_ordered(sim, how):
     result, lane = pinned(), stream()
     weights = floats(value=5)
@@ -195,6 +206,10 @@ def test_memory_may_be_freed_once_its_stream_is_ordered(sim, how):
         current().wait_event(event)
     elif how == "record_stream":
         weights.record_stream(lane)
+    elif how == "named waits":
+        other = stream()
+        weights.record_stream(other)
+        other.wait_event(event)
     else:
         event.synchronize()
     del weights
