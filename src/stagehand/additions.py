@@ -276,7 +276,7 @@ class Additions:
         needed = parts.scheduler.budget_for(needed)
         return StagehandOOMError(
             f"{len(new)} tensors, {format_bytes(sum(map(tensor_bytes, new)))} together,"
-            " have joined the model since it streams, and the budget of"
+            f" have joined {parts.weights.name} since it streams, and the budget of"
             f" {format_limit(limit, needed)} has no room for them;"
             f" {how_to_raise(needed)}",
             needed_bytes=needed,

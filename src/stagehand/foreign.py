@@ -27,6 +27,8 @@ TAKE_OFF = (
 )
 """What takes the hooks of `accelerate` off, for errors."""
 
+_GROUPS = "group_offloading"  # the name of the hook, in diffusers
+
 
 def hook_of(module: nn.Module) -> Any:
     """Return what `accelerate` has hooked to a module, or None."""
@@ -47,7 +49,23 @@ def hooked_tensors(model: nn.Module) -> Iterator[tuple[Any, str, bool, torch.Ten
 
 
 def refuse_offloaded(model: nn.Module) -> None:
-    """Refuse a model whose hooks, `accelerate`'s, keep weights elsewhere."""
+    """Refuse a model whose hooks keep or move its weights.
+
+    They are those of `accelerate`, or of `diffusers`: these would move all that they
+    know to the device beside what streams, over the budget.
+    """
+    for name, module in model.named_modules():
+        registry = module.__dict__.get("_diffusers_hook")
+        if _GROUPS in getattr(registry, "hooks", ()):
+            what = f"module {name!r}" if name else "it"
+            raise ConfigError(
+                f"{type(model).__name__} cannot be streamed: hooks of diffusers move"
+                f" the weights of {what} to the device and back, as"
+                " enable_group_offload() sets them; leave it out, or take them off"
+                " first, with diffusers.HookRegistry.check_if_exists_or_initialize("
+                f'model).remove_hook("{_GROUPS}"), which leaves no weights where these'
+                " were offloaded to disk"
+            )
     for _, place, _, tensor in hooked_tensors(model):
         if not tensor.is_meta:
             continue

@@ -5,8 +5,10 @@ import warnings
 from copy import deepcopy
 
 import accelerate
+import diffusers
 import pytest
 import torch
+from diffusers.hooks import apply_group_offloading
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
@@ -494,6 +496,28 @@ def test_model_whose_hooks_keep_its_weights_is_refused_with_what_takes_them_off(
     accelerate.hooks.remove_hook_from_module(model, recurse=True)
     runtime = stream(model, place, mode)
     expected = run_resident(build(), place, batch())
+    with torch.no_grad():
+        assert_bitwise_equal(model(batch()), expected, "output")
+    runtime.shutdown()
+
+
+@pytest.mark.parametrize("how", ["leaf_level", "block_level"])
+def test_model_that_diffusers_offloads_in_groups_is_refused(place, mode, how):
+    """It ran: twice the bytes crossed, and groups took memory beside the budget."""
+
+    def build():
+        return seeded(lambda: nn.Sequential(*(nn.Sequential(lin()) for _ in range(3))))
+
+    expected, model = run_resident(build(), place, batch()), build()
+    device, home = torch.device(place), torch.device("cpu")
+    apply_group_offloading(model, device, home, how, num_blocks_per_group=1)
+    before = Shape.of(model)
+    with pytest.raises(ConfigError, match=r"diffusers move the weights of.*'0\.0'"):
+        stream(model, place, mode)
+    assert Shape.of(model) == before
+    registry = diffusers.HookRegistry.check_if_exists_or_initialize(model)
+    registry.remove_hook("group_offloading")
+    runtime = stream(model, place, mode)
     with torch.no_grad():
         assert_bitwise_equal(model(batch()), expected, "output")
     runtime.shutdown()

@@ -184,6 +184,16 @@ def test_what_is_raised_inside_of_a_pipeline_is_what_comes_out(sim):
         fail()
 
 
+def test_what_has_joined_without_room_is_named_with_its_model(sim):
+    """The one whose budget is to be raised was any of the pipeline's."""
+    models = parts()
+    with stagehand.pipeline(models, vram_budget=4 * LAYER_BYTES, device="hpu"):
+        models["encoder"].extra = nn.Parameter(torch.zeros(4 * LAYER_BYTES))
+        named = "1 tensors, .* have joined encoder since it streams"
+        with pytest.raises(stagehand.StagehandOOMError, match=named):
+            run(models, batch())
+
+
 def test_a_host_budget_of_which_nothing_is_left_for_a_model_is_named(sim):
     models = {"encoder": stack(2), "model": stack(4)}
     with pytest.raises(stagehand.ConfigError, match="ram_budget is 1 for 2 models"):
