@@ -315,8 +315,8 @@ def check_dtype(dtype: torch.dtype | None) -> None:
         )
 
 
-def check_model(model: nn.Module, dtype: torch.dtype | None) -> None:
-    """Refuse what cannot be streamed, or not be cast to an element type."""
+def check_module(model: object) -> None:
+    """Refuse what is no module."""
     if not isinstance(model, nn.Module):
         named = isinstance(model, str | type | None)
         raise ConfigError(
@@ -324,6 +324,11 @@ def check_model(model: nn.Module, dtype: torch.dtype | None) -> None:
             " expected a torch.nn.Module, such as a class returns when it is called;"
             " load() opens a directory, and pipeline() takes several models"
         )
+
+
+def check_model(model: nn.Module, dtype: torch.dtype | None) -> None:
+    """Refuse what cannot be streamed, or not be cast to an element type."""
+    check_module(model)
     if isinstance(model, ScriptModule):
         raise ConfigError(
             f"the model is a {type(model).__name__} of TorchScript, which takes no"

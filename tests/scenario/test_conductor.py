@@ -881,6 +881,7 @@ def test_what_is_pinned_beyond_the_cap_is_not_attached(stream, conduct, ends):
         (-1, {}, "nbytes is -1: expected a whole number, 0 or more"),
         (1.5, {}, "nbytes is 1.5: expected an int"),
         (True, {}, "nbytes is True: expected an int"),
+        (1, {"holder": ["me"]}, r"holder is \['me'\]: expected a text"),
         (1, {"kind": "host"}, "kind is 'host': expected 'device' or 'pinned'"),
         (1, {"mode": "HARD"}, "mode is 'HARD': expected one of Mode.HARD, Mode.SOFT"),
         (1, {"priority": 5}, "priority is 5: expected one of Priority"),
@@ -892,7 +893,7 @@ def test_a_request_that_makes_no_sense_is_refused_by_name(
 ):
     conductor = conduct(vram_hard_cap_mb=1)
     with pytest.raises(ConfigError, match=message):
-        conductor.budget.reserve(nbytes, "me", **options)
+        conductor.budget.reserve(nbytes, **{"holder": "me", **options})
     assert conductor.budget.counts == (0, 0, 0)
 
 

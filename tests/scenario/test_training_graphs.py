@@ -268,6 +268,25 @@ def test_a_weight_that_was_not_used_is_refused(sim, setting):
     end(run)
 
 
+@pytest.mark.parametrize("find", [stagehand.grad, stagehand.gradient_edges])
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        (None, " is None: expected a tensor, or several"),
+        (3, " is 3: expected a tensor, or several"),
+        ([], r" is \[\]: expected a tensor, or several"),
+        ("x", r"\[0\] is 'x': expected a tensor"),
+        ([torch.ones(1), None], r"\[1\] is None: expected a tensor"),
+    ],
+)
+def test_what_is_no_tensor_is_named(find, given, problem):
+    weight = torch.ones(1, requires_grad=True)
+    with pytest.raises(ConfigError, match=f"^outputs{problem}"):
+        find(given, weight)
+    with pytest.raises(ConfigError, match=f"^inputs{problem}"):
+        find(weight * 2, given)
+
+
 @over(SOME)
 def test_a_gradient_of_the_inputs_alone_leaves_weights_without(sim, setting):
     def script(run):
