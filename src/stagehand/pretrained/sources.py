@@ -69,7 +69,7 @@ def find_source(given: Any, checkpoint_dir: str | Path | None) -> Source:
     if _is_from("transformers", "PreTrainedModel", given) or hasattr(
         given, "_model_mapping"
     ):
-        config = transformers_models.read_config(path)
+        config = transformers_models.read_config(path, given)
         return _from_transformers(
             config, transformers_models.class_for(config, given), path
         )
