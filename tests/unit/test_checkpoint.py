@@ -344,7 +344,7 @@ def test_directory_without_an_index_holds_the_tensors_of_all_its_shards(tmp_path
         "two.safetensors",
     ]
     assert checkpoint.files[two].size == two.stat().st_size
-    assert "3 tensors, one.safetensors, two.safetensors" in repr(checkpoint)
+    assert "3 tensors (one.safetensors, two.safetensors)" in repr(checkpoint)
 
 
 @pytest.mark.parametrize(

@@ -203,7 +203,7 @@ class Checkpoint(Mapping[str, Extent]):
         return len(self._places)
 
     def __repr__(self) -> str:
-        return f"Checkpoint({str(self._root)!r}, {len(self)} tensors, {self._where()})"
+        return f"Checkpoint({str(self._root)!r}, {len(self)} tensors{self._where()})"
 
     def match(
         self,
@@ -234,9 +234,9 @@ class Checkpoint(Mapping[str, Extent]):
             )
             more = "; ..." if len(missing) > _LISTED else ""
             raise MissingTensorError(
-                f"{len(missing)} of {len(names)} parameters have no tensor in "
-                f"{self._root} ({self._where()}): {listing}{more}; give key_map if the "
-                f"checkpoint has them under other names"
+                f"{len(missing)} of {len(names)} parameters have no tensor in"
+                f" {self._root}{self._where()}: {listing}{more}; give key_map if the"
+                " checkpoint has them under other names"
             )
         return {
             name: self._matching(name, keys[name], dtype, tuple(shape))
@@ -278,7 +278,10 @@ class Checkpoint(Mapping[str, Extent]):
         return [name for name in self if _numbers(name) == numbers][:_COMPARED]
 
     def _where(self) -> str:
-        return _listing([path.name for path in self._files])
+        """The files' names, unless it is one file."""
+        if self._root in self._files:
+            return ""
+        return f" ({_listing([path.name for path in self._files])})"
 
 
 def _found(span: Span) -> str:
