@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from stagehand.attribute import HANDLE
 from stagehand.compact import Compact, expand
 from stagehand.decoding import removal_of, scratch_folder
 from stagehand.files import check_key_map
@@ -23,7 +24,6 @@ from stagehand.pretrained.sources import (
     naming_of,
 )
 from stagehand.settings import check_value
-from stagehand.sharing import HANDLE
 from stagehand.stores.checkpoint import Checkpoint, key_of
 
 if TYPE_CHECKING:

@@ -14,6 +14,7 @@ from torch import nn
 from torch.jit import ScriptModule
 
 from stagehand.assembly import Settings
+from stagehand.attribute import HANDLE
 from stagehand.config import StagehandConfig, Transport
 from stagehand.core.arena import Arena
 from stagehand.core.device import Device, find_device
@@ -27,7 +28,6 @@ from stagehand.residency.finding import find_blocks, find_layers
 from stagehand.residency.shared import shared_bytes
 from stagehand.runtime import Runtime
 from stagehand.settings import check_value
-from stagehand.sharing import HANDLE
 from stagehand.units import MIB, parse_bytes
 from stagehand.weights.experts import is_experts
 from stagehand.weights.sites import is_hooked

@@ -34,11 +34,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from torch import nn
 
 import stagehand
+from stagehand.attribute import HANDLE
 from stagehand.core.device import find_device
 from stagehand.errors import ConfigError
 from stagehand.modes import check_module
 from stagehand.settings import check_value
-from stagehand.sharing import HANDLE
 
 if TYPE_CHECKING:
     from collections.abc import Callable
