@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 import stagehand
 from architectures import assert_bitwise_equal
+from equality import all_equal
 from interrupts import interrupted_at
 from scenario.small import (
     LAYER_BYTES,
@@ -605,7 +606,7 @@ def test_outputs_and_gradients_are_those_without_a_conductor(stream, conduct):
             train(model, optimizer)
         runtime_of(model).shutdown()
         results.append([p.detach().clone() for p in model.parameters()])
-    assert all(map(torch.equal, *results))
+    assert all_equal(*results)
 
 
 def test_a_failed_step_leaves_the_conductor_usable(stream, conduct):
@@ -676,7 +677,7 @@ def test_models_that_train_in_two_threads_send_each_others_gradients_home(
     for thread in threads:
         thread.join()
     for model in models:
-        assert all(map(torch.equal, values(model), values(alone)))
+        assert all_equal(values(model), values(alone))
 
 
 # Budget
@@ -1109,7 +1110,7 @@ def test_gradients_that_a_dropped_conductor_had_put_aside_come_home(stream, wher
             optimizer.zero_grad()
         runtime_of(model).shutdown()
         results.append([p.detach().clone() for p in model.parameters()])
-    assert all(map(torch.equal, *results))
+    assert all_equal(*results)
 
 
 @pytest.mark.parametrize(

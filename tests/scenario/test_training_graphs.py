@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import stagehand
 from architectures.trees import assert_bitwise_equal
+from equality import all_equal
 from scenario.small import LAYER_BYTES, batch, runtime_of, smallest_budget, stack
 from stagehand.core.arena import live_leases
 from stagehand.core.turn import Turn
@@ -953,7 +954,7 @@ def test_models_within_each_others_sites_are_kept_apart(sim, place, recomputes):
     for model in models:
         needed = smallest_budget(deepcopy(model), place)
         stagehand.layer(model, vram_budget=4 * needed, device=place)
-    assert all(map(torch.equal, run(*models), expected))
+    assert all_equal(run(*models), expected)
     assert models[1].deepest <= 3
     for model in models:
         runtime_of(model).shutdown()
