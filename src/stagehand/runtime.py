@@ -498,6 +498,8 @@ class Runtime(Passing, Sharing, Storing, Conduct):
     def set_budget(self, vram_budget: int | str) -> None:
         """Change the device bytes for weights, from the next pass on.
 
+        Of block mode on an accelerator, the high watermark stays the most they take.
+
         Args:
             vram_budget: As in `stagehand.layer`. A share, such as "80%", is one of what
                 is free and of what streamed weights hold now.
