@@ -2,8 +2,9 @@
 
 Each round runs every suite once with the working tree and once with the other revision,
 in processes of their own and in alternating order, so that both meet the machine's
-moods. The smallest of each figure is compared. The exit status is 1 where a figure that
-has a target became worse by more than the tolerance.
+moods. Each figure is told on stderr as it is found; the smallest of each are compared
+at the end. The exit status is 1 where one that has a target became worse by more than
+the tolerance.
 """
 
 import argparse
@@ -32,7 +33,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         trees = {"base": base, "here": ROOT}
         for number in range(options.rounds):
             for name in sorted(trees, reverse=bool(number % 2)):
+                turn = f"round {number + 1} of {options.rounds}, {name}"
                 for line in _measured(trees[name], options):
+                    told = f"{line['value']:9.3g}  {line['name']}"
+                    print(f"{turn}: {told}", file=sys.stderr)
                     _keep_smallest(found[name], line)
                     if line["target"] is not None:
                         targets.add(line["name"])
@@ -77,20 +81,23 @@ def _git(*arguments: str) -> None:
     )
 
 
-def _measured(tree: Path, options: argparse.Namespace) -> list[dict[str, object]]:
+def _measured(tree: Path, options: argparse.Namespace) -> Iterator[dict[str, object]]:
+    """Yield each figure of a working tree as it is found."""
     command = [sys.executable, "-m", "benchmarks", "--json", "--only", *options.only]
     if options.quick:
         command.append("--quick")
     paths = f"{tree / 'src'}{os.pathsep}{tree}"
-    done = subprocess.run(
+    with subprocess.Popen(
         command,
         cwd=tree,
         env={**os.environ, "PYTHONPATH": paths},
-        check=True,
         stdout=subprocess.PIPE,
         text=True,
-    )
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    ) as process:
+        assert process.stdout is not None
+        yield from map(json.loads, process.stdout)
+    if process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, process.args)
 
 
 def _keep_smallest(found: dict[str, float], line: dict[str, object]) -> None:

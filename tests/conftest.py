@@ -104,10 +104,15 @@ def _threads() -> set[threading.Thread]:
 
 
 @pytest.fixture(autouse=True)
-def no_thread_left() -> Iterator[None]:
-    """Fail a test that leaves a thread of the library running."""
+def no_thread_left(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fail a test that leaves a thread of the library running.
+
+    Who failed by itself is not waited for: its traceback keeps what would end them.
+    """
     before = _threads()
     yield
+    if not request.node.stash.get(_PASSED, False):
+        return
     if _threads() - before:
         gc.collect()  # what was dropped without being closed has its chance to close
     until = time.monotonic() + _PATIENCE

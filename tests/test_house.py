@@ -19,7 +19,7 @@ ARCHITECTURE = ROOT.parent.parent / "docs" / "architecture.md"
 # of its own part that stand before it; parts of one rank do not import each other. A
 # folder is a part, and so is a single file, but for those listed under "": one part.
 PLAN: dict[int, dict[str, tuple[str, ...]]] = {
-    0: {"": ("errors", "units", "settings", "frames", "torch_private")},
+    0: {"": ("errors", "units", "settings", "attribute", "frames", "torch_private")},
     1: {
         "core": (
             *("states", "machine", "device", "stopwatch", "clock", "telemetry"),

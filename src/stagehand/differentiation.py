@@ -7,7 +7,7 @@ in the graph as often; its gradient is the sum, in the order in which autograd w
 have added the parts.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -37,21 +37,23 @@ def grad(
         it was made. No `.grad` is touched.
 
     Raises:
+        ConfigError: If one of them is no tensor.
         RuntimeError: As `torch.autograd.grad`, for one if an input was not used.
 
     Example:
         >>> loss = model(batch).square().mean()
         >>> (found,) = stagehand.grad(loss, model.head.weight)
     """
-    wanted = _listed(inputs)
-    nodes = _weights_of(_listed(outputs))
+    made = _listed("outputs", outputs)
+    wanted = _listed("inputs", inputs, GradientEdge)
+    nodes = _weights_of(made)
     edges: list[Any] = []
     counts = []
     for tensor in wanted:
         known = nodes.get(id(tensor), [])
         edges += [GradientEdge(node, 0) for node in known] or [tensor]
         counts.append(max(1, len(known)))
-    parts = iter(torch.autograd.grad(outputs, edges, *args, **options))
+    parts = iter(torch.autograd.grad(made, edges, *args, **options))
     return tuple(_summed([next(parts) for _ in range(n)]) for n in counts)
 
 
@@ -67,15 +69,15 @@ def gradient_edges(outputs: _Tensors, inputs: _Tensors) -> list[GradientEdge]:
         has several.
 
     Raises:
-        ConfigError: If an input is not part of the outputs' graph.
+        ConfigError: If an input is not part of the outputs' graph, or no tensor.
 
     Example:
         >>> some = list(model.blocks[3].parameters())
         >>> loss.backward(inputs=stagehand.gradient_edges(loss, some))
     """
-    nodes = _weights_of(_listed(outputs))
+    nodes = _weights_of(_listed("outputs", outputs))
     edges = []
-    for number, tensor in enumerate(_listed(inputs)):
+    for number, tensor in enumerate(_listed("inputs", inputs)):
         if id(tensor) in nodes:
             edges += [GradientEdge(node, 0) for node in nodes[id(tensor)]]
         elif tensor.grad_fn is not None:
@@ -89,8 +91,21 @@ def gradient_edges(outputs: _Tensors, inputs: _Tensors) -> list[GradientEdge]:
     return edges
 
 
-def _listed(tensors: _Tensors) -> tuple[torch.Tensor, ...]:
-    return (tensors,) if isinstance(tensors, torch.Tensor) else tuple(tensors)
+def _listed(name: str, given: _Tensors, *kinds: type) -> tuple[torch.Tensor, ...]:
+    """Return tensors as a tuple.
+
+    Raises:
+        ConfigError: If one is neither a tensor nor of `kinds`, or there is none.
+    """
+    if isinstance(given, torch.Tensor):
+        return (given,)
+    listed = tuple(given) if isinstance(given, Iterable) else ()
+    if not listed:
+        raise ConfigError(f"{name} is {given!r}: expected a tensor, or several")
+    for number, each in enumerate(listed):
+        if not isinstance(each, (torch.Tensor, *kinds)):
+            raise ConfigError(f"{name}[{number}] is {each!r}: expected a tensor")
+    return listed
 
 
 def _weights_of(outputs: Sequence[torch.Tensor]) -> dict[int, list[Node]]:

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from stagehand.attribute import HANDLE
 from stagehand.compact import Compact, expand
 from stagehand.decoding import removal_of, scratch_folder
 from stagehand.files import check_key_map
@@ -21,11 +22,9 @@ from stagehand.pretrained.sources import (
     find_source,
     main_dtype,
     naming_of,
-    open_checkpoint,
 )
 from stagehand.settings import check_value
-from stagehand.sharing import HANDLE
-from stagehand.stores.checkpoint import key_of
+from stagehand.stores.checkpoint import Checkpoint, key_of
 
 if TYPE_CHECKING:
     import torch
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
 
     from stagehand.pretrained.matching import Matched
     from stagehand.runtime import Runtime
-    from stagehand.stores.checkpoint import Checkpoint, KeyMap
+    from stagehand.stores.checkpoint import KeyMap
 
 __all__ = ["load"]
 
@@ -95,7 +94,7 @@ def load(
     check_dtype(dtype)
     check_value("scratch_dir", scratch_dir, str | Path | None)
     source = find_source(model, checkpoint_dir)
-    checkpoint = open_checkpoint(source.path)
+    checkpoint = Checkpoint.open(source.path)
     folders: list[Path] = []
     remove = removal_of(folders)
 

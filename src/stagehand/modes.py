@@ -14,6 +14,7 @@ from torch import nn
 from torch.jit import ScriptModule
 
 from stagehand.assembly import Settings
+from stagehand.attribute import HANDLE
 from stagehand.config import StagehandConfig, Transport
 from stagehand.core.arena import Arena
 from stagehand.core.device import Device, find_device
@@ -27,7 +28,6 @@ from stagehand.residency.finding import find_blocks, find_layers
 from stagehand.residency.shared import shared_bytes
 from stagehand.runtime import Runtime
 from stagehand.settings import check_value
-from stagehand.sharing import HANDLE
 from stagehand.units import MIB, parse_bytes
 from stagehand.weights.experts import is_experts
 from stagehand.weights.sites import is_hooked
@@ -315,8 +315,8 @@ def check_dtype(dtype: torch.dtype | None) -> None:
         )
 
 
-def check_model(model: nn.Module, dtype: torch.dtype | None) -> None:
-    """Refuse what cannot be streamed, or not be cast to an element type."""
+def check_module(model: object) -> None:
+    """Refuse what is no module."""
     if not isinstance(model, nn.Module):
         named = isinstance(model, str | type | None)
         raise ConfigError(
@@ -324,6 +324,11 @@ def check_model(model: nn.Module, dtype: torch.dtype | None) -> None:
             " expected a torch.nn.Module, such as a class returns when it is called;"
             " load() opens a directory, and pipeline() takes several models"
         )
+
+
+def check_model(model: nn.Module, dtype: torch.dtype | None) -> None:
+    """Refuse what cannot be streamed, or not be cast to an element type."""
+    check_module(model)
     if isinstance(model, ScriptModule):
         raise ConfigError(
             f"the model is a {type(model).__name__} of TorchScript, which takes no"

@@ -58,7 +58,8 @@ class Moves:
         runtime = self._runtime
         model = runtime.model
         place = runtime.torch_device
-        for dtype, shape, form in set(map(_kind, model.parameters())):
+        to_host = set()
+        for dtype, shape, form in dict.fromkeys(map(_kind, model.parameters())):
             probe = torch.empty(shape, dtype=dtype, device="cpu", memory_format=form)
             result = fn(probe)
             if not result.is_contiguous(memory_format=form):
@@ -78,10 +79,9 @@ class Moves:
                     f"{type(model).__name__} is streamed to {place} and cannot be moved"
                     f" to {result.device}; call the runtime's shutdown() first"
                 )
-            if result.device.type == "cpu":
-                runtime.park()
-            else:
-                runtime.place()
+            to_host.add(result.device.type == "cpu")
+        if to_host:
+            runtime.park() if True in to_host else runtime.place()
         return model
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:

@@ -10,6 +10,7 @@ from weakref import WeakSet
 
 from torch import nn
 
+from stagehand.attribute import HANDLE
 from stagehand.core.device import find_device
 from stagehand.errors import (
     ConfigError,
@@ -20,7 +21,6 @@ from stagehand.errors import (
 from stagehand.modes import check_model, device_budget, host_budget, layer
 from stagehand.residency.blocks import tensor_bytes
 from stagehand.residency.holds import ResidentPriority
-from stagehand.sharing import HANDLE
 
 if TYPE_CHECKING:
     import types

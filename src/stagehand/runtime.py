@@ -13,6 +13,7 @@ from torch import nn
 
 from stagehand.additions import Additions
 from stagehand.assembly import Settings, assemble
+from stagehand.attribute import HANDLE
 from stagehand.autocast import Casts
 from stagehand.compact import CompactFiles
 from stagehand.conducted import Conduct
@@ -38,7 +39,7 @@ from stagehand.passing import Passing, gone
 from stagehand.report import Report, advise
 from stagehand.residency.blocks import Block, readers_of, tensor_bytes
 from stagehand.settings import check_value
-from stagehand.sharing import HANDLE, Sharing
+from stagehand.sharing import Sharing
 from stagehand.storing import Storing
 from stagehand.tenancy import Tenancy
 from stagehand.torch_private import take_off_dead
@@ -496,6 +497,8 @@ class Runtime(Passing, Sharing, Storing, Conduct):
 
     def set_budget(self, vram_budget: int | str) -> None:
         """Change the device bytes for weights, from the next pass on.
+
+        Of block mode on an accelerator, the high watermark stays the most they take.
 
         Args:
             vram_budget: As in `stagehand.layer`. A share, such as "80%", is one of what

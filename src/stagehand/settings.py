@@ -72,8 +72,11 @@ def _is_a(value: Any, hint: Any) -> bool:
         return any(_is_a(value, each) for each in get_args(hint))
     if origin in _MANY:
         each = get_args(hint)[0]
-        return isinstance(value, _MANY[origin][0]) and all(
-            _is_a(item, each) for item in value
+        is_text = isinstance(value, str | bytes)  # a sequence of texts, too
+        return (
+            isinstance(value, _MANY[origin][0])
+            and not is_text
+            and all(_is_a(item, each) for item in value)
         )
     if origin is Literal:
         # Not `in`: an array compares element by element.

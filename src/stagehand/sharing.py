@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
+from stagehand.attribute import HANDLE
 from stagehand.errors import ConfigError
 from stagehand.residency.holds import ResidentPriority
 
@@ -16,12 +17,9 @@ if TYPE_CHECKING:
 
     from stagehand.tenancy import Tenancy
 
-__all__ = ["HANDLE", "Sharing"]
+__all__ = ["Sharing"]
 
 _logger = logging.getLogger("stagehand")
-
-HANDLE = "_stagehand_layer_runtime"
-"""The attribute through which a streamed model knows its runtime."""
 
 
 class Sharing:

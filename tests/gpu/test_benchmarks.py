@@ -301,14 +301,15 @@ REVISIONS = {
 
 @pytest.mark.parametrize("name", REVISIONS)
 def test_two_revisions_are_measured_in_turns_and_a_worse_one_fails(
-    monkeypatch, tmp_path, name
+    monkeypatch, capsys, tmp_path, name
 ):
     from benchmarks import compare
 
     before, now, target, status = REVISIONS[name]
-    order = []
+    order, told = [], []
 
     def measured(tree, _):
+        told.append(capsys.readouterr().err)  # of the turns before
         order.append(tree == tmp_path)
         value = before if tree == tmp_path else now
         if value is not None:
@@ -318,6 +319,7 @@ def test_two_revisions_are_measured_in_turns_and_a_worse_one_fails(
     monkeypatch.setattr(compare, "_measured", measured)
     assert compare.main(["other", "--rounds", "2"]) == status
     assert order == [True, False, False, True]
+    assert "round 1 of 2, here:       2." in told[2]
 
 
 def test_a_revision_is_checked_out_measured_and_gone_again(

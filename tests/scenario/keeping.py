@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import stagehand
+from equality import all_equal
 from stagehand.activations.runtime import ActivationRuntime
 from stagehand.activations.spill import Spill
 
@@ -59,7 +60,7 @@ def gradients(model: nn.Module, loss_of: Loss, context: Any = None) -> list[Any]
 def assert_same(found: list[Any], expected: list[Any]) -> None:
     """Fail unless two lists of gradients are bitwise equal."""
     assert len(found) == len(expected)
-    assert all(map(torch.equal, found, expected))
+    assert all_equal(found, expected)
 
 
 def spill_of(saved: stagehand.activations | ActivationRuntime) -> Spill:

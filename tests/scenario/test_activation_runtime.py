@@ -496,8 +496,9 @@ def test_advice_needs_a_step_that_was_saved(make):
         pass
     with pytest.raises(stagehand.ConfigError, match="no block ran"):
         watch.advise(BUDGET)
-    with pytest.raises(stagehand.ConfigError, match="expected pairs of a name"):
-        runtime.watch_blocks(stack())
+    for blocks in (stack(), None, 3, stack()[0], "ab", [None]):
+        with pytest.raises(stagehand.ConfigError, match="expected pairs of a name"):
+            runtime.watch_blocks(blocks)
 
 
 # Under a conductor

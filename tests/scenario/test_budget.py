@@ -211,6 +211,7 @@ def test_what_stays_is_counted_once_in_the_error(sim):
         ({"opaque": 3}, "opaque is 3: expected a list or a tuple, each a class"),
         ({"opaque": nn.Linear}, "opaque is .*Linear.*: expected a list or a tuple"),
         ({"opaque": ["Linear"]}, "opaque is .*Linear.*: expected a list or a tuple"),
+        ({"opaque": ""}, "opaque is '': expected a list or a tuple, each a class"),
         ({"opaque": torch.tensor(3)}, r"opaque is tensor\(3\): expected a list or a"),
         ({"telemetry": 3}, "telemetry is 3: expected True or False or a text or a"),
         ({"name": 3}, "name is 3: expected a text or None"),
@@ -224,7 +225,7 @@ def test_what_stays_is_counted_once_in_the_error(sim):
     ids=[
         *("a name", "a class", "models", "a name of a type", "a type of numbers"),
         *("no such device", "a text", "negative", "pool", "opaque"),
-        *("a class that is opaque", "its name", "a tensor for classes"),
+        *("a class that is opaque", "its name", "no name", "a tensor for classes"),
         *("telemetry", "name", "shared"),
         *("trace", "inference", "check", "ram", "vram"),
     ],

@@ -283,7 +283,7 @@ def test_directory_that_is_not_there_is_named(invoke):
     ("name", "problem"),
     [
         ("config.json", "has no config.json"),
-        ("model.safetensors", "has no *.safetensors file"),
+        ("model.safetensors", "expected *.safetensors files, found none"),
     ],
 )
 def test_directory_without_a_model_file_says_which(invoke, encoder, name, problem):

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 import stagehand
 from architectures import assert_bitwise_equal
+from equality import all_equal
 from interrupts import interrupted_at
 from scenario.small import (
     LAYER_BYTES,
@@ -605,7 +606,7 @@ def test_outputs_and_gradients_are_those_without_a_conductor(stream, conduct):
             train(model, optimizer)
         runtime_of(model).shutdown()
         results.append([p.detach().clone() for p in model.parameters()])
-    assert all(map(torch.equal, *results))
+    assert all_equal(*results)
 
 
 def test_a_failed_step_leaves_the_conductor_usable(stream, conduct):
@@ -676,7 +677,7 @@ def test_models_that_train_in_two_threads_send_each_others_gradients_home(
     for thread in threads:
         thread.join()
     for model in models:
-        assert all(map(torch.equal, values(model), values(alone)))
+        assert all_equal(values(model), values(alone))
 
 
 # Budget
@@ -881,6 +882,7 @@ def test_what_is_pinned_beyond_the_cap_is_not_attached(stream, conduct, ends):
         (-1, {}, "nbytes is -1: expected a whole number, 0 or more"),
         (1.5, {}, "nbytes is 1.5: expected an int"),
         (True, {}, "nbytes is True: expected an int"),
+        (1, {"holder": ["me"]}, r"holder is \['me'\]: expected a text"),
         (1, {"kind": "host"}, "kind is 'host': expected 'device' or 'pinned'"),
         (1, {"mode": "HARD"}, "mode is 'HARD': expected one of Mode.HARD, Mode.SOFT"),
         (1, {"priority": 5}, "priority is 5: expected one of Priority"),
@@ -892,7 +894,7 @@ def test_a_request_that_makes_no_sense_is_refused_by_name(
 ):
     conductor = conduct(vram_hard_cap_mb=1)
     with pytest.raises(ConfigError, match=message):
-        conductor.budget.reserve(nbytes, "me", **options)
+        conductor.budget.reserve(nbytes, **{"holder": "me", **options})
     assert conductor.budget.counts == (0, 0, 0)
 
 
@@ -1108,7 +1110,7 @@ def test_gradients_that_a_dropped_conductor_had_put_aside_come_home(stream, wher
             optimizer.zero_grad()
         runtime_of(model).shutdown()
         results.append([p.detach().clone() for p in model.parameters()])
-    assert all(map(torch.equal, *results))
+    assert all_equal(*results)
 
 
 @pytest.mark.parametrize(

@@ -897,8 +897,8 @@ def test_a_truncated_checkpoint_is_refused_at_conversion(place, tmp_path):
 
 def test_an_index_that_names_a_missing_shard_is_refused_at_conversion(place, tmp_path):
     model = streamed_stack(place)
-    save(stack(), tmp_path)
-    names = dict.fromkeys(stack().state_dict(), "model.safetensors")
+    save(stack(), tmp_path).rename(tmp_path / "one.safetensors")
+    names = dict.fromkeys(stack().state_dict(), "one.safetensors")
     names["2.0.bias"] = "gone.safetensors"
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"metadata": {}, "weight_map": names}))

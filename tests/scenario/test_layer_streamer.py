@@ -879,6 +879,17 @@ def test_static_tensor_that_is_missing_names_what_is_near(stream):
         stream("cpu").load_static("model.embd.weight")
 
 
+@pytest.mark.parametrize("given", [None, 3, ["x"]])
+def test_name_that_is_no_text_and_layer_fn_that_is_no_function_are_refused(
+    stream, given
+):
+    streamer = stream("cpu")
+    with pytest.raises(ConfigError, match=r"name is .*: expected a text"):
+        streamer.load_static(given)
+    with pytest.raises(ConfigError, match=r"layer_fn is .*: expected a function"):
+        streamer.run_pass(torch.ones(1), given)
+
+
 # Its end
 
 

@@ -421,6 +421,26 @@ WRONG = {
         ConfigError,
         r"block_keys has \[\]: expected the names",
     ),
+    "keys that are no list": (
+        lambda said: {"block_keys": 3},
+        ConfigError,
+        "block_keys has 3: expected the names",
+    ),
+    "a number among lists of keys": (
+        lambda said: {"block_keys": [3, *[KEYS] * 6]},
+        ConfigError,
+        "block_keys has 3: expected the names",
+    ),
+    "sizes that are no mapping": (
+        lambda said: {"block_sizes": 3},
+        ConfigError,
+        "block_sizes is 3: expected a mapping or a list or a tuple, each a mapping",
+    ),
+    "sizes of a layer that are no mapping": (
+        lambda said: {"block_sizes": [3] * 7},
+        ConfigError,
+        "block_sizes is .*: expected a mapping or a list",
+    ),
     "no keys for the first layer": (
         lambda said: {"block_keys": [[], *[KEYS] * 6]},
         ConfigError,

@@ -697,6 +697,35 @@ def test_tensors_at_odd_addresses_are_read_right(sim, tmp_path):
     assert_bitwise_equal(model.state_dict(), net().state_dict(), "state_dict()")
 
 
+class OwnConfig(transformers.PreTrainedConfig):
+    model_type = "own"
+
+    def __init__(self, depth=6, **options):
+        super().__init__(**options)
+        self.depth = depth
+
+
+class Own(transformers.PreTrainedModel):
+    """A user's model, of a kind that no `AutoConfig` knows."""
+
+    config_class = OwnConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.layers = stack(config.depth)
+        self.post_init()
+
+
+def test_class_says_of_what_kind_its_configuration_is(sim, tmp_path):
+    """The library was asked, which knows its own and those that are registered."""
+    plain = Own(OwnConfig(depth=3))
+    plain.save_pretrained(tmp_path)
+    model = stagehand.load(Own, tmp_path, vram_budget="20KB", device="hpu")
+    assert len(model.layers) == 3
+    runtime_of(model).shutdown()
+    assert_bitwise_equal(model.state_dict(), plain.state_dict(), "values")
+
+
 def test_file_beside_the_models_own_is_not_read(sim, saved, tmp_path):
     original(LLAMA).save_pretrained(tmp_path)
     beside = {"model.norm.weight": torch.zeros(64)}

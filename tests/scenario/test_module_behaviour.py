@@ -118,6 +118,35 @@ def test_casting_a_streamed_model_is_refused_with_what_to_do(place, streamed, ca
     expect(streamed, place)
 
 
+def test_cast_that_is_refused_for_some_weights_moves_none(sim):
+    """Those that had the type already were brought home before others were asked."""
+    plain = stack()
+    plain[:4].bfloat16()
+    model = stagehand.layer(plain, vram_budget="1MB", device="hpu")
+    with torch.no_grad():
+        model[4](batch())
+    before = sim.allocated_bytes()
+    assert before > 0
+    for cast in (model.bfloat16, model.float):  # in whatever order they are asked
+        with pytest.raises(stagehand.ConfigError, match=r"cannot be cast"):
+            cast()
+        assert sim.allocated_bytes() == before
+    runtime_of(model).shutdown()
+
+
+def test_refused_cast_of_a_part_names_the_gradient_that_it_leaves(place):
+    """It said that all was as before."""
+    model = stagehand.layer(stack(), vram_budget=BUDGET, device=place)
+    model(batch()).sum().backward()
+    model[1].half()
+    with pytest.raises(stagehand.StagehandError, match=r"gradient stays torch.float16"):
+        model(batch())
+    model[1].zero_grad()
+    model(batch()).sum().backward()
+    assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
+    runtime_of(model).shutdown()
+
+
 def test_casting_a_part_of_a_streamed_model_never_goes_unnoticed(place):
     model = stagehand.layer(stack(), vram_budget=BUDGET, device=place)
     with torch.no_grad():

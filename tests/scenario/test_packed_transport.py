@@ -12,6 +12,7 @@ from torch import nn
 
 import stagehand
 from architectures.trees import assert_bitwise_equal
+from equality import all_equal
 from scenario.small import assert_passes_equal, blocks_of, runtime_of, values
 from stagehand.core.arena import live_leases
 from stagehand.core.device import AcceleratorDevice
@@ -296,7 +297,7 @@ def test_packed_weights_that_were_put_aside_for_others_come_back(streamed):
         for mine, other in zip(model.parameters(), others.parameters(), strict=True):
             mine.data = other.data
         assert torch.equal(run(model, x), averaged), number
-        assert all(map(torch.equal, kept, plain.parameters())), number
+        assert all_equal(kept, plain.parameters()), number
         for mine, value in zip(model.parameters(), kept, strict=True):
             mine.data = value
     assert torch.equal(run(model, x), expected)

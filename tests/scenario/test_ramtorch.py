@@ -251,7 +251,37 @@ def test_rest_of_a_model_with_a_streamed_part_is_moved(sim):
     runtime_of(model["body"]).shutdown()
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        move_model_to_device,
+        reattach_is_ramtorch_flags,
+        lambda model: register_ramtorch_grad_hook(model, print),
+        lambda model: register_ramtorch_post_accumulate_grad_hook(model, print),
+    ],
+)
+@pytest.mark.parametrize("model", [None, "a model", nn.Linear, [tower()]])
+def test_what_is_no_model_is_refused_by_name(call, model):
+    with pytest.raises(stagehand.ConfigError, match=r"the model is .*: expected a"):
+        call(model)
+
+
 # Hooks of gradients
+
+
+@pytest.mark.parametrize(
+    "register",
+    [register_ramtorch_grad_hook, register_ramtorch_post_accumulate_grad_hook],
+)
+def test_hook_that_is_no_function_and_names_that_are_no_list_are_refused(register):
+    """One name was taken for all names that it has in it."""
+    model = tower()
+    for names in ("norm.weight", 3, [None]):
+        with pytest.raises(stagehand.ConfigError, match=r"param_names is .*: expect"):
+            register(model, print, names)
+    with pytest.raises(stagehand.ConfigError, match=r"hook_fn is None: expected"):
+        register(model, None)
+    assert register(model, print, {"norm.weight": 1}.keys())
 
 
 def test_gradient_hooks_change_what_is_accumulated(sim):

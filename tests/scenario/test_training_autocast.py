@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import stagehand
 from architectures import assert_bitwise_equal
+from equality import all_equal
 from training import Setting
 
 WEIGHTS = 12 * 32 * 33  # elements of `stack(12)`
@@ -44,7 +45,7 @@ def no_casts_kept(sim, but=0):
 
 def assert_equal_gradients(ours, theirs):
     for mine, other in zip(ours, theirs, strict=True):
-        assert all(map(torch.equal, mine, other))
+        assert all_equal(mine, other)
 
 
 @pytest.mark.parametrize("trained", [True, False], ids=["trained", "read only"])

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import stagehand
 from architectures.trees import assert_bitwise_equal
+from equality import all_equal
 from scenario.small import LAYER_BYTES, batch, runtime_of, smallest_budget, stack
 from stagehand.core.arena import live_leases
 from stagehand.core.turn import Turn
@@ -266,6 +267,25 @@ def test_a_weight_that_was_not_used_is_refused(sim, setting):
         stagehand.grad(loss, run.model.head.bias)
     assert stagehand.grad(loss, run.model.head.bias, allow_unused=True) == (None,)
     end(run)
+
+
+@pytest.mark.parametrize("find", [stagehand.grad, stagehand.gradient_edges])
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        (None, " is None: expected a tensor, or several"),
+        (3, " is 3: expected a tensor, or several"),
+        ([], r" is \[\]: expected a tensor, or several"),
+        ("x", r"\[0\] is 'x': expected a tensor"),
+        ([torch.ones(1), None], r"\[1\] is None: expected a tensor"),
+    ],
+)
+def test_what_is_no_tensor_is_named(find, given, problem):
+    weight = torch.ones(1, requires_grad=True)
+    with pytest.raises(ConfigError, match=f"^outputs{problem}"):
+        find(given, weight)
+    with pytest.raises(ConfigError, match=f"^inputs{problem}"):
+        find(weight * 2, given)
 
 
 @over(SOME)
@@ -813,6 +833,19 @@ def test_what_records_a_model_is_refused_and_takes_it_after_the_shutdown(
         assert_bitwise_equal(module(x), expected, "recorded")
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script`")
+def test_what_compiles_a_model_from_its_source_says_why_it_cannot(sim):
+    """It said that an object of the library's has no name."""
+    model = stack(4)
+    expected = model(batch()).detach()
+    stagehand.layer(model, vram_budget=2 * LAYER_BYTES, device="cpu")
+    for module in (model, model[0]):
+        with pytest.raises(AttributeError, match=r"streamed model .* shutdown\(\)"):
+            torch.jit.script(module)
+    runtime_of(model).shutdown()
+    assert torch.equal(torch.jit.script(model)(batch()), expected)
+
+
 @pytest.mark.parametrize(
     "one_graph",
     [
@@ -934,7 +967,7 @@ def test_models_within_each_others_sites_are_kept_apart(sim, place, recomputes):
     for model in models:
         needed = smallest_budget(deepcopy(model), place)
         stagehand.layer(model, vram_budget=4 * needed, device=place)
-    assert all(map(torch.equal, run(*models), expected))
+    assert all_equal(run(*models), expected)
     assert models[1].deepest <= 3
     for model in models:
         runtime_of(model).shutdown()

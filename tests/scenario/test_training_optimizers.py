@@ -9,6 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import stagehand
+from equality import all_equal
 from stagehand.core.arena import live_leases
 from stagehand.optim import OffloadedAdamW
 
@@ -46,7 +47,7 @@ def test_offloaded_adamw_trains_as_torchs_own_does(sim, trained, overlaps):
     optimizer = OffloadedAdamW(model.parameters(), lr=1e-2, overlap=source)
     found = losses(model, optimizer)
     assert found == trained[0]
-    assert all(map(torch.equal, weights(model), trained[1]))
+    assert all_equal(weights(model), trained[1])
     assert all(
         state["exp_avg"].device.type == "cpu" for state in optimizer.state.values()
     )
@@ -94,9 +95,9 @@ def test_after_a_listener_raised_at_any_of_its_calls_training_is_exact(sim, last
         fails.clear()
         model.zero_grad()
         model(batch().to("hpu")).sum().backward()
-        assert all(map(torch.equal, weights(model), expected))
+        assert all_equal(weights(model), expected)
         found = [p.grad.cpu() for p in model.parameters()]
-        assert all(map(torch.equal, found, gradients))
+        assert all_equal(found, gradients)
     runtime_of(model).shutdown()
 
 
@@ -161,7 +162,7 @@ def test_a_fused_step_of_a_few_elements_is_noticed(
     expected = train(deepcopy(model).to(place))
     tables = {"smallest": 1, "some": 3, "all": 5}[budget]
     stagehand.layer(model, vram_budget=tables * 4096 * 8 * 4, device=place)
-    assert all(map(torch.equal, train(model), expected))
+    assert all_equal(train(model), expected)
     runtime_of(model).shutdown()
 
 
@@ -203,7 +204,7 @@ def test_backward_on_the_streams_of_its_forward_reads_what_is_filled(sim):
         ),
         r"^\d+$",
     )
-    assert all(map(torch.equal, run(model), expected))
+    assert all_equal(run(model), expected)
     runtime.shutdown()
 
 
@@ -251,7 +252,7 @@ def test_gradient_of_a_block_used_twice_survives_a_hook_registered_late(sim, hoo
     stagehand.layer(model, vram_budget=BUDGET)
     found = run(model)
     assert len(found) == len(expected)
-    assert all(map(torch.equal, found, expected))
+    assert all_equal(found, expected)
     runtime_of(model).shutdown()
 
 
@@ -279,7 +280,7 @@ def test_a_block_that_a_region_still_recomputes_is_not_stepped_in_backward(sim, 
     model = stack(3)
     expected = train(deepcopy(model).to("hpu"))
     stagehand.layer(model, vram_budget=BUDGET)
-    assert all(map(torch.equal, train(model, overlap=model), expected))
+    assert all_equal(train(model, overlap=model), expected)
     runtime_of(model).shutdown()
 
 
@@ -343,7 +344,7 @@ def test_a_block_that_was_loaded_too_early_is_stepped_behind_its_copy(sim):
     optimizer = OffloadedAdamW(model.parameters(), lr=1e-3, overlap=model)
     assert chain_losses(model, optimizer) == expected
     runtime_of(model).shutdown()
-    assert all(map(torch.equal, weights(model), weights(resident)))
+    assert all_equal(weights(model), weights(resident))
 
 
 @pytest.mark.parametrize("layers", [2, 4])
@@ -369,5 +370,5 @@ def test_a_block_that_was_loaded_for_another_order_is_stepped_behind_its_copy(
 
     expected = train(stack().to("hpu"))
     model = stagehand.layer(stack(), vram_budget=layers * LAYER_BYTES)
-    assert all(map(torch.equal, train(model, overlap=model), expected))
+    assert all_equal(train(model, overlap=model), expected)
     runtime_of(model).shutdown()

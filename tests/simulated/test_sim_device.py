@@ -709,6 +709,10 @@ def test_pinned_bytes(sim):
 def test_thread():
     threading.Thread(target=blocked.wait, name="stagehand-x", daemon=True).start()
 
+def test_failed():
+    test_thread()
+    raise KeyError
+
 def test_clean(sim):
     blocked.set()
     torch.zeros(4, device=device).sum()
@@ -726,7 +730,7 @@ def test_fixture_fails_a_test_that_leaves_something_behind(tmp_path):
         capture_output=True,
         text=True,
     )
-    assert "5 passed, 4 errors" in result.stdout, result.stdout
+    assert "1 failed, 5 passed, 4 errors" in result.stdout, result.stdout
     for left in (
         "ERROR test_leaks.py::test_race - Failed: a kernel on stream",
         "ERROR test_leaks.py::test_device_bytes - Failed: 16 device bytes left",

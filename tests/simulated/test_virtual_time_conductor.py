@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import stagehand
+from equality import all_equal
 from simulated import workloads
 from stagehand.conductor import link
 from stagehand.residency import finding
@@ -394,7 +395,7 @@ def test_gradients_that_came_home_in_pieces_or_late_are_the_same(start, make, ba
         return [p.detach().clone() for p in loop.model.parameters()]
 
     plain, conducted = trained(conducted=False), trained(conducted=True)
-    assert all(map(torch.equal, plain, conducted))
+    assert all_equal(plain, conducted)
 
 
 @pytest.mark.parametrize("spare", [2, 9])
@@ -425,7 +426,7 @@ def test_gradients_that_wait_for_their_way_home_leave_half_of_the_memory_for_the
     ram = (DEPTH - 8) * (SMALL + 256) + (16 + spare) * (LARGE + 256)
     _, plain = trained(conducted=False)
     arriving, conducted = trained(conducted=True, ram=ram)
-    assert all(map(torch.equal, plain, conducted))
+    assert all_equal(plain, conducted)
     assert max(waiting for waiting, _ in arriving) >= spare // 2 * (LARGE - 1024)
     assert all(waiting <= free + 2 * (LARGE + 256) for waiting, free in arriving)
 

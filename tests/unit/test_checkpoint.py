@@ -344,7 +344,7 @@ def test_directory_without_an_index_holds_the_tensors_of_all_its_shards(tmp_path
         "two.safetensors",
     ]
     assert checkpoint.files[two].size == two.stat().st_size
-    assert "3 tensors, one.safetensors, two.safetensors" in repr(checkpoint)
+    assert "3 tensors (one.safetensors, two.safetensors)" in repr(checkpoint)
 
 
 @pytest.mark.parametrize(
@@ -405,7 +405,7 @@ def test_index_that_names_an_absent_tensor_is_refused(tmp_path):
     index(tmp_path, "model.safetensors.index.json", listed)
     with pytest.raises(
         IndexMismatchError,
-        match=r"9 are not in their files: 't0' in one.safetensors.* and 4 more",
+        match=r"index .*9 are not in their files: 't0' in one.safetensors.* and 4 more",
     ):
         Checkpoint.open(tmp_path)
 
@@ -427,9 +427,41 @@ def test_two_indexes_of_unknown_names_are_refused(tmp_path):
         Checkpoint.open(tmp_path)
 
 
-def test_directory_without_a_checkpoint_is_refused(tmp_path):
+@pytest.mark.parametrize(
+    ("main", "other"),
+    [
+        ("model.safetensors", "model.safetensors.index.json"),
+        (
+            "diffusion_pytorch_model.safetensors.index.json",
+            "diffusion_pytorch_model.safetensors",
+        ),
+        ("model.safetensors", "adapter_model.safetensors"),
+        (
+            "diffusion_pytorch_model.safetensors",
+            "diffusion_pytorch_model.fp16.safetensors",
+        ),
+        ("model.safetensors.index.json", "consolidated.safetensors"),
+    ],
+)
+def test_file_of_a_librarys_name_is_the_model_whatever_is_beside(tmp_path, main, other):
+    """In the order in which the library itself looks for them."""
+    wanted = {}
+    for name, keys in ((main, ("a", "b")), (other, ("a", "c"))):
+        file = name.replace(".index.json", "-1")
+        wanted[name] = shard(tmp_path, file, *keys)
+        if file != name:
+            index(tmp_path, name, dict.fromkeys(keys, file))
+    checkpoint = Checkpoint.open(tmp_path)
+    assert checkpoint.root == tmp_path / main
+    assert list(checkpoint.files) == [wanted[main]]
+    assert sorted(checkpoint) == ["a", "b"]
+
+
+def test_directory_without_weights_is_refused(tmp_path):
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
-    with pytest.raises(CheckpointError, match="holds no checkpoint"):
+    with pytest.raises(
+        CheckpointError, match=r"no weights.*pytorch_model.bin.*stagehand convert"
+    ):
         Checkpoint.open(tmp_path)
 
 

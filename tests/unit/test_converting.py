@@ -546,6 +546,18 @@ def test_failure_in_the_middle_of_many_shards_leaves_none(source, tmp_path, how)
     assert names_in(target) - {"1_Pooling"} == before
 
 
+def test_failure_in_the_middle_of_many_shards_leaves_the_file_of_before(
+    source, tmp_path
+):
+    written = convert_to_packed(source, tmp_path / "target")
+    before = written.path.read_bytes()
+    (tmp_path / "target" / "model.safetensors.index.json").mkdir()
+    with pytest.raises(CheckpointError, match="cannot be written"):
+        convert_to_packed(source, tmp_path / "target", max_shard_size=1000)
+    assert written.path.read_bytes() == before
+    assert not any("unfinished" in name for name in names_in(tmp_path / "target"))
+
+
 @pytest.mark.parametrize("given", ["folder", "index", "shard"])
 def test_shards_of_the_source_are_never_replaced(tmp_path, given):
     """They have the names that a conversion of them would write."""
@@ -757,6 +769,17 @@ def test_what_is_converted_already_is_refused(source, tmp_path, convert):
             with pytest.raises(ConfigError, match="packed or quantized already"):
                 convert(given, tmp_path / "again")
     assert not (tmp_path / "again").exists()
+
+
+@pytest.mark.parametrize("convert", CONVERSIONS)
+def test_file_beside_the_models_own_is_not_converted(source, tmp_path, convert):
+    """An adapter's tensors came along, where `stagehand.load()` leaves them alone."""
+    convert(source, tmp_path / "alone")
+    save_file({"lora.weight": torch.ones(4, 4)}, source / "adapter_model.safetensors")
+    written = convert(source, tmp_path / "target")
+    assert written.path.name == "model.safetensors"
+    alone = tmp_path / "alone" / "model.safetensors"
+    assert Checkpoint.open(written.path).keys() == Checkpoint.open(alone).keys()
 
 
 @pytest.mark.parametrize("convert", CONVERSIONS)

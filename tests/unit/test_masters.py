@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from equality import all_equal
 from stagehand.core.arena import Arena
 from stagehand.core.layout import layout_of, same_bits
 from stagehand.core.ledger import Account, SubAccount
@@ -106,7 +107,7 @@ def test_pinned_block_gives_back_plain_memory_of_the_same_strides(arena):
     within = range(image.data_ptr(), image.data_ptr() + image.numel())
     assert all(t.data_ptr() in within for t in tensors if t.numel())
     masters.give_back(block)
-    assert all(map(same_bits, tensors, expected))
+    assert all_equal(tensors, expected, same_bits)
     assert [tensor.stride() for tensor in tensors] == strides
     assert not any(t.data_ptr() in within for t in tensors if t.numel())
     assert block.store is None

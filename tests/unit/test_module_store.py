@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from equality import all_equal
 from stagehand.core.layout import layout_of, same_bits
 from stagehand.errors import StagehandInternalError
 from stagehand.stores.base import Store
@@ -47,8 +48,8 @@ def test_loaded_block_is_bit_equal(kind):
     tensors = block_tensors()
     store = new_store(kind, tensors)
     views = loaded(store, tensors)
-    assert all(map(same_bits, views, tensors))
-    assert all(map(same_bits, store.hosts, tensors))
+    assert all_equal(views, tensors, same_bits)
+    assert all_equal(store.hosts, tensors, same_bits)
     assert store.can_drop()
 
 
@@ -77,7 +78,7 @@ def test_written_back_block_changes_the_host_tensors_in_place(kind):
     for view in new:
         view.mul_(2)
     store.write_back(image)
-    assert all(map(same_bits, hosts, new))
+    assert all_equal(hosts, new, same_bits)
     assert [host.data_ptr() for host in store.hosts] == addresses
     image.zero_()
     assert hosts[3] == 6

@@ -9,6 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
+from equality import all_equal
 from stagehand.core.arena import Arena, live_leases
 from stagehand.core.layout import same_bits
 from stagehand.errors import ConfigError, OptimizerError
@@ -517,7 +518,7 @@ def test_sparse_gradient_is_refused_before_anything_is_stepped():
     before = [p.detach().clone() for p in params]
     with pytest.raises(OptimizerError, match=r"'second' of shape \[4\] is torch\.spar"):
         optimizer.step()
-    assert all(map(torch.equal, params, before))
+    assert all_equal(params, before)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import weakref
 import pytest
 import torch
 
+from equality import all_equal
 from stagehand.errors import ConfigError, OptimizerError, StagehandWarning
 from stagehand.optim import GradScaler, OffloadedAdamW
 from stepping import assert_same, give_gradients, parameters, train
@@ -118,7 +119,7 @@ def test_gradients_are_used_in_place_and_stay_until_zero_grad(home):
     home.bring(*params)
     for _ in ("before step", "after it"):
         assert all(p.grad is g for p, g in zip(params, gradients, strict=True))
-        assert all(map(torch.equal, gradients, values))
+        assert all_equal(gradients, values)
         optimizer.step()
 
 
@@ -152,7 +153,7 @@ def test_changed_gradient_is_refused_and_nothing_more_is_stepped(home, change):
     for _ in range(2):  # it does not go away by trying again
         with pytest.raises(OptimizerError, match=message):
             optimizer.step()
-    assert all(map(torch.equal, params, before))
+    assert all_equal(params, before)
 
 
 @pytest.mark.parametrize("grad", [None, torch.ones(4)])
@@ -196,7 +197,7 @@ def test_what_a_step_used_must_not_change_before_it_is_told_of(home, change, mes
     before = [p.detach().clone() for p in params]
     with pytest.raises(OptimizerError, match=message):
         optimizer.step()
-    assert all(map(torch.equal, params, before))
+    assert all_equal(params, before)
     optimizer.param_groups[0].update(lr=1e-3, betas=(0.9, 0.999))
     if change is not decay:
         optimizer.step()
@@ -222,7 +223,7 @@ def test_second_backward_without_a_step_is_refused_before_it_steps(home):
     before = [p.detach().clone() for p in params]
     with pytest.raises(OptimizerError, match=r"parameter 0 .* got a gradient again"):
         home.bring(params[1], params[0])
-    assert all(map(torch.equal, params, before))
+    assert all_equal(params, before)
     assert params[1] not in optimizer.state
 
 
@@ -320,7 +321,7 @@ def test_other_peoples_parameters_and_those_without_gradient_are_left_alone(home
     give_gradients([other], 0)
     before = [p.detach().clone() for p in (*params, other)]
     home.bring(*params, other)
-    assert all(map(torch.equal, (*params, other), before))
+    assert all_equal((*params, other), before)
     assert not optimizer.state
 
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from equality import all_equal
 from stagehand.core.layout import layout_of, same_bits
 from stagehand.errors import (
     ClosedError,
@@ -121,8 +122,8 @@ def test_every_dtype_is_read_bit_equal(tmp_path, dtype, shape):
     tensors = {"pad": random_bits(torch.uint8, 3), "a": random_bits(dtype, *shape)}
     save_file(tensors, tmp_path / "model.safetensors")
     opened = Opened(tmp_path / "model.safetensors", tensors)
-    assert all(map(same_bits, opened.load(), tensors.values()))
-    assert all(map(same_bits, opened.store.hosts, tensors.values()))
+    assert all_equal(opened.load(), tensors.values(), same_bits)
+    assert all_equal(opened.store.hosts, tensors.values(), same_bits)
     assert opened.read == opened.file_bytes
 
 
@@ -130,7 +131,7 @@ def test_block_is_read_from_several_shards(tmp_path):
     save_file({"a": TENSORS["a"]}, tmp_path / "1.safetensors")
     save_file({"b": TENSORS["b"]}, tmp_path / "2.safetensors")
     opened = Opened(tmp_path, {name: TENSORS[name] for name in "ba"})
-    assert all(map(same_bits, opened.load(), opened.tensors))
+    assert all_equal(opened.load(), opened.tensors, same_bits)
 
 
 def test_bytes_after_the_layout_are_not_touched(opened):
@@ -160,14 +161,14 @@ def test_tensors_that_follow_each_other_are_one_read(opened, monkeypatch):
 
 def test_short_reads_are_continued(opened, monkeypatch):
     counted = count_reads(monkeypatch, limit=100)
-    assert all(map(same_bits, opened.load(), opened.tensors))
+    assert all_equal(opened.load(), opened.tensors, same_bits)
     assert max(counted) == 100
 
 
 def test_large_tensors_are_read_in_chunks(opened, monkeypatch):
     monkeypatch.setattr(reading, "_CHUNK_BYTES", 1000)
     counted = count_reads(monkeypatch)
-    assert all(map(same_bits, opened.load(), opened.tensors))
+    assert all_equal(opened.load(), opened.tensors, same_bits)
     assert max(counted) == 1000
 
 
@@ -199,8 +200,8 @@ def test_file_whose_data_begins_at_an_odd_address_is_read(tmp_path, pad, dtype):
     else:
         with pytest.warns(StagehandWarning, match="copied to host memory"):
             opened = Opened(path, {"a": tensor})
-    assert all(map(same_bits, opened.load(), [tensor]))
-    assert all(map(same_bits, opened.store.hosts, [tensor]))
+    assert all_equal(opened.load(), [tensor], same_bits)
+    assert all_equal(opened.store.hosts, [tensor], same_bits)
     opened.store.hosts[0].zero_()
     opened.store.edited(0)
     assert opened.load()[0].tolist() == [0] * 7
@@ -226,7 +227,7 @@ def test_many_threads_read_the_same_files(path):
     def read() -> None:
         start.wait()
         results.extend(
-            all(map(same_bits, opened.load(), opened.tensors)) for _ in range(20)
+            all_equal(opened.load(), opened.tensors, same_bits) for _ in range(20)
         )
 
     threads = [threading.Thread(target=read) for _ in range(8)]
@@ -311,7 +312,7 @@ def test_written_back_block_is_what_is_loaded_again(opened):
     assert same_bits(again[0], torch.full((16, 16), -0.0))
     assert again[3] == 5
     assert all(same_bits(again[i], opened.tensors[i]) for i in (1, 2, 4))
-    assert all(map(same_bits, opened.store.hosts, again))
+    assert all_equal(opened.store.hosts, again, same_bits)
     assert opened.read <= opened.file_bytes - 1024 - 8
 
 
@@ -341,7 +342,7 @@ def test_hosts_outlive_the_files_that_were_closed_and_removed(path):
     del opened
     gc.collect()
     path.unlink()
-    assert all(map(same_bits, hosts, TENSORS.values()))
+    assert all_equal(hosts, TENSORS.values(), same_bits)
     hosts[0].zero_()
 
 
@@ -384,7 +385,7 @@ def test_image_that_begins_where_the_store_wants_it_is_read_without_a_copy(
     monkeypatch.setattr(ctypes, "memmove", memmove)
     large.store.read_into(image)
     views = large.layout.views(image)
-    assert all(map(same_bits, views, large.tensors))
+    assert all_equal(views, large.tensors, same_bits)
     assert sum(copied) <= 4096 + 4 * skew.of, "only what is small, and the ends"
 
 
@@ -393,7 +394,7 @@ def test_image_that_begins_anywhere_is_read_right(large, start):
     memory = torch.full((large.layout.nbytes + 512,), 0xA5, dtype=torch.uint8)
     image = memory[start : start + large.layout.nbytes]
     large.store.read_into(image)
-    assert all(map(same_bits, large.layout.views(image), large.tensors))
+    assert all_equal(large.layout.views(image), large.tensors, same_bits)
     assert torch.all(memory[:start] == 0xA5)
     assert torch.all(memory[start + large.layout.nbytes :] == 0xA5)
 
@@ -455,7 +456,7 @@ def test_store_with_a_wire_reads_what_is_still_the_files(opened, path):
     wired = WiredStore(opened.layout, opened.store.hosts, None, opened.store)
     image = opened.image()
     wired.read_into(image)
-    assert all(map(same_bits, opened.layout.views(image), TENSORS.values()))
+    assert all_equal(opened.layout.views(image), TENSORS.values(), same_bits)
     assert wired.holds(image)
     os.truncate(path, 10)
     for use in (wired.read_into, wired.holds, wired.write_back):
@@ -602,11 +603,11 @@ def test_forked_process_that_closed_what_it_inherited_reads_on(opened):
         status = 1
         try:
             os.closerange(3, 1 << 12)
-            status = not all(map(same_bits, opened.load(), opened.tensors))
+            status = not all_equal(opened.load(), opened.tensors, same_bits)
         finally:
             os._exit(status)
     assert os.waitpid(child, 0)[1] == 0
-    assert all(map(same_bits, opened.load(), opened.tensors))
+    assert all_equal(opened.load(), opened.tensors, same_bits)
 
 
 @pytest.mark.skipif(

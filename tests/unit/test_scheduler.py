@@ -22,6 +22,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from equality import all_equal
 from stagehand.core.arena import Arena
 from stagehand.core.device import AcceleratorDevice, HostDevice
 from stagehand.core.layout import layout_of
@@ -363,10 +364,10 @@ def test_interrupt_while_a_block_leaves_lets_it_leave_later(rig_of, monkeypatch,
         with pytest.raises(KeyboardInterrupt):
             mover.evict(block, verify=True)
     seen = rig.run(1, 2, 3)
-    assert all(map(torch.equal, seen[0], expected))
+    assert all_equal(seen[0], expected)
     mover.evict(block, verify=True)
     assert block.state is BlockState.UNLOADED
-    assert all(map(torch.equal, block.tensors, expected))
+    assert all_equal(block.tensors, expected)
 
 
 @pytest.mark.parametrize("where", ["host", "device"])

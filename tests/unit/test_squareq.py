@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
+from equality import all_equal
 from stagehand.core.layout import layout_of, same_bits
 from stagehand.errors import (
     CheckpointError,
@@ -457,7 +458,7 @@ def test_scales_that_go_with_every_load_are_not_read_from_the_file_again(target)
     before = [tensor.clone() for tensor in held]
     with target.open("r+b") as file:
         file.write(bytes(target.stat().st_size))
-    assert all(map(torch.equal, held, before))
+    assert all_equal(held, before)
 
 
 def test_truncated_file_is_refused(target):

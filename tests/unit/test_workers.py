@@ -8,6 +8,7 @@ import textwrap
 import threading
 import weakref
 from concurrent.futures import CancelledError, Future
+from queue import SimpleQueue
 
 import pytest
 
@@ -99,6 +100,26 @@ def test_jobs_are_done_by_a_thread_that_cannot_begin_as_it_should(error):
 
     group = WorkerGroup("reader", 1, refuse)
     assert group.submit(int, "7").result(PATIENCE) == 7
+    group.close()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_thread_that_ended_outside_of_a_job_is_replaced():
+    """What it was to do, and all that came later, waited for ever."""
+    begun = SimpleQueue()
+    ends = iter([SystemExit])
+
+    def begin():
+        begun.put(threading.current_thread())
+        for end in ends:
+            raise end
+
+    group = WorkerGroup("reader", 1, begin)
+    first = group.submit(int, "6")
+    begun.get(timeout=PATIENCE).join(PATIENCE)
+    assert not first.done()
+    assert group.submit(int, "7").result(PATIENCE) == 7
+    assert first.result(PATIENCE) == 6
     group.close()
 
 

@@ -8,6 +8,7 @@ as long as the whole step gets shorter or does not fit otherwise.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,7 @@ from stagehand.torch_private import add_hook, remove_hooks
 from stagehand.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Sequence
 
     from stagehand.activations.saving import Saving
     from stagehand.core.device import Device, Event
@@ -156,7 +157,7 @@ class BlockWatch:
     ) -> None:
         self._saving = saving
         self._device = device
-        self._blocks = list(blocks)
+        self._blocks = list(blocks) if isinstance(blocks, Iterable) else [blocks]
         for block in self._blocks:
             if not (isinstance(block, tuple) and isinstance(block[-1], nn.Module)):
                 raise ConfigError(

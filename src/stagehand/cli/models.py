@@ -67,6 +67,7 @@ def find_model(name: str) -> FoundModel:
     Raises:
         ConfigError: If there is no such directory, it holds no model in this layout, or
             the model is of a kind that the command line does not run.
+        CheckpointError: If it holds no weights, or they are not sound.
     """
     path = _demo_directory() if name == "demo" else Path(name)
     if not path.is_dir():
@@ -76,11 +77,6 @@ def find_model(name: str) -> FoundModel:
         )
     if not (path / "config.json").is_file():
         raise ConfigError(f"model directory {name!r} has no config.json")
-    if not any(path.glob("*.safetensors")):
-        raise ConfigError(
-            f"model directory {name!r} has no *.safetensors file; other formats are "
-            "not read: save the model with save_pretrained()"
-        )
     try:
         config = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
     except _UNUSABLE as error:

@@ -28,16 +28,20 @@ Not offered, because modules and their gradients are ordinary here:
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import nn
 
 import stagehand
+from stagehand.attribute import HANDLE
 from stagehand.core.device import find_device
-from stagehand.sharing import HANDLE
+from stagehand.errors import ConfigError
+from stagehand.modes import check_module
+from stagehand.settings import check_value
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Callable
 
     import torch
     from torch.utils.hooks import RemovableHandle
@@ -99,8 +103,10 @@ def move_model_to_device(
         device: The accelerator by default, the host without one.
 
     Raises:
-        ConfigError: If the machine has no such device, or a part streams to another.
+        ConfigError: If it is no module, the machine has no such device, or a part
+            streams to another.
     """
+    check_module(model)
     if _runtime_of(model) is None:
         model.to(find_device(device).torch_device)
     return model
@@ -116,7 +122,11 @@ def reattach_is_ramtorch_flags(module: nn.Module) -> None:
 
     Args:
         module: Is looked through with all that is below it.
+
+    Raises:
+        ConfigError: If it is no module.
     """
+    check_module(module)
     runtime = _runtime_of(module)
     if runtime is not None:
         _mark(module, runtime)
@@ -142,10 +152,13 @@ def register_ramtorch_grad_hook(
 
     Returns:
         What removes the hooks, by `remove()`.
+
+    Raises:
+        ConfigError: If an argument is of another type.
     """
     return [
         parameter.register_hook(hook_fn)  # type: ignore[no-untyped-call]
-        for parameter in _trainable(module, param_names)
+        for parameter in _trainable(module, hook_fn, param_names)
     ]
 
 
@@ -164,6 +177,9 @@ def register_ramtorch_post_accumulate_grad_hook(
 
     Returns:
         What removes the hooks, by `remove()`.
+
+    Raises:
+        ConfigError: If an argument is of another type.
     """
 
     def hook(parameter: torch.Tensor) -> None:
@@ -175,11 +191,18 @@ def register_ramtorch_post_accumulate_grad_hook(
 
     return [
         parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-        for parameter in _trainable(module, param_names)
+        for parameter in _trainable(module, hook_fn, param_names)
     ]
 
 
-def _trainable(module: nn.Module, names: Collection[str] | None) -> list[nn.Parameter]:
+def _trainable(
+    module: nn.Module, hook_fn: object, names: Collection[str] | None
+) -> list[nn.Parameter]:
+    """Return the parameters that get a hook; refuse what is none."""
+    check_module(module)
+    if not callable(hook_fn):
+        raise ConfigError(f"hook_fn is {hook_fn!r}: expected a function of a tensor")
+    check_value("param_names", names, Collection[str] | None)
     return [
         parameter
         for name, parameter in module.named_parameters()

@@ -70,6 +70,7 @@ class Budget:
             ConfigError: If a value is of another type, or `nbytes` is negative.
         """
         check_value("nbytes", nbytes, int)
+        check_value("holder", holder, str)
         if nbytes < 0:
             raise ConfigError(f"nbytes is {nbytes}: expected a whole number, 0 or more")
         check_member("mode", mode, Mode)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from stagehand.attribute import HANDLE
 from stagehand.conductor.adapters import Conducted, PinnedUse
 from stagehand.conductor.config import ConductorConfig
 from stagehand.conductor.parts import Parts
@@ -29,8 +30,6 @@ if TYPE_CHECKING:
     from stagehand.core.limits import Limits
 
 __all__ = ["ConductorRuntime"]
-
-_HANDLE = "_stagehand_layer_runtime"
 
 
 class ConductorRuntime:
@@ -232,7 +231,7 @@ def _check(name: str, given: object, fits: bool, expected: str) -> None:
 
 def _conducted(runtime: object, done: str) -> Conducted:
     if isinstance(runtime, nn.Module):
-        runtime = runtime.__dict__.get(_HANDLE, runtime)
+        runtime = runtime.__dict__.get(HANDLE, runtime)
     if not isinstance(runtime, Conducted):
         raise ConfigError(
             f"what is to be {done} is of type {type(runtime).__name__}: expected a"

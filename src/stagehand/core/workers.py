@@ -115,7 +115,11 @@ class WorkerGroup:
         return future
 
     def _have_threads(self) -> bool:
-        """Start another thread if there may be more; return whether there are any."""
+        """Start another thread if there may be more; return whether there are any.
+
+        One that has ended outside of a job, as none should, is counted no more.
+        """
+        self._threads = {each for each in self._threads if each.is_alive()}
         if len(self._threads) < self._count:
             name = f"stagehand-{self._name}_{len(self._threads)}"
             args = self._queue, self._open, self._first

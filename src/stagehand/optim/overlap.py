@@ -12,11 +12,11 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import nn
 
+from stagehand.attribute import HANDLE
 from stagehand.errors import ConfigError, OptimizerError
 
 __all__ = ["EarlySteps", "GradientSource", "find_source"]
 
-_HANDLE = "_stagehand_layer_runtime"
 _REMEDY = (
     "make the optimizer with overlap=None to clip, scale, accumulate or skip"
     " gradients; zero_grad() gives this step up"
@@ -57,7 +57,7 @@ def find_source(overlap: "GradientSource | nn.Module") -> GradientSource:
     """
     source: Any = overlap
     if isinstance(overlap, nn.Module) and not hasattr(overlap, "when_home"):
-        source = getattr(overlap, _HANDLE, None)
+        source = getattr(overlap, HANDLE, None)
         if source is None:
             raise ConfigError(
                 f"overlap is a {type(overlap).__name__} that is not streamed; pass the"

@@ -13,25 +13,21 @@ import torch
 from torch import nn
 
 from stagehand.errors import (
-    CheckpointError,
     ConfigError,
-    ReadError,
     TensorMismatchError,
 )
 from stagehand.pretrained import diffusers_models, transformers_models
 from stagehand.pretrained.deferred import Built, build
 from stagehand.pretrained.naming import Naming
-from stagehand.stores.checkpoint import Checkpoint
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-__all__ = ["Source", "find_source", "main_dtype", "naming_of", "open_checkpoint"]
+    from stagehand.stores.checkpoint import Checkpoint
+
+__all__ = ["Source", "find_source", "main_dtype", "naming_of"]
 
 _CONFIG = "config.json"
-# In a directory with other safetensors files beside it, this one is the model.
-_WEIGHTS = ("model.safetensors", "diffusion_pytorch_model.safetensors")
-_OTHER_FORMATS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.gguf", "*.msgpack")
 _MAIN = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -73,7 +69,7 @@ def find_source(given: Any, checkpoint_dir: str | Path | None) -> Source:
     if _is_from("transformers", "PreTrainedModel", given) or hasattr(
         given, "_model_mapping"
     ):
-        config = transformers_models.read_config(path)
+        config = transformers_models.read_config(path, given)
         return _from_transformers(
             config, transformers_models.class_for(config, given), path
         )
@@ -194,28 +190,6 @@ def naming_of(built: Built, keys: Iterable[str], dtype: torch.dtype | None) -> N
     if _is_from("diffusers", "ModelMixin", model):
         return diffusers_models.name_tensors(model, keys, dtype)
     return Naming()
-
-
-def open_checkpoint(path: Path) -> Checkpoint:
-    """Read the headers of a model's files.
-
-    Raises:
-        CheckpointError: If there are none, or they are not sound.
-    """
-    try:
-        alone = next((path / n for n in _WEIGHTS if (path / n).is_file()), None)
-    except OSError as error:
-        raise ReadError(f"'{path}' cannot be read: {error}") from error
-    if alone is not None:
-        return Checkpoint.open(alone)
-    if path.is_dir() and not any(path.glob("*.safetensors*")):
-        others = sorted(f.name for kind in _OTHER_FORMATS for f in path.glob(kind))
-        found = f"found {others[0]}, which is not read" if others else "found none"
-        raise CheckpointError(
-            f"'{path}' holds no weights: expected *.safetensors files, {found}; save"
-            " the model with save_pretrained() or safetensors"
-        )
-    return Checkpoint.open(path)
 
 
 def main_dtype(checkpoint: Checkpoint) -> torch.dtype | None:

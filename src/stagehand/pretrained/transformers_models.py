@@ -19,8 +19,12 @@ if TYPE_CHECKING:
 __all__ = ["build_model", "class_for", "name_tensors", "read_config"]
 
 
-def read_config(directory: Path) -> Any:
+def read_config(directory: Path, chosen: Any = None) -> Any:
     """Return the configuration in a directory.
+
+    Args:
+        directory: Of the model.
+        chosen: A class, which may say of what kind its configuration is.
 
     Raises:
         ConfigError: If it is of no kind that the library knows.
@@ -30,7 +34,10 @@ def read_config(directory: Path) -> Any:
 
     # Values of other types than the fields'; not each version of it has that.
     refused = getattr(errors, "StrictDataclassError", ValueError)
+    own = getattr(chosen, "config_class", None)
     try:
+        if own is not None:
+            return own.from_pretrained(directory, local_files_only=True)
         # Asked nothing about code in the directory, it would ask on the terminal.
         return transformers.AutoConfig.from_pretrained(
             directory, local_files_only=True, trust_remote_code=False

@@ -443,10 +443,13 @@ def _assigned(block: Block) -> tuple[dict[int, torch.Tensor], list[str]]:
             continue
         tensor.data = place
         if value.shape != place.shape or value.dtype != place.dtype:
-            refused.append(
+            why = (
                 f"by {value.dtype} {list(value.shape)}, expected {place.dtype}"
                 f" {list(place.shape)}"
             )
+            if tensor.grad is not None and tensor.grad.dtype != place.dtype:
+                why += f" (its gradient stays {tensor.grad.dtype}: set it to None)"
+            refused.append(why)
         else:
             given[number] = value
     return given, refused

@@ -26,11 +26,16 @@ __all__ = ["Checkpoint", "Extent", "KeyMap", "key_of", "read_index"]
 
 KeyMap = Callable[[str], str] | Mapping[str, str] | None
 
-_INDEX_NAMES = (
-    "model.safetensors.index.json",
-    "diffusion_pytorch_model.safetensors.index.json",
-)
 _INDEX_SUFFIX = ".safetensors.index.json"
+# Whatever else is in a folder, the first of these is its model: the names and the order
+# of transformers, then of diffusers.
+_MODEL_NAMES = (
+    "model.safetensors",
+    f"model{_INDEX_SUFFIX}",
+    f"diffusion_pytorch_model{_INDEX_SUFFIX}",
+    "diffusion_pytorch_model.safetensors",
+)
+_OTHER_FORMATS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.gguf", "*.msgpack")
 _LISTED = 5
 _COMPARED = 5000
 
@@ -119,10 +124,9 @@ class Checkpoint(Mapping[str, Extent]):
         """Read and check every header of a checkpoint.
 
         Args:
-            path: A safetensors file, an index file, or a directory. In a directory an
-                index is followed if there is one (`model.safetensors.index.json`,
-                `diffusion_pytorch_model.safetensors.index.json`, or the only
-                `*.safetensors.index.json`); else all `*.safetensors` are taken.
+            path: A safetensors file, an index file, or a directory. In a directory the
+                file or index is taken that `transformers` or `diffusers` would take;
+                else the only `*.safetensors.index.json`, else all `*.safetensors`.
 
         Raises:
             ReadError: If a file cannot be read.
@@ -134,11 +138,12 @@ class Checkpoint(Mapping[str, Extent]):
                 or two files hold one name.
             CheckpointError: If the directory holds no safetensors file.
         """
-        root = Path(path).expanduser().absolute()
+        given = Path(path).expanduser().absolute()
         try:
+            root = _chosen(given)
             listed, paths = _find_files(root)
         except OSError as error:
-            raise ReadError(f"{root} cannot be read: {error}") from error
+            raise ReadError(f"{given} cannot be read: {error}") from error
         headers = [read_header(shard) for shard in paths]
         files = {header.path: header.stamp for header in headers}
         return cls(root, _merge(root, headers, listed), files)
@@ -155,6 +160,11 @@ class Checkpoint(Mapping[str, Extent]):
         """Return the same without some tensors."""
         places = {name: at for name, at in self._places.items() if name not in names}
         return Checkpoint(self._root, places, self._files)
+
+    @property
+    def root(self) -> Path:
+        """The file or index that it is, or the folder of which it is all files."""
+        return self._root
 
     @property
     def files(self) -> Mapping[Path, FileStamp]:
@@ -193,7 +203,7 @@ class Checkpoint(Mapping[str, Extent]):
         return len(self._places)
 
     def __repr__(self) -> str:
-        return f"Checkpoint({str(self._root)!r}, {len(self)} tensors, {self._where()})"
+        return f"Checkpoint({str(self._root)!r}, {len(self)} tensors{self._where()})"
 
     def match(
         self,
@@ -224,9 +234,9 @@ class Checkpoint(Mapping[str, Extent]):
             )
             more = "; ..." if len(missing) > _LISTED else ""
             raise MissingTensorError(
-                f"{len(missing)} of {len(names)} parameters have no tensor in "
-                f"{self._root} ({self._where()}): {listing}{more}; give key_map if the "
-                f"checkpoint has them under other names"
+                f"{len(missing)} of {len(names)} parameters have no tensor in"
+                f" {self._root}{self._where()}: {listing}{more}; give key_map if the"
+                " checkpoint has them under other names"
             )
         return {
             name: self._matching(name, keys[name], dtype, tuple(shape))
@@ -268,7 +278,10 @@ class Checkpoint(Mapping[str, Extent]):
         return [name for name in self if _numbers(name) == numbers][:_COMPARED]
 
     def _where(self) -> str:
-        return _listing([path.name for path in self._files])
+        """The files' names, unless it is one file."""
+        if self._root in self._files:
+            return ""
+        return f" ({_listing([path.name for path in self._files])})"
 
 
 def _found(span: Span) -> str:
@@ -284,36 +297,43 @@ def _listing(names: Sequence[str]) -> str:
     return ", ".join(names[:_LISTED]) + more
 
 
-def _find_files(root: Path) -> tuple[dict[str, Path], list[Path]]:
-    """Return which file the index says holds which tensor, and all files."""
-    index = _find_index(root)
-    if index:
-        listed = read_index(index)
-        return listed, sorted(set(listed.values()))
-    if not root.is_dir():
-        return {}, [root]
-    paths = sorted(root.glob("*.safetensors"))
-    if not paths:
-        raise CheckpointError(
-            f"{root} holds no checkpoint: expected a *.safetensors file or a "
-            f"*{_INDEX_SUFFIX}"
-        )
-    return {}, paths
-
-
-def _find_index(root: Path) -> Path | None:
-    if not root.is_dir():
-        return root if root.name.endswith(_INDEX_SUFFIX) else None
-    for name in _INDEX_NAMES:
-        if (root / name).is_file():
-            return root / name
-    found = sorted(root.glob(f"*{_INDEX_SUFFIX}"))
+def _chosen(given: Path) -> Path:
+    """Return which file or index of a folder is the model, or the folder: all are."""
+    if not given.is_dir():
+        return given
+    for name in _MODEL_NAMES:
+        if (given / name).is_file():
+            return given / name
+    found = sorted(given.glob(f"*{_INDEX_SUFFIX}"))
     if len(found) > 1:
         raise IndexMismatchError(
-            f"{root} holds {len(found)} indexes, expected one: give the path of one of "
-            f"{_listing([path.name for path in found])}"
+            f"{given} holds {len(found)} indexes, expected one: give the path of one of"
+            f" {_listing([path.name for path in found])}"
         )
-    return found[0] if found else None
+    return found[0] if found else given
+
+
+def _find_files(root: Path) -> tuple[dict[str, Path], list[Path]]:
+    """Return which file the index says holds which tensor, and all files."""
+    if root.is_dir():
+        paths = sorted(root.glob("*.safetensors"))
+        if not paths:
+            raise CheckpointError(_no_weights(root))
+        return {}, paths
+    if root.name.endswith(_INDEX_SUFFIX):
+        listed = read_index(root)
+        return listed, sorted(set(listed.values()))
+    return {}, [root]
+
+
+def _no_weights(folder: Path) -> str:
+    others = sorted(f.name for kind in _OTHER_FORMATS for f in folder.glob(kind))
+    found = f"found {others[0]}, which is not read" if others else "found none"
+    return (
+        f"'{folder}' holds no weights: expected *.safetensors files, {found}; save the"
+        " model with save_pretrained() or safetensors, or give `stagehand convert` a"
+        " file of torch.save"
+    )
 
 
 def read_index(path: Path) -> dict[str, Path]:
@@ -377,7 +397,7 @@ def _merge(
     ]
     if absent:
         raise IndexMismatchError(
-            f"the index of {root} lists {len(listed)} tensors, of which {len(absent)} "
+            f"index {root} lists {len(listed)} tensors, of which {len(absent)} "
             f"are not in their files: {_listing(absent)}"
         )
     return places

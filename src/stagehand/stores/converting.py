@@ -27,7 +27,6 @@ from stagehand.stores.pickled import Pickled
 from stagehand.stores.safetensors import read_tensor
 from stagehand.stores.squareq import (
     MANIFEST_SUFFIX,
-    find_manifest,
     has_manifest,
     manifest_of,
 )
@@ -59,6 +58,7 @@ SHARD_SIZE = "5GB"
 """The most bytes of tensors in a packed file by default, before they are packed."""
 
 _INDEX = ".index.json"
+_MODEL = "model.safetensors"  # what to call it where the source has no name for it
 _PICKLED = (".pt", ".pth", ".bin", ".ckpt")
 # Where libraries save models with torch.save, in one file or in several.
 _OLD_NAMES = ("pytorch_model.bin", "diffusion_pytorch_model.bin")
@@ -126,6 +126,7 @@ def convert_to_packed(
                 opened = files.file(shard)
                 shards[shard] = _write_packed(opened, tensors, names, progress)
             if len(shards) > 1:
+                files.put_aside(path)
                 path = path.with_name(path.name + _INDEX)
                 _write_json(files, path, _index(shards))
             tensors.copy_beside(folder, files)
@@ -356,11 +357,14 @@ class _Tensors:
     def __init__(
         self,
         path: Path,
+        file_name: str,
         files: Iterable[Path],
         sizes: Mapping[str, torch.Tensor],
         read: Callable[[str], torch.Tensor],
     ) -> None:
         self.path = path
+        self.file_name = file_name
+        """What to call the file that is written."""
         self.files = set(files)
         """The files that `path` stands for."""
         self.sizes = sizes
@@ -369,19 +373,6 @@ class _Tensors:
         """Returns the tensor of a name, in host memory."""
         self.nbytes = sum(t.numel() * t.element_size() for t in sizes.values())
         self._done = 0
-
-    @property
-    def file_name(self) -> str:
-        """What to call the file."""
-        if self.path.is_dir():
-            index = next(self.path.glob(f"*.safetensors{_INDEX}"), None)
-            if index is not None:
-                return index.name.removesuffix(_INDEX)
-            files = sorted(self.path.glob("*.safetensors"))
-            return files[0].name if len(files) == 1 else "model.safetensors"
-        if self.path.name.endswith(_INDEX):
-            return self.path.name.removesuffix(_INDEX)
-        return self.path.with_suffix(".safetensors").name
 
     def layer(self, name: str) -> LayerSpec:
         """Return the linear layer that a weight belongs to."""
@@ -483,25 +474,42 @@ def _opened(source: str | Path) -> Iterator[_Tensors]:
         sizes = {name: _like(t.shape, t.dtype) for name, (_, t) in found.items()}
         try:
             yield _Tensors(
-                path, pickled, sizes, lambda n: found[n][0].read(n, found[n][1])
+                path,
+                _MODEL if path.is_dir() else _file_name(path),
+                pickled,
+                sizes,
+                lambda n: found[n][0].read(n, found[n][1]),
             )
         finally:
             for file, _ in found.values():
                 file.files.close()
         return
     checkpoint = Checkpoint.open(path)
-    if _is_smaller(path, checkpoint):
+    if _is_smaller(checkpoint):
         raise ConfigError(
             f"{path} is packed or quantized already: expected a plain checkpoint;"
             " convert the one that it was made from"
         )
     sizes = {name: _like(e.shape, e.dtype) for name, e in checkpoint.items()}
     files = FileSet(checkpoint.files)
-    held = checkpoint.files
+    held, root = checkpoint.files, checkpoint.root
+    if root.is_dir():
+        root = next(iter(held)) if len(held) == 1 else root / _MODEL
     try:
-        yield _Tensors(path, held, sizes, lambda n: read_tensor(files, checkpoint[n]))
+        yield _Tensors(
+            path,
+            _file_name(root),
+            held,
+            sizes,
+            lambda n: read_tensor(files, checkpoint[n]),
+        )
     finally:
         files.close()
+
+
+def _file_name(source: Path) -> str:
+    """What to call the file that is written for one, or for an index."""
+    return Path(source.name.removesuffix(_INDEX)).with_suffix(".safetensors").name
 
 
 def is_converted(path: str | Path) -> bool:
@@ -510,18 +518,11 @@ def is_converted(path: str | Path) -> bool:
     Raises:
         CheckpointError: If it is not sound.
     """
-    place = Path(path).expanduser().absolute()
-    return _is_smaller(place, Checkpoint.open(place))
+    return _is_smaller(Checkpoint.open(path))
 
 
-def _is_smaller(path: Path, checkpoint: Checkpoint) -> bool:
-    return any(map(is_packed, checkpoint)) or _is_quantized(path)
-
-
-def _is_quantized(path: Path) -> bool:
-    if path.is_dir():
-        return find_manifest(path) is not None
-    return has_manifest(path)
+def _is_smaller(checkpoint: Checkpoint) -> bool:
+    return any(map(is_packed, checkpoint)) or any(map(has_manifest, checkpoint.files))
 
 
 def _like(shape: Iterable[int], dtype: torch.dtype) -> torch.Tensor:

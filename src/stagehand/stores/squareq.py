@@ -25,7 +25,6 @@ __all__ = [
     "MANIFEST_SUFFIX",
     "QuantizedWeight",
     "SquareQ",
-    "find_manifest",
     "has_manifest",
     "manifest_of",
 ]
@@ -103,7 +102,7 @@ class SquareQ:
         if file.suffix in _V1_SUFFIXES:
             return _open_v1(file)
         if manifest is None and os.path.isdir(file):
-            found = find_manifest(file)
+            found = _find_manifest(file)
             if found is None:
                 raise ManifestError(
                     f"{file}: expected one *{MANIFEST_SUFFIX} beside a .safetensors"
@@ -127,7 +126,7 @@ def has_manifest(file: Path) -> bool:
     return os.path.exists(manifest_of(file))  # its longer name may be none
 
 
-def find_manifest(folder: Path) -> Path | None:
+def _find_manifest(folder: Path) -> Path | None:
     """Return the manifest in a folder, or None.
 
     Raises:

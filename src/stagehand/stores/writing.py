@@ -66,6 +66,7 @@ class Together:
 
     def __init__(self) -> None:
         self._unfinished: dict[Path, Path] = {}
+        self._aside: dict[Path, Path] = {}
 
     @property
     def paths(self) -> set[Path]:
@@ -85,6 +86,11 @@ class Together:
             file.flush()
             os.fsync(file.fileno())
 
+    def put_aside(self, path: Path) -> None:
+        """Let a file of before, if it is there, go ahead of all: it would hide them."""
+        if os.path.isfile(path):
+            self._aside[path] = unfinished_name(path)
+
     def publish(self) -> None:
         """Give the files their names, the last one first.
 
@@ -95,6 +101,9 @@ class Together:
             CheckpointError: If the system cannot.
         """
         try:
+            for path, aside in self._aside.items():
+                with _or_nothing(path):
+                    path.replace(aside)
             for path, unfinished in reversed(self._unfinished.items()):
                 with _or_nothing(path):
                     unfinished.replace(path)
@@ -103,11 +112,14 @@ class Together:
                 if not os.path.exists(unfinished):  # it has its name
                     with contextlib.suppress(OSError):
                         path.unlink(missing_ok=True)
+            for path, aside in self._aside.items():
+                with contextlib.suppress(OSError):
+                    aside.replace(path)
             raise
 
     def discard(self) -> None:
-        """Remove what has no name of its own yet, as far as the system lets it."""
-        for unfinished in self._unfinished.values():
+        """Remove what has no name of its own, as far as the system lets it."""
+        for unfinished in (*self._unfinished.values(), *self._aside.values()):
             with contextlib.suppress(OSError):
                 unfinished.unlink(missing_ok=True)
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from stagehand.errors import (
     ConfigError,
@@ -27,7 +27,6 @@ from stagehand.units import format_bytes
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Iterable
 
     from stagehand.stores.checkpoint import Extent
     from stagehand.stores.headers import Header, Span
@@ -301,10 +300,11 @@ def _check_span(
 
 
 def _for_each_layer(block_keys: BlockKeys, num_layers: int) -> list[list[str]]:
-    listed = [] if isinstance(block_keys, str) else list(block_keys)
+    listed = _as_list(block_keys)
     alike = all(isinstance(key, str) for key in listed)
     for keys in [listed] if alike else listed:
-        if isinstance(keys, str) or not keys or len(set(keys)) < len(keys):
+        names = _as_list(keys)
+        if not names or len(set(map(str, names))) < len(names):
             raise ConfigError(
                 f"block_keys has {keys or block_keys!r}: expected the names of a"
                 " layer's tensors, each once; one list for all layers, or one for each"
@@ -317,6 +317,13 @@ def _for_each_layer(block_keys: BlockKeys, num_layers: int) -> list[list[str]]:
             f" {num_layers}: expected one list of names for each layer, or one for all"
         )
     return [list(keys) for keys in listed]
+
+
+def _as_list(keys: object) -> list[Any]:
+    """Return the names in a list, none where there is no list."""
+    if isinstance(keys, str) or not isinstance(keys, Iterable):
+        return []
+    return list(keys)
 
 
 def _find_prefix(
@@ -368,6 +375,8 @@ def _candidates(names: Iterable[str], keys: Sequence[str]) -> set[str]:
 def _check_sizes(
     layers: Sequence[Mapping[str, Stored]], prefix: str, block_sizes: BlockSizes
 ) -> None:
+    expected: object = Mapping | Collection[Mapping]  # type: ignore[type-arg]
+    check_value("block_sizes", block_sizes, expected)
     alike = isinstance(block_sizes, Mapping)
     if not alike and len(block_sizes) != len(layers):
         raise ConfigError(

@@ -227,10 +227,12 @@ class LayerStreamer:
             name: Its full name.
 
         Raises:
+            ConfigError: If the name is no text.
             MissingTensorError: If there is no such tensor; it names those that are
                 near.
             CheckpointError: If it cannot be read.
         """
+        check_value("name", name, str)
         packed, extent = self._packed.get(name), self._checkpoint.get(name)
         if packed is not None:
             weight = packed.decoded(self._files).to(self._device.torch_device)
@@ -263,11 +265,16 @@ class LayerStreamer:
             What the last layer returned.
 
         Raises:
-            ConfigError: If a pass is under way, or `layer_fn` returns None, or a CUDA
-                graph is captured.
+            ConfigError: If a pass is under way, `layer_fn` is no function or returns
+                None, or a CUDA graph is captured.
             CheckpointError: If a layer cannot be read; it names layer and file.
             ClosedError: After `close()`.
         """
+        if not callable(layer_fn):
+            raise ConfigError(
+                f"layer_fn is {layer_fn!r}: expected a function that takes what the"
+                " layer before it returned, its weights and its number"
+            )
         self._refuse_if_busy("run_pass()")
         self._device.refuse_capture("a pass of a streamer")
         with self._busy:

@@ -94,6 +94,15 @@ class _Hook:
         """Whether it is in such a copy nevertheless; then it does nothing."""
         return False
 
+    @property
+    def __name__(self) -> str:
+        """Has none: whoever asks wants to compile it, as `torch.jit.script` does."""
+        raise AttributeError(
+            "torch.jit.script cannot compile a streamed model or a part of one, whose"
+            " weights come and go: expected the plain model; call the runtime's"
+            " shutdown() first"
+        )
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
         return _nothing
 
