@@ -28,6 +28,7 @@ TAKE_OFF = (
 """What takes the hooks of `accelerate` off, for errors."""
 
 _GROUPS = "group_offloading"  # the name of the hook, in diffusers
+_MOVES = "CpuOffload"  # the class of the hook, in accelerate
 
 
 def hook_of(module: nn.Module) -> Any:
@@ -65,6 +66,15 @@ def refuse_offloaded(model: nn.Module) -> None:
                 " first, with diffusers.HookRegistry.check_if_exists_or_initialize("
                 f'model).remove_hook("{_GROUPS}"), which leaves no weights where these'
                 " were offloaded to disk"
+            )
+        hook = hook_of(module)
+        if any(type(h).__name__ == _MOVES for h in getattr(hook, "hooks", [hook])):
+            what = f"module {name!r}" if name else "it"
+            raise ConfigError(
+                f"{type(model).__name__} cannot be streamed: hooks of accelerate move"
+                f" all of {what} to the device at each call, as"
+                " enable_model_cpu_offload() of a pipeline sets them; leave it out, or"
+                f" take them off first, with {TAKE_OFF}"
             )
     for _, place, _, tensor in hooked_tensors(model):
         if not tensor.is_meta:

@@ -501,6 +501,29 @@ def test_model_whose_hooks_keep_its_weights_is_refused_with_what_takes_them_off(
     runtime.shutdown()
 
 
+@pytest.mark.parametrize("among_others", [False, True])
+def test_model_that_hooks_move_as_a_whole_is_refused(place, mode, among_others):
+    """They look at all weights for their device: that took room for a large table."""
+
+    def build():
+        return seeded(lambda: nn.Sequential(*(nn.Sequential(lin()) for _ in range(3))))
+
+    expected = run_resident(build(), place, batch())
+    model, _hook = accelerate.cpu_offload_with_hook(build(), place)
+    if among_others:
+        hook = accelerate.hooks.AlignDevicesHook(io_same_device=True)
+        accelerate.hooks.add_hook_to_module(model, hook, append=True)
+    before = Shape.of(model)
+    with pytest.raises(ConfigError, match=r"move all of it .*enable_model_cpu_offload"):
+        stream(model, place, mode)
+    assert Shape.of(model) == before
+    accelerate.hooks.remove_hook_from_module(model, recurse=True)
+    runtime = stream(model, place, mode)
+    with torch.no_grad():
+        assert_bitwise_equal(model(batch()), expected, "output")
+    runtime.shutdown()
+
+
 @pytest.mark.parametrize("how", ["leaf_level", "block_level"])
 def test_model_that_diffusers_offloads_in_groups_is_refused(place, mode, how):
     """It ran: twice the bytes crossed, and groups took memory beside the budget."""
