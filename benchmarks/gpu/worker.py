@@ -28,7 +28,7 @@ from benchmarks.simulated import ROOT
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["apart", "attempt", "left_out", "main", "measure_link"]
+__all__ = ["apart", "attempt", "left_out", "main", "measure_link", "why"]
 
 _SIZES = tuple(2**power for power in range(16, 31, 2))
 _DRY_SIZES = (1 << 10, 1 << 13, 1 << 16)
@@ -96,8 +96,20 @@ def apart(
             line: dict[str, Any] = json.loads(result.read_text(encoding="utf-8"))
             return line
         print(done.stderr[-_TOLD:], file=sys.stderr)
-        said = done.stderr.strip().splitlines() or [f"it ended with {done.returncode}"]
-        return _failed(cell, said[-1])
+        return _failed(cell, why(done.stderr) or f"it ended with {done.returncode}")
+
+
+def why(stderr: str) -> str:
+    """Return the line of a process's last words that says what went wrong.
+
+    The one that names the exception: what CUDA refuses is told in more lines, of which
+    the last says how to compile torch.
+    """
+    _, raised, rest = stderr.rpartition("Traceback (most recent call last):\n")
+    lines = [line for line in rest.splitlines() if line and not line.startswith(" ")]
+    if not lines:
+        return ""
+    return lines[0] if raised else lines[-1]
 
 
 def _failed(cell: Cell | None, reason: str) -> dict[str, Any]:

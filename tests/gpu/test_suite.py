@@ -657,6 +657,35 @@ def test_cell_in_a_process_of_its_own_says_why_it_ended():
     assert "StagehandOOMError: the budget is 1" in line["failed"]
 
 
+_WARNED = "a.py:1: UserWarning: beware\n  warn()\n"
+_LAST_WORDS = {
+    "nothing": ("", ""),
+    "a line": (f"{_WARNED}Killed\n", "Killed"),
+    "an error of the driver": (
+        f"{_WARNED}Traceback (most recent call last):\n"
+        '  File "a.py", line 2, in <module>\n    run()\n'
+        "torch.AcceleratorError: CUDA error: invalid argument\n"
+        "CUDA kernel errors might be asynchronously reported at some other call\n"
+        "Compile with `TORCH_USE_CUDA_DSA` to enable device-side assertions.\n\n",
+        "torch.AcceleratorError: CUDA error: invalid argument",
+    ),
+    "the second error": (
+        "Traceback (most recent call last):\nOSError: no\n\nDuring that:\n\n"
+        "Traceback (most recent call last):\n  run()\nRuntimeError: also no\n",
+        "RuntimeError: also no",
+    ),
+    "a broken report": ("Traceback (most recent call last):\n  File", ""),
+}
+
+
+@pytest.mark.parametrize("name", _LAST_WORDS)
+def test_reason_of_a_failure_is_the_line_that_names_it(name):
+    from benchmarks.gpu.worker import why
+
+    said, reason = _LAST_WORDS[name]
+    assert why(said) == reason
+
+
 def test_process_that_is_killed_leaves_no_files(tmp_path, monkeypatch):
     from benchmarks.gpu import worker
 
