@@ -18,16 +18,17 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
+
 from stagehand.core.flight import Flight
 from stagehand.core.limits import Priority
 from stagehand.core.traffic import Denied, Done, Parcel, Slots, Traffic, event_of
 from stagehand.core.wire_ring import WireRing
 from stagehand.errors import StagehandInternalError, StagehandOOMError
+from stagehand.units import format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-
-    import torch
 
     from stagehand.core.arena import Arena, Lease
     from stagehand.core.device import Device, Event, Stream
@@ -238,9 +239,21 @@ class TransferEngine:
 
         That stream writes it first, and waits for its readers before it is freed, so
         the allocator may reuse it in that stream's order.
+
+        Raises:
+            OutOfMemoryError: If the device has none: that of torch, with what to do.
         """
-        with self.h2d.context:
-            return self.device.empty(nbytes)
+        try:
+            with self.h2d.context:
+                return self.device.empty(nbytes)
+        except torch.OutOfMemoryError as error:
+            raise torch.OutOfMemoryError(
+                f"{error}\n{format_bytes(nbytes)} for weights, which their budget has,"
+                f" are not free on {self.device.torch_device}: lower that budget to what"
+                " activations and others leave of the device, with vram_budget= of"
+                " stagehand.layer(), runtime.set_budget(), watermarks or fewer layers of"
+                " a streamer"
+            ) from error
 
     def adopt(self, slot: Slot) -> None:
         """Take over a slot whose memory was just leased."""
