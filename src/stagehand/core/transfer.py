@@ -249,10 +249,10 @@ class TransferEngine:
         except torch.OutOfMemoryError as error:
             raise torch.OutOfMemoryError(
                 f"{error}\n{format_bytes(nbytes)} for weights, which their budget has,"
-                f" are not free on {self.device.torch_device}: lower that budget to what"
-                " activations and others leave of the device, with vram_budget= of"
-                " stagehand.layer(), runtime.set_budget(), watermarks or fewer layers of"
-                " a streamer"
+                f" are not free on {self.device.torch_device}: lower that budget to"
+                " what activations and others leave of the device, by vram_budget= of"
+                " stagehand.layer(), runtime.set_budget(), watermarks, or a streamer's"
+                " n_gpu="
             ) from error
 
     def adopt(self, slot: Slot) -> None:
