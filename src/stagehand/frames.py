@@ -7,11 +7,18 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
-from inspect import CO_OPTIMIZED
+from inspect import CO_OPTIMIZED, CO_VARARGS
 from types import FrameType
 from typing import Any
 
-__all__ = ["Call", "awaits_thread", "frame_of_copy", "frames_of", "objects_in"]
+__all__ = [
+    "Call",
+    "arguments_of",
+    "awaits_thread",
+    "frame_of_copy",
+    "frames_of",
+    "objects_in",
+]
 
 # Reentrant: the garbage collector may run before it is switched off.
 _switch = threading.RLock()
@@ -81,6 +88,19 @@ def objects_in(thread: int) -> list[Any]:
     """Return whose methods a thread is in, by its number, innermost first."""
     found = [_local(frame, "self") for frame in frames_of(thread)]
     return [one for one in found if one is not None]
+
+
+def arguments_of(frame: FrameType) -> list[Any]:
+    """Return what a call has of the arguments that it takes by position.
+
+    Not those that it has put something else in the place of.
+    """
+    code = frame.f_code
+    found = [_local(frame, name) for name in code.co_varnames[: code.co_argcount]]
+    if code.co_flags & CO_VARARGS:
+        rest = _local(frame, code.co_varnames[len(found) + code.co_kwonlyargcount])
+        found.extend(rest if isinstance(rest, tuple) else ())
+    return found
 
 
 def frame_of_copy() -> FrameType | None:

@@ -30,8 +30,6 @@
   is over. It came with the engine.
 - `torch.autograd.graph._engine_run_backward`: the function in which a thread waits for
   a backward pass. Without it, a forward that itself runs a backward pass may hang.
-- `torch.autograd.Function.apply`, as it is written in Python: was a weight given to a
-  function of the user's before it came to the device? Without it, nobody is warned.
 - `Tensor._post_accumulate_grad_hooks`: gradients are taken home after the user's hooks
   have seen them. Without it, before those that were registered later.
 - `Tensor._cdata`, and the setters of `_backward_hooks` and of its post-accumulate ones:
@@ -118,7 +116,6 @@ __all__ = [
     "graph_task",
     "has_more_hooks",
     "in_backward",
-    "in_function_of",
     "is_compiled_for",
     "is_last_hook",
     "is_on_top",
@@ -221,7 +218,6 @@ global_forward_hooks: Mapping[int, Callable[..., Any]] = getattr(
     torch.nn.modules.module, "_global_forward_hooks", {}
 )
 """What is called with the outputs of every module, before the module's own hooks."""
-_APPLY = getattr(torch.autograd.Function.apply, "__code__", None)
 _run_backward = getattr(torch.autograd.graph, "_engine_run_backward", None)
 
 
@@ -427,18 +423,6 @@ def _backward_among(frames: list[FrameType]) -> FrameType | None:
         return None
     code = _run_backward.__code__
     return next((frame for frame in frames if frame.f_code is code), None)
-
-
-def in_function_of(tensor: torch.Tensor) -> bool:
-    """Return whether a `torch.autograd.Function` that was given a tensor runs forward.
-
-    In this thread, called by the user or by a function of the user's.
-    """
-    return any(
-        frame.f_code is _APPLY
-        and any(given is tensor for given in frame.f_locals.get("args", ()))
-        for frame in frames_of(threading.get_ident())
-    )
 
 
 def is_autograds(thread: Any) -> bool:

@@ -1,7 +1,6 @@
 """Modules and parameters of every kind stream bit for bit, in layer and block mode."""
 
 import io
-import warnings
 from copy import deepcopy
 
 import accelerate
@@ -414,11 +413,7 @@ class Scaled(nn.Module):
 
 
 def scripted(module, *example):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        if example:
-            return torch.jit.trace(module, example)
-        return torch.jit.script(module)
+    return torch.jit.trace(module, example) if example else torch.jit.script(module)
 
 
 def test_scripted_parts_without_weights_run_between_and_inside_blocks(place, mode):

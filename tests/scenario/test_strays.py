@@ -982,27 +982,53 @@ class Times(torch.autograd.Function):
         return grad @ ctx.weight.t(), x.t() @ grad
 
 
+class SetUp(torch.autograd.Function):
+    """The same, in two steps."""
+
+    @staticmethod
+    def forward(x, weight):
+        return x @ weight
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        x, ctx.weight = inputs
+        ctx.save_for_backward(x)
+
+    backward = Times.backward
+
+
+class Cast(Times):
+    """The same, behind a decorator that passes on whatever it is given."""
+
+    forward = staticmethod(torch.amp.custom_fwd(Times.forward, device_type="cpu"))
+    backward = staticmethod(torch.amp.custom_bwd(Times.backward, device_type="cpu"))
+
+
 class Given(nn.Module):
     """Gives a function a layer's weight, right behind the layer or later."""
 
-    def __init__(self, later: bool) -> None:
+    def __init__(
+        self, later: bool, function: type[torch.autograd.Function] = Times
+    ) -> None:
         super().__init__()
         self.inner = linear()
         self.other = linear()
         self.later = later
+        self.function = function
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.inner(x)
         if self.later:
             x = self.other(x)
-        return Times.apply(x, self.inner.weight)
+        return self.function.apply(x, self.inner.weight)
 
 
 def given(
     later: bool,
+    function: type[torch.autograd.Function] = Times,
 ) -> tuple[nn.Module, Callable[[], list[torch.Tensor]], list[torch.Tensor]]:
     """Return a streamed model with such a layer, what trains it, and its gradients."""
-    model, x = make(lambda: Given(later))
+    model, x = make(lambda: Given(later, function))
     model.requires_grad_(True).to("hpu")
 
     def learn() -> list[torch.Tensor]:
@@ -1016,11 +1042,13 @@ def given(
     return model, learn, expected
 
 
+@pytest.mark.parametrize("function", [Times, SetUp, Cast])
 def test_functions_that_are_given_weights_from_elsewhere_are_warned_of_once(
     sim: ModuleType,
+    function: type[torch.autograd.Function],
 ) -> None:
     """Autograd expects a gradient where the weight was when the function was called."""
-    model, learn, expected = given(later=True)
+    model, learn, expected = given(later=True, function=function)
     with (
         pytest.warns(stagehand.StagehandWarning, match=r"'middle\.inner'.*Function"),
         pytest.raises(RuntimeError, match="expected device cpu"),

@@ -780,7 +780,6 @@ def test_gradients_that_accumulate_take_no_device_memory(sim):
     end(run)
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script`")
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad])
 @pytest.mark.parametrize("transform", ["grad", "vjp", "jvp", "jacrev"])
 def test_a_transform_that_cannot_go_through_is_refused_and_leaves_nothing(
@@ -806,7 +805,6 @@ def test_a_transform_that_cannot_go_through_is_refused_and_leaves_nothing(
     runtime_of(model).shutdown()
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.trace")
 @pytest.mark.parametrize("place", ["cpu", "hpu"])
 @pytest.mark.parametrize("passes", [0, 1])
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """Finding: how a model is divided into blocks, and what stays."""
 
-import warnings
 from collections import OrderedDict
 
 import pytest
@@ -228,10 +227,7 @@ def test_the_parts_of_a_block_that_is_never_called_are_its_sites():
 
 
 def test_block_with_a_part_that_takes_no_hooks_is_its_own_site():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        part = torch.jit.script(linear())
-    block = nn.ModuleList([linear(), part])
+    block = nn.ModuleList([linear(), torch.jit.script(linear())])
     [group] = find_blocks(nn.ModuleList([block]), r"^\d$").streamed
     assert group.sites == [block]
 

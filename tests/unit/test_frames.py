@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from stagehand.frames import awaits_thread, frames_of, objects_in
+from stagehand.frames import arguments_of, awaits_thread, frames_of, objects_in
 
 
 @pytest.fixture
@@ -179,3 +179,23 @@ def test_what_a_call_has_of_its_locals_is_not_taken_from_it():
     found, kept = caller.call()
     assert caller in found
     assert kept["self"] is caller
+
+
+def test_what_a_call_was_given_by_position_is_known_unless_it_was_put_aside():
+    def look():
+        return arguments_of(sys._getframe(1))
+
+    def call(first, second=2, *rest, named=0, **others):
+        return look(), lambda: second
+
+    def replace(first, *rest):
+        first, rest = rest, first
+        return look(), first, rest
+
+    def take_none():
+        return look()
+
+    assert call("one")[0] == ["one", 2]
+    assert call("one", "two", "three", named=1, more=2)[0] == ["one", "two", "three"]
+    assert replace("one", "two")[0] == [("two",)]
+    assert take_none() == []

@@ -12,10 +12,9 @@ from torch import nn
 from torch.compiler import is_dynamo_compiling
 
 from stagehand.errors import StagehandOOMError, StagehandWarning
-from stagehand.frames import objects_in
+from stagehand.frames import arguments_of, frames_of, objects_in
 from stagehand.torch_private import (
     WeakMode,
-    in_function_of,
     is_compiled_for,
     is_on_top,
     remove_hooks,
@@ -234,7 +233,7 @@ class Strays:
         function is called, before the function reads the weight, which brings it.
         """
         trains = weight.requires_grad and not self._has_told_of_function
-        if trains and in_function_of(weight):
+        if trains and _is_given_to_function(weight):
             self._has_told_of_function = True
             reader = self._reader_of(weight)
             named = f" ({reader})" if reader else ""
@@ -304,6 +303,22 @@ def _may_fuse(attention: Sequence[weakref.ref[nn.MultiheadAttention]]) -> bool:
         not (grads and any(p.requires_grad for p in m.parameters(recurse=False)))
         for m in (known() for known in attention)
         if m is not None and not m.training
+    )
+
+
+def _is_given_to_function(weight: torch.Tensor) -> bool:
+    """Whether a `torch.autograd.Function` that was given a weight runs forward.
+
+    In this thread, called by the user or by a function of the user's. The call of
+    `apply()` itself has a frame in some versions of PyTorch only.
+    """
+    kinds = [torch.autograd.Function]
+    for kind in kinds:
+        kinds.extend(kind.__subclasses__())
+    forwards = {getattr(kind.forward, "__code__", None) for kind in kinds}
+    return any(
+        frame.f_code in forwards and any(one is weight for one in arguments_of(frame))
+        for frame in frames_of(threading.get_ident())
     )
 
 
