@@ -831,7 +831,6 @@ def test_what_records_a_model_is_refused_and_takes_it_after_the_shutdown(
         assert_bitwise_equal(module(x), expected, "recorded")
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script`")
 def test_what_compiles_a_model_from_its_source_says_why_it_cannot(sim):
     """It said that an object of the library's has no name."""
     model = stack(4)
