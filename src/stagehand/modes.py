@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from itertools import chain
@@ -20,7 +21,7 @@ from stagehand.core.arena import Arena
 from stagehand.core.device import Device, find_device
 from stagehand.core.layout import can_cast
 from stagehand.core.machine import free_host_bytes, host_bytes
-from stagehand.errors import ConfigError
+from stagehand.errors import ConfigError, StagehandWarning
 from stagehand.foreign import refuse_offloaded, refuse_sharded
 from stagehand.guards import Checks
 from stagehand.residency.blocks import tensor_bytes
@@ -28,7 +29,7 @@ from stagehand.residency.finding import find_blocks, find_layers
 from stagehand.residency.shared import shared_bytes
 from stagehand.runtime import Runtime
 from stagehand.settings import check_value
-from stagehand.units import MIB, parse_bytes
+from stagehand.units import MIB, format_bytes, parse_bytes
 from stagehand.weights.experts import is_experts
 from stagehand.weights.sites import is_hooked
 
@@ -123,6 +124,7 @@ class StagehandRuntime(Runtime):
             transport=config.transport,
         )
         _cast(model, dtype)
+        _warn_of_room(model, settings, "vram_high_watermark_mb")
         finding = find_blocks(model, block_pattern, on_host=settings.device.is_host)
         super().__init__(model, finding, settings)
 
@@ -236,6 +238,7 @@ def layer(
         transport=transport,
     )
     _cast(model, dtype)
+    _warn_of_room(model, settings, "vram_budget")
     # A block that is decoded takes the room of two, and a quarter to work in.
     room = budget if transport == "plain" else int(budget / 2.25)
     finding = find_layers(
@@ -280,6 +283,24 @@ def device_budget(place: Device, vram_budget: int | str | None) -> int:
 def host_budget(ram_budget: int | str) -> int:
     """Return the bytes that a user's `ram_budget` stands for."""
     return parse_bytes(ram_budget, name="ram_budget", of=host_bytes())
+
+
+def _warn_of_room(model: nn.Module, settings: Settings, named: str) -> None:
+    """Warn of a budget that is not free, though others may leave before a pass."""
+    device, budget = settings.device, settings.budget_bytes
+    away = [p for p in model.parameters() if p.device != device.torch_device]
+    wanted = min(budget, sum(map(tensor_bytes, away)))
+    free = device.free_bytes() + shared_bytes(device)
+    if device.is_host or wanted <= free:
+        return
+    warnings.warn(
+        f"{named} lets {type(model).__name__} have {format_bytes(wanted)} of"
+        f" {device.torch_device}, of which {format_bytes(free)} are free: it runs out"
+        " of memory unless others free some; lower it, and leave room for what is"
+        " computed",
+        StagehandWarning,
+        stacklevel=3,
+    )
 
 
 def _check_experts(experts: Mapping[type[nn.Module], Callable[..., Any]]) -> None:

@@ -271,3 +271,31 @@ def test_share_of_the_device_is_as_many_bytes_when_the_weights_are_there(
     runtime.set_budget("50%")
     assert runtime.report().budget_bytes == budget
     runtime.shutdown()
+
+
+@pytest.mark.parametrize("mode", ["layers", "blocks"])
+def test_budget_of_which_the_device_has_less_warns_where_weights_would_take_it(
+    sim, mode
+):
+    model = uneven()
+    weights = sum(p.nbytes for p in model.parameters())
+    sim.configure(capacity_bytes=sim.allocated_bytes() + weights - 1)
+    mib = (weights + 1000) / 2**20
+
+    def stream(mib):
+        if mode == "layers":
+            stagehand.layer(model, vram_budget=int(mib * 2**20), device="hpu")
+        else:
+            config = stagehand.StagehandConfig(
+                vram_high_watermark_mb=mib, vram_low_watermark_mb=mib / 2
+            )
+            stagehand.StagehandRuntime(model, config, r"\d+", device="hpu")
+        runtime_of(model).shutdown()
+
+    size = re.escape(format_bytes(weights))
+    match = f"lets Sequential have {size} of hpu:0, of which .* are free: .* lower it"
+    with pytest.warns(stagehand.StagehandWarning, match=match):
+        stream(mib)
+    stream((weights - 100) / 2**20)  # as little as is free
+    sim.configure(capacity_bytes=sim.allocated_bytes() + weights)
+    stream(mib)  # more than weights can take
