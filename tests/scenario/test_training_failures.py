@@ -27,12 +27,14 @@ from stagehand.errors import (
 )
 from stagehand.frames import awaits_thread
 from stagehand.gradients.gradients import Gradients
+from stagehand.gradients.home import HOMES
 from stagehand.passing import Passing
 from stagehand.residency.shared import SharedDevice
 from stagehand.torch_private import waits_for_backward
 from stagehand.weights.edges import Edges, _Backward
 from training import (
     FEW,
+    TIGHT,
     Net,
     Run,
     Setting,
@@ -469,6 +471,22 @@ def test_a_model_that_is_dropped_in_training_leaves_nothing(sim, setting, graph)
         del loss
         gc.collect()
     assert model() is None
+
+
+def test_what_a_runtime_has_left_behind_keeps_no_other_from_training(sim):
+    """A traceback, say, keeps what was noted of its gradients, or ends it once more."""
+    run = start(net, TIGHT)
+    run.loss().backward()
+    run.model.zero_grad()
+    left = [*HOMES.values()]
+    assert len(left) > 10
+    end(run)
+    for home in left:
+        home.dismiss()
+    run.runtime = TIGHT.stream(run.model, run.budget)
+    run.loss().backward()
+    run.model.zero_grad()
+    end(run)
 
 
 @pytest.mark.parametrize("block", range(5))
