@@ -35,6 +35,7 @@ from stagehand.weights.edges import Edges, _Backward
 from training import (
     FEW,
     TIGHT,
+    WIDTH,
     Net,
     Run,
     Setting,
@@ -471,6 +472,34 @@ def test_a_model_that_is_dropped_in_training_leaves_nothing(sim, setting, graph)
         del loss
         gc.collect()
     assert model() is None
+
+
+def test_an_interrupt_in_a_recompute_leaves_the_next_one_its_inputs(sim):
+    """They are on the host; inside of what is recomputed nothing is moved."""
+    run = start(net, TIGHT)
+    x, stopping = torch.randn(3, WIDTH), []
+
+    def stop(*_):
+        if stopping and torch._C._current_graph_task_id() != -1:
+            raise KeyboardInterrupt
+
+    hook = run.model.blocks[2].down.register_forward_pre_hook(stop)
+
+    def learn():
+        checkpoint(run.model, x, use_reentrant=False).sum().backward()
+        return [p.grad.clone() for p in run.model.parameters()]
+
+    expected = learn()
+    run.model.zero_grad()
+    stopping.append(True)
+    with pytest.raises(KeyboardInterrupt):
+        learn()
+    stopping.clear()
+    run.model.zero_grad()
+    assert_bitwise_equal(learn(), expected, "gradients")
+    hook.remove()
+    run.model.zero_grad()
+    end(run)
 
 
 def test_what_a_runtime_has_left_behind_keeps_no_other_from_training(sim):
