@@ -129,12 +129,11 @@ class Casts:
                 known.version = weight._version
                 self._warn(block)
             elif cast.numel() == weight.numel():
-                if known.stream is not None and known.stream != stream:
-                    cast.record_stream(stream)  # type: ignore[arg-type]
+                cast.record_stream(stream)  # type: ignore[arg-type]
                 continue
             with without_modes():
                 cast.data = weight.data.to(cast.dtype)
-            known.stream, writes = stream, True
+            writes = True
         if writes:
             self._note_write(block)
 

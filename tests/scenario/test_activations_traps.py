@@ -379,6 +379,44 @@ def test_host_memory_is_not_reused_before_its_copy_is_done(saved, sim):
     check(saved, plain, steps=5)
 
 
+def test_host_memory_that_came_back_for_nobody_is_written_behind_its_copy(saved):
+    """The host is ahead: what a forward saves next lies where the last one's did."""
+    model = stack().to("hpu").requires_grad_(False)
+    for _ in range(3):
+        gradients(model, plain, saved)
+    for _ in range(3):
+        with saved:
+            middle = model[:3](inputs())
+            loss = plain(model[3:], middle)
+        torch.autograd.grad(loss, middle)
+        del middle, loss
+        flush()
+    assert_spilled(saved)
+
+
+def test_host_memory_of_what_gave_way_is_written_behind_its_copy_back(saved, sim):
+    """Another stream's forward made room; then the graph went, and it saved more."""
+    model, another, side = stack().to("hpu"), stack().to("hpu"), torch.Stream("hpu")
+    another.requires_grad_(False)
+    for _ in range(2):
+        gradients(model, plain, saved)
+    with saved:
+        middle = model[:3](inputs())
+        loss = plain(model[3:], middle)
+    with side:
+        x = inputs()
+    sim.configure(h2d_gbps=0.001)
+    torch.autograd.grad(loss, middle, retain_graph=True)
+    with side, saved:
+        x = another[:1](x)
+        assert spill_of(saved).tally.cancelled_count > 0
+        del middle, loss
+        flush()
+        loss = plain(another, another(x))
+    torch.accelerator.synchronize()
+    del x, loss
+
+
 def test_tensor_that_operators_on_two_streams_have_saved_is_there_for_both(tiny):
     side, main = torch.Stream("hpu"), torch.accelerator.current_stream()
     x, one = inputs(), inputs()
@@ -440,6 +478,26 @@ def test_what_came_back_for_nobody_is_freed_behind_its_copy_after_the_end(sim):
     assert any(bundle is not None and bundle.seen is None for bundle in coming)
     del middle, loss, coming
     flush()
+
+
+def test_a_context_that_is_dropped_leaves_nothing_that_was_on_its_way(sim):
+    """Its last graph had gone before it, with copies that were not over."""
+    saved = stagehand.activations(BUDGET)
+    model = stack().to("hpu").requires_grad_(False)
+    for _ in range(3):
+        gradients(model, plain, saved)
+    x = inputs()
+    sim.configure(d2h_gbps=0.001)
+    with saved:
+        loss = plain(model, x)
+    del loss
+    flush()
+    with saved:
+        assert spill_of(saved)._carrier._dying
+    account = saved._parts.arena.account
+    del saved
+    flush()
+    assert account.held_bytes == 0
 
 
 def test_a_forward_that_failed_is_observed_no_more(saved):

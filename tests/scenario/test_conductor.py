@@ -635,6 +635,27 @@ def test_a_runtime_that_is_shut_down_is_forgotten_and_its_budget_free(stream, co
     assert conductor.budget.ledger.device.held_bytes == 0
 
 
+def test_the_next_one_is_attached_in_place_of_one_that_was_shut_down(stream, conduct):
+    """Before any step has seen that it was."""
+    first, second = stream(shared=False), stream(shared=False)
+    conductor = conduct(first, vram_hard_cap_mb=1.5 * BUDGET / MIB)
+    runtime_of(first).shutdown()
+    conductor.attach(second)
+    train(second)
+
+
+def test_one_that_could_not_be_attached_leaves_no_trace(stream, conduct, monkeypatch):
+    model, conductor = stream(), conduct()
+    with monkeypatch.context() as patch:
+        patch.setattr(runtime_of(model).bounds, "post", lambda *_: 1 // 0)
+        with pytest.raises(ZeroDivisionError):
+            conductor.attach(model)
+    assert runtime_of(model).engine.traffic is None
+    assert conductor.budget.ledger.device.holders() == {}
+    conductor.attach(model)
+    train(model)
+
+
 def test_models_in_two_threads_are_conducted_together(stream, conduct):
     models = [stream(), stream()]
     conduct(*models, h2d_slots=1)
@@ -988,6 +1009,17 @@ def test_records_have_the_documented_keys_and_come_at_their_interval(
     pinned = own["pinned_bytes"] / MIB
     assert line["pinned_granted_mb"] == pytest.approx(1.5 + pinned)
     assert len(conductor.telemetry.records) == 2
+
+
+def test_the_times_of_a_step_are_its_own(conduct):
+    conductor = conduct(telemetry_interval_steps=1)
+    conductor.begin_step()
+    conductor.enter_forward()
+    conductor.begin_step()
+    conductor.end_step()
+    first, second = conductor.telemetry.records
+    assert first.phase_durations["forward"] > 0
+    assert second.phase_durations["forward"] == 0
 
 
 def test_events_are_traced_on_request_only(conduct):

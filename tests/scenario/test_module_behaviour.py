@@ -1230,3 +1230,18 @@ def test_models_may_share_an_inner_part_without_weights(place):
         assert turning(batch()).device.type == "cpu"
     for model in models:
         runtime_of(model).shutdown()
+
+
+def test_loading_a_state_waits_for_copies_that_still_read_the_weights(sim):
+    """The simulated device compares what is copied with what was when it was queued."""
+    model = stack().requires_grad_(False)
+    expected = run_resident(model, "hpu", batch())
+    state = {name: 2 * tensor for name, tensor in model.state_dict().items()}
+    stagehand.layer(model, vram_budget=2 * LAYER_BYTES)
+    sim.configure(h2d_gbps=0.001)
+    output = model(batch().to("hpu"))
+    model.load_state_dict(state)
+    torch.accelerator.synchronize()
+    assert torch.equal(output.cpu(), expected.cpu())
+    runtime_of(model).shutdown()
+    assert_bitwise_equal(model.state_dict(), state, "weights")

@@ -344,6 +344,18 @@ def test_a_released_reservation_gives_the_room_back(crowd):
     assert other._parts.weights.limit_bytes > 3 * LAYER_BYTES
 
 
+def test_who_does_not_share_the_memory_has_no_reservation_to_release_there(crowd):
+    """Each device counts its models by itself, so their numbers may be the same."""
+    some = crowd("hpu", [4, 9])
+    apart = stagehand.layer(stack(), vram_budget=BUDGET, shared=False)
+    runtime, other = some.runtimes
+    assert runtime_of(apart)._tenancy.number == runtime._tenancy.number
+    runtime.reserve_for_resident()
+    other.release_reservation(apart)
+    assert "reserved" in repr(runtime)
+    runtime_of(apart).shutdown()
+
+
 def test_a_reservation_that_does_not_fit_is_refused_with_what_is_missing(crowd):
     some = crowd("hpu", [3, 4, 9], 6 * LAYER_BYTES)
     first, second, _ = some.runtimes

@@ -9,6 +9,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from stagehand.errors import StagehandWarning
+from stagehand.gradients.home import HOMES
 from training import (
     ALL,
     FEW,
@@ -16,6 +17,7 @@ from training import (
     TIGHT,
     WIDTH,
     Net,
+    Residual,
     Setting,
     assert_trains_equally,
     built,
@@ -308,6 +310,21 @@ def test_gradients_of_what_is_frozen_later_leave_pinned_memory(sim, setting):
     end(run)
 
 
+def test_gradients_lack_their_places_until_they_have_come_and_always_two_to_arrive(sim):
+    """What is kept of files leaves so much pinned memory to them."""
+    run = start(net, TIGHT)
+    loss = run.loss()
+    homes = [home.parameter for home in HOMES.values()]
+    sizes = [parameter.numel() * parameter.element_size() for parameter in homes]
+    gradients = run.runtime._gradients
+    assert gradients.missing_bytes == sum(sizes) + 2 * max(sizes)
+    loss.backward()
+    assert gradients.missing_bytes == 2 * max(sizes)
+    run.model.zero_grad()
+    del loss, homes
+    end(run)
+
+
 @over(SOME)
 def test_gradients_stay_as_they_are_where_graphs_go_on_through_what_was_frozen(
     sim, setting
@@ -326,6 +343,48 @@ def test_gradients_stay_as_they_are_where_graphs_go_on_through_what_was_frozen(
         step(sgd(run))
 
     assert_trains_equally(net, script, setting)
+
+
+@over(FEW)
+def test_gradients_that_the_user_keeps_of_what_is_frozen_keep_their_values(
+    sim, setting
+):
+    """Of what trains instead they lie elsewhere."""
+
+    def script(run):
+        first, second = run.model.blocks[:2]
+        second.requires_grad_(False)
+        run.backward(run.loss(0))
+        kept = [p.grad for p in first.parameters()]
+        run.model.zero_grad()
+        first.requires_grad_(False)
+        second.requires_grad_(True)
+        run.backward(run.loss(1))
+        run.note("gradients that were kept", kept)
+
+    assert_trains_equally(net, script, setting)
+
+
+class Hollow(Residual):
+    """Has a weight without elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nothing = nn.Parameter(torch.empty(WIDTH, 0))
+
+    def forward(self, x):
+        return super().forward(x + x @ self.nothing @ self.nothing.t())
+
+
+@over([Setting("hpu", mode, "smallest") for mode in ("layers", "blocks")])
+def test_weights_without_elements_get_gradients_without_any(sim, setting):
+    @built
+    def build():
+        model = Net()
+        model.blocks = nn.ModuleList(Hollow() for _ in range(5))
+        return model
+
+    assert_trains_equally(build, partial(train, steps=3), setting)
 
 
 HELD = [

@@ -27,12 +27,15 @@ from stagehand.errors import (
 )
 from stagehand.frames import awaits_thread
 from stagehand.gradients.gradients import Gradients
+from stagehand.gradients.home import HOMES
 from stagehand.passing import Passing
 from stagehand.residency.shared import SharedDevice
 from stagehand.torch_private import waits_for_backward
 from stagehand.weights.edges import Edges, _Backward
 from training import (
     FEW,
+    TIGHT,
+    WIDTH,
     Net,
     Run,
     Setting,
@@ -469,6 +472,50 @@ def test_a_model_that_is_dropped_in_training_leaves_nothing(sim, setting, graph)
         del loss
         gc.collect()
     assert model() is None
+
+
+def test_an_interrupt_in_a_recompute_leaves_the_next_one_its_inputs(sim):
+    """They are on the host; inside of what is recomputed nothing is moved."""
+    run = start(net, TIGHT)
+    x, stopping = torch.randn(3, WIDTH), []
+
+    def stop(*_):
+        if stopping and torch._C._current_graph_task_id() != -1:
+            raise KeyboardInterrupt
+
+    hook = run.model.blocks[2].down.register_forward_pre_hook(stop)
+
+    def learn():
+        checkpoint(run.model, x, use_reentrant=False).sum().backward()
+        return [p.grad.clone() for p in run.model.parameters()]
+
+    expected = learn()
+    run.model.zero_grad()
+    stopping.append(True)
+    with pytest.raises(KeyboardInterrupt):
+        learn()
+    stopping.clear()
+    run.model.zero_grad()
+    assert_bitwise_equal(learn(), expected, "gradients")
+    hook.remove()
+    run.model.zero_grad()
+    end(run)
+
+
+def test_what_a_runtime_has_left_behind_keeps_no_other_from_training(sim):
+    """A traceback, say, keeps what was noted of its gradients, or ends it once more."""
+    run = start(net, TIGHT)
+    run.loss().backward()
+    run.model.zero_grad()
+    left = [*HOMES.values()]
+    assert len(left) > 10
+    end(run)
+    for home in left:
+        home.dismiss()
+    run.runtime = TIGHT.stream(run.model, run.budget)
+    run.loss().backward()
+    run.model.zero_grad()
+    end(run)
 
 
 @pytest.mark.parametrize("block", range(5))

@@ -546,6 +546,36 @@ def test_failed_read_is_raised_when_the_block_is_needed_and_tried_again_then(rig
     assert torch.equal(rig.run(1, 2, 3)[2][0], expected)
 
 
+def test_block_that_is_changed_on_the_host_is_loaded_when_that_is_over(rig_of):
+    """A thread steps it in the middle of a pass, and what comes needs it."""
+    rig = rig_of(4)
+    block, waits = rig.blocks[1], []
+
+    def wait():
+        waits.append(block.slot)
+        with torch.no_grad():
+            block.tensors[0].fill_(7)
+        block.stepping = False
+
+    rig.scheduler.await_steps_with(wait)
+    rig.begin_pass()
+    rig.scheduler.before(rig.blocks[3])
+    rig.scheduler.after(rig.blocks[3])
+    if block.slot is not None:
+        rig.scheduler._mover.evict(block)
+    block.stepping = True
+    rig.scheduler.before(rig.blocks[2])
+    rig.scheduler.after(rig.blocks[2])
+    assert waits == [], "nothing is loaded ahead of it"
+    rig.scheduler.before(block)
+    assert waits == [None]
+    seen = block.tensors[0].clone()
+    rig.scheduler.after(block)
+    rig.end_pass()
+    rig.device.synchronize()
+    assert torch.equal(seen.cpu(), torch.full((30,), 7.0))
+
+
 def test_tensor_assigned_on_one_stream_and_taken_in_on_another_is_no_race(sim):
     """It was let go while the stream of the pass could still read it."""
     rig = Rig(simulated(), [(30,)] * 3)

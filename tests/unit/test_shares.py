@@ -81,6 +81,18 @@ def test_a_model_with_many_passes_in_a_row_gets_the_room_of_the_others():
     assert [share.limit for share in both] == [100, 100]
 
 
+def test_room_that_many_passes_in_a_row_cannot_use_is_kept_by_the_others():
+    often, once = shares(100, claim(200, 50, passes=4), claim(200))
+    assert often.limit == 50
+    assert once.kept == 40
+
+
+def test_later_passes_need_a_ring_within_their_limit():
+    often, once = shares(100, claim(200, passes=4, compute=110.0), claim(200))
+    assert once.kept == 0
+    assert often.limit == 100
+
+
 def test_a_model_keeps_what_it_cannot_give_up_whatever_that_costs_the_others():
     some = claim(200, passes=4, bound=6), claim(200, passes=3, bound=8)
     assert [share.kept for share in shares(100, *some)] == [6, 8]

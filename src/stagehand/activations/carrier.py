@@ -249,7 +249,7 @@ class Carrier:
         while self.gone:
             dead = self.gone.popleft()
             freed += dead.held
-            if dead.slab is not None or dead.back is not None:
+            if dead.slab is not None:
                 self._dying.append(dead)
         dying = self._dying
         while dying and ((last := dying[0].last) is None or last.query()):

@@ -12,8 +12,6 @@ if TYPE_CHECKING:
     import torch
     from torch.autograd.graph import Node
 
-    from stagehand.core.device import Stream
-
 __all__ = ["KnownCast", "cast_of", "is_cast", "note_cast"]
 
 _CAST = "ToCopyBackward0"
@@ -26,16 +24,14 @@ class KnownCast:
         weight: What was cast.
         cast: A weak reference to the cast.
         version: The weight's version when it was cast.
-        stream: On which it was made again; None if autocast made its memory.
     """
 
-    __slots__ = ("cast", "stream", "version", "weight")
+    __slots__ = ("cast", "version", "weight")
 
     def __init__(self, weight: torch.Tensor, cast: torch.Tensor) -> None:
         self.weight = weight
         self.cast = weakref.ref(cast)
         self.version: int = weight._version
-        self.stream: Stream | None = None
 
     def __repr__(self) -> str:
         return f"KnownCast({list(self.weight.shape)})"

@@ -86,14 +86,8 @@ class Home:
         self.task = graph_task()
 
     def fits(self, grad: torch.Tensor) -> bool:
-        """Whether a gradient can lie as its parameter does."""
-        mine = self.parameter
-        return (
-            grad.dtype is mine.dtype
-            and grad.layout is torch.strided
-            and grad.shape == mine.shape
-            and grad.numel() > 0
-        )
+        """Whether a gradient can lie as its parameter does, whose shape it has."""
+        return grad.dtype is self.parameter.dtype and grad.layout is torch.strided
 
     def own_place(self, arena: Arena) -> torch.Tensor | None:
         """Return pinned memory for a gradient that nobody else holds, if there is any.

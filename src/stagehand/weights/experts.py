@@ -97,8 +97,8 @@ class Experts:
             return
         if choice is None and _is_of_transformers(module):
             choice = _chosen_in_transformers
-        plain = block.wire is None and not block.trains
-        block.picks = plain and choice is not None and _reads_what_it_is_given(module)
+        known = block.wire is None and choice is not None
+        block.picks = known and _reads_what_it_is_given(module)
         runs = None
         if block.picks and choice is not None:
             if not self._is_read_again():

@@ -342,8 +342,8 @@ class StrayUses:
             hooks: installs hooks that call `pause` and `resume` around the module.
         bring: Called with the blocks that a call reads and that are not in use, each
             with the tensor that is read.
-        is_at_hand: Whether a block that is not in use can be read even so. The answer
-            must be the same in each pass.
+        is_at_hand: Whether a block that is not in use can be read even so: one at most.
+            The answer must be the same in each pass.
         let_go: Called with each of the blocks after that call.
         is_torn: Whether this mode was left active by a pass that was interrupted.
     """
@@ -417,7 +417,7 @@ class StrayUses:
         read: dict[Block, torch.Tensor] = {}
         for value in (*args, *kwargs.values()):
             self._look_at(value, read)
-        if not read or (len(read) == 1 and self._is_at_hand(*read)) or self._is_torn():
+        if all(map(self._is_at_hand, read)) or self._is_torn():
             return func(*args, **kwargs)
         self._bring(read)
         try:
