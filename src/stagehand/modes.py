@@ -25,7 +25,7 @@ from stagehand.errors import ConfigError, StagehandWarning
 from stagehand.foreign import refuse_offloaded, refuse_sharded
 from stagehand.guards import Checks
 from stagehand.residency.blocks import tensor_bytes
-from stagehand.residency.finding import find_blocks, find_layers
+from stagehand.residency.finding import Finding, find_blocks, find_layers
 from stagehand.residency.shared import shared_bytes
 from stagehand.runtime import Runtime
 from stagehand.settings import check_value
@@ -124,8 +124,8 @@ class StagehandRuntime(Runtime):
             transport=config.transport,
         )
         _cast(model, dtype)
-        _warn_of_room(model, settings, "vram_high_watermark_mb")
         finding = find_blocks(model, block_pattern, on_host=settings.device.is_host)
+        _warn_of_room(model, finding, settings, "vram_high_watermark_mb")
         super().__init__(model, finding, settings)
 
 
@@ -238,7 +238,6 @@ def layer(
         transport=transport,
     )
     _cast(model, dtype)
-    _warn_of_room(model, settings, "vram_budget")
     # A block that is decoded takes the room of two, and a quarter to work in.
     room = budget if transport == "plain" else int(budget / 2.25)
     finding = find_layers(
@@ -248,6 +247,7 @@ def layer(
         stands_alone=partial(is_experts, kinds=tuple(experts)),
         on_host=settings.device.is_host,
     )
+    _warn_of_room(model, finding, settings, "vram_budget")
     Runtime(model, finding, settings)
     return model
 
@@ -285,12 +285,19 @@ def host_budget(ram_budget: int | str) -> int:
     return parse_bytes(ram_budget, name="ram_budget", of=host_bytes())
 
 
-def _warn_of_room(model: nn.Module, settings: Settings, named: str) -> None:
-    """Warn of a budget that is not free, though others may leave before a pass."""
-    device, budget = settings.device, settings.budget_bytes
-    away = [p for p in model.parameters() if p.device != device.torch_device]
-    wanted = min(budget, sum(map(tensor_bytes, away)))
-    free = device.free_bytes() + shared_bytes(device)
+def _warn_of_room(
+    model: nn.Module, finding: Finding, settings: Settings, named: str
+) -> None:
+    """Warn of a budget that is not free, though others may leave before a pass.
+
+    What the model has there leaves, or is a part of what it will have there.
+    """
+    device = settings.device
+    weights = sum(group.nbytes for group in (finding.rest, *finding.streamed))
+    wanted = min(settings.budget_bytes, weights)
+    tensors = chain(model.parameters(), model.buffers())
+    there = sum(tensor_bytes(t) for t in tensors if t.device == device.torch_device)
+    free = device.free_bytes() + shared_bytes(device) + there
     if device.is_host or wanted <= free:
         return
     warnings.warn(

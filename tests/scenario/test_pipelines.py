@@ -184,6 +184,19 @@ def test_what_is_raised_inside_of_a_pipeline_is_what_comes_out(sim):
         fail()
 
 
+def test_a_model_that_leaves_the_device_makes_room_for_one_before_it(sim):
+    """A budget warned of what the second model had there, which it gives up."""
+    first, second = stack(), stack().to("hpu")
+    sim.configure(capacity_bytes=sim.allocated_bytes() + LAYER_BYTES)
+    budget = weight_bytes(first)
+    with stagehand.pipeline(
+        {"first": first, "second": second}, vram_budget=budget, device="hpu"
+    ):  # a warning is an error
+        for model in (first, second):
+            model(batch())
+        sim.configure()
+
+
 def test_what_has_joined_without_room_is_named_with_its_model(sim):
     """The one whose budget is to be raised was any of the pipeline's."""
     models = parts()
