@@ -98,7 +98,7 @@ def _listed(name: str, given: Any, *kinds: type) -> tuple[torch.Tensor, ...]:
         ConfigError: If one is neither a tensor nor of `kinds`, or there is none.
     """
     if isinstance(given, (torch.Tensor, *kinds)):  # an edge is a tuple, too
-        return (given,)
+        given = [given]
     listed = tuple(given) if isinstance(given, Iterable) else ()
     if not listed:
         raise ConfigError(f"{name} is {given!r}: expected a tensor, or several")
