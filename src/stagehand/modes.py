@@ -215,7 +215,7 @@ def layer(
     _check_pool(pool)
     place = find_device(device)
     check_model(model, dtype)
-    budget, pinned = _budgets(model, place, vram_budget, ram_budget)
+    budget, pinned = _budgets(model, place, vram_budget, ram_budget, shared=shared)
     settings = Settings(
         device=place,
         budget_bytes=budget,
@@ -257,8 +257,10 @@ def _budgets(
     place: Device,
     vram_budget: int | str | None,
     ram_budget: int | str | None,
+    *,
+    shared: bool,
 ) -> tuple[int, int]:
-    budget = device_budget(place, vram_budget)
+    budget = device_budget(place, vram_budget, shared=shared)
     own = sum(tensor_bytes(p) for p in model.parameters() if p.is_cpu)
     pinned = int(_DEFAULT_SHARE * (free_host_bytes() + own))
     if ram_budget is not None:
@@ -268,16 +270,23 @@ def _budgets(
     return budget, pinned
 
 
-def device_budget(place: Device, vram_budget: int | str | None) -> int:
+def device_budget(
+    place: Device, vram_budget: int | str | None, *, shared: bool = True
+) -> int:
     """Return the bytes that a user's `vram_budget` stands for.
 
     A share is one of what is free, and of what weights that share it hold already: so
-    it is the same for each model.
+    it is the same for each model. What is not `shared` gets nothing of those.
     """
-    free = place.free_bytes() + shared_bytes(place)
+    free = _bytes_for(place, shared=shared)
     if vram_budget is None:
         return int(_DEFAULT_SHARE * free)
     return parse_bytes(vram_budget, name="vram_budget", of=free)
+
+
+def _bytes_for(place: Device, *, shared: bool) -> int:
+    """Return the device bytes that a model may have: others make room if they share."""
+    return place.free_bytes() + (shared_bytes(place) if shared else 0)
 
 
 def host_budget(ram_budget: int | str) -> int:
@@ -297,7 +306,7 @@ def _warn_of_room(
     wanted = min(settings.budget_bytes, weights)
     tensors = chain(model.parameters(), model.buffers())
     there = sum(tensor_bytes(t) for t in tensors if t.device == device.torch_device)
-    free = device.free_bytes() + shared_bytes(device) + there
+    free = _bytes_for(device, shared=settings.shared) + there
     if device.is_host or wanted <= free:
         return
     warnings.warn(

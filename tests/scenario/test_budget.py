@@ -322,3 +322,26 @@ def test_budget_does_not_warn_of_tables_that_stay_on_the_host(sim):
     stagehand.layer(model, vram_budget=budget, device="hpu")  # a warning is an error
     assert runtime_of(model).report().gathered_bytes == budget
     runtime_of(model).shutdown()
+
+
+def test_a_model_that_does_not_share_has_no_part_of_what_others_hold(sim):
+    """Its default budget counted what these hold, and never give to it."""
+
+    def budget_of(**options):
+        model = stagehand.layer(uneven(), device="hpu", **options)
+        budget = runtime_of(model).report().budget_bytes
+        runtime_of(model).shutdown()
+        return budget
+
+    other = stagehand.layer(uneven(), device="hpu")
+    for _ in range(3):
+        other(batch())
+    (holding,) = runtime_of(other).report().holdings
+    held = holding.held_bytes
+    sim.configure(capacity_bytes=sim.allocated_bytes() + held // 2)
+    assert budget_of(shared=False) == int(0.8 * (held // 2))
+    assert budget_of() == int(0.8 * (held + held // 2))
+    assert budget_of(vram_budget=held) == held  # a warning is an error
+    with pytest.warns(stagehand.StagehandWarning, match="lower it"):
+        budget_of(vram_budget=held, shared=False)
+    runtime_of(other).shutdown()
