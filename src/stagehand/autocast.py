@@ -57,8 +57,7 @@ class Casts:
     """
 
     def __init__(self, device: Device, note_write: Callable[[Block], None]) -> None:
-        self._streams = device
-        self._device = device.torch_device
+        self._device, self._place = device, device.torch_device
         self._note_write = note_write
         self._nothing: dict[torch.dtype, torch.Tensor] = {}
         # Sites that run, each with the sequence number of autograd's next node when it
@@ -75,7 +74,7 @@ class Casts:
     def _are_kept(self) -> bool:
         """Whether autocast keeps what it casts now."""
         return torch.is_autocast_cache_enabled() and torch.is_autocast_enabled(
-            self._device.type
+            self._place.type
         )
 
     def begin(self, block: Block, reader: Reader) -> None:
@@ -119,7 +118,7 @@ class Casts:
 
         This stream has waited for all that was written to the block.
         """
-        stream, writes = self._streams.current_stream(), False
+        stream, writes = self._device.current_stream(), False
         for key, known in [*block.casts.items()]:
             cast, weight = known.cast(), known.weight
             if cast is None:  # the region is over
@@ -164,16 +163,16 @@ class Casts:
     def _empty_one(self, dtype: torch.dtype) -> torch.Tensor:
         found = self._nothing.get(dtype)
         if found is None:
-            found = torch.empty(0, dtype=dtype, device=self._device)
+            found = torch.empty(0, dtype=dtype, device=self._place)
             self._nothing[dtype] = found
         return found
 
     def _ask_for(self, block: Block, weight: torch.Tensor) -> None:
         """Find the cast of a weight that no operator has saved, and note it."""
         saved: list[torch.Tensor] = []
-        dtype = torch.get_autocast_dtype(self._device.type)
+        dtype = torch.get_autocast_dtype(self._place.type)
         with without_modes(), saved_tensors_hooks(saved.append, _never):
-            rows = torch.empty(0, weight.shape[-2], dtype=dtype, device=self._device)
+            rows = torch.empty(0, weight.shape[-2], dtype=dtype, device=self._place)
             torch.matmul(rows.requires_grad_(), weight)
         for tensor in saved:
             found = cast_of(tensor)

@@ -27,8 +27,8 @@ def grad(
 
     Args:
         outputs: What is differentiated, as there.
-        inputs: What gradients are wanted of: weights, streamed or not, and any other
-            tensors of the graph.
+        inputs: What gradients are wanted of: weights, streamed or not, any other
+            tensors of the graph, and its edges.
         args: As there: `grad_outputs` and what follows it.
         options: As there.
 
@@ -91,14 +91,14 @@ def gradient_edges(outputs: _Tensors, inputs: _Tensors) -> list[GradientEdge]:
     return edges
 
 
-def _listed(name: str, given: _Tensors, *kinds: type) -> tuple[torch.Tensor, ...]:
+def _listed(name: str, given: Any, *kinds: type) -> tuple[torch.Tensor, ...]:
     """Return tensors as a tuple.
 
     Raises:
         ConfigError: If one is neither a tensor nor of `kinds`, or there is none.
     """
-    if isinstance(given, torch.Tensor):
-        return (given,)
+    if isinstance(given, (torch.Tensor, *kinds)):  # an edge is a tuple, too
+        given = [given]
     listed = tuple(given) if isinstance(given, Iterable) else ()
     if not listed:
         raise ConfigError(f"{name} is {given!r}: expected a tensor, or several")

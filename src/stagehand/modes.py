@@ -25,7 +25,7 @@ from stagehand.errors import ConfigError, StagehandWarning
 from stagehand.foreign import refuse_offloaded, refuse_sharded
 from stagehand.guards import Checks
 from stagehand.residency.blocks import tensor_bytes
-from stagehand.residency.finding import find_blocks, find_layers
+from stagehand.residency.finding import Finding, find_blocks, find_layers
 from stagehand.residency.shared import shared_bytes
 from stagehand.runtime import Runtime
 from stagehand.settings import check_value
@@ -124,8 +124,8 @@ class StagehandRuntime(Runtime):
             transport=config.transport,
         )
         _cast(model, dtype)
-        _warn_of_room(model, settings, "vram_high_watermark_mb")
         finding = find_blocks(model, block_pattern, on_host=settings.device.is_host)
+        _warn_of_room(model, finding, settings, "vram_high_watermark_mb")
         super().__init__(model, finding, settings)
 
 
@@ -215,7 +215,7 @@ def layer(
     _check_pool(pool)
     place = find_device(device)
     check_model(model, dtype)
-    budget, pinned = _budgets(model, place, vram_budget, ram_budget)
+    budget, pinned = _budgets(model, place, vram_budget, ram_budget, shared=shared)
     settings = Settings(
         device=place,
         budget_bytes=budget,
@@ -238,7 +238,6 @@ def layer(
         transport=transport,
     )
     _cast(model, dtype)
-    _warn_of_room(model, settings, "vram_budget")
     # A block that is decoded takes the room of two, and a quarter to work in.
     room = budget if transport == "plain" else int(budget / 2.25)
     finding = find_layers(
@@ -248,6 +247,7 @@ def layer(
         stands_alone=partial(is_experts, kinds=tuple(experts)),
         on_host=settings.device.is_host,
     )
+    _warn_of_room(model, finding, settings, "vram_budget")
     Runtime(model, finding, settings)
     return model
 
@@ -257,8 +257,10 @@ def _budgets(
     place: Device,
     vram_budget: int | str | None,
     ram_budget: int | str | None,
+    *,
+    shared: bool,
 ) -> tuple[int, int]:
-    budget = device_budget(place, vram_budget)
+    budget = device_budget(place, vram_budget, shared=shared)
     own = sum(tensor_bytes(p) for p in model.parameters() if p.is_cpu)
     pinned = int(_DEFAULT_SHARE * (free_host_bytes() + own))
     if ram_budget is not None:
@@ -268,16 +270,23 @@ def _budgets(
     return budget, pinned
 
 
-def device_budget(place: Device, vram_budget: int | str | None) -> int:
+def device_budget(
+    place: Device, vram_budget: int | str | None, *, shared: bool = True
+) -> int:
     """Return the bytes that a user's `vram_budget` stands for.
 
     A share is one of what is free, and of what weights that share it hold already: so
-    it is the same for each model.
+    it is the same for each model. What is not `shared` gets nothing of those.
     """
-    free = place.free_bytes() + shared_bytes(place)
+    free = _bytes_for(place, shared=shared)
     if vram_budget is None:
         return int(_DEFAULT_SHARE * free)
     return parse_bytes(vram_budget, name="vram_budget", of=free)
+
+
+def _bytes_for(place: Device, *, shared: bool) -> int:
+    """Return the device bytes that a model may have: others make room if they share."""
+    return place.free_bytes() + (shared_bytes(place) if shared else 0)
 
 
 def host_budget(ram_budget: int | str) -> int:
@@ -285,12 +294,19 @@ def host_budget(ram_budget: int | str) -> int:
     return parse_bytes(ram_budget, name="ram_budget", of=host_bytes())
 
 
-def _warn_of_room(model: nn.Module, settings: Settings, named: str) -> None:
-    """Warn of a budget that is not free, though others may leave before a pass."""
-    device, budget = settings.device, settings.budget_bytes
-    away = [p for p in model.parameters() if p.device != device.torch_device]
-    wanted = min(budget, sum(map(tensor_bytes, away)))
-    free = device.free_bytes() + shared_bytes(device)
+def _warn_of_room(
+    model: nn.Module, finding: Finding, settings: Settings, named: str
+) -> None:
+    """Warn of a budget that is not free, though others may leave before a pass.
+
+    What the model has there leaves, or is a part of what it will have there.
+    """
+    device = settings.device
+    weights = sum(group.nbytes for group in (finding.rest, *finding.streamed))
+    wanted = min(settings.budget_bytes, weights)
+    tensors = chain(model.parameters(), model.buffers())
+    there = sum(tensor_bytes(t) for t in tensors if t.device == device.torch_device)
+    free = _bytes_for(device, shared=settings.shared) + there
     if device.is_host or wanted <= free:
         return
     warnings.warn(

@@ -58,7 +58,7 @@ class Moves:
         runtime = self._runtime
         model = runtime.model
         place = runtime.torch_device
-        to_host = set()
+        kinds = set()
         for dtype, shape, form in dict.fromkeys(map(_kind, model.parameters())):
             probe = torch.empty(shape, dtype=dtype, device="cpu", memory_format=form)
             result = fn(probe)
@@ -79,9 +79,11 @@ class Moves:
                     f"{type(model).__name__} is streamed to {place} and cannot be moved"
                     f" to {result.device}; call the runtime's shutdown() first"
                 )
-            to_host.add(result.device.type == "cpu")
-        if to_host:
-            runtime.park() if True in to_host else runtime.place()
+            kinds.add(result.device.type)
+        if "cpu" in kinds:
+            runtime.park()
+        elif kinds:
+            runtime.place()
         return model
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:

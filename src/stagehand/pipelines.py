@@ -160,11 +160,12 @@ def pipeline(
     undo: list[Callable[[], None]] = []
     refused: list[StagehandOOMError] = []
     try:
-        for name, model in models.items():
+        # Those that leave the device make room on it for what the others keep there.
+        for name in sorted(models, key=lambda n: not _is_on(models[n], place)):
             try:
                 with _named(name):
                     layer(
-                        model,
+                        models[name],
                         vram_budget=budget,
                         ram_budget=pinned.get(name),
                         device=device,
@@ -174,7 +175,7 @@ def pipeline(
             except StagehandOOMError as error:
                 refused.append(error)  # another one may need more
                 continue
-            runtimes[name] = getattr(model, HANDLE)
+            runtimes[name] = getattr(models[name], HANDLE)
             undo.append(runtimes[name].shutdown)
         if refused:
             raise max(refused, key=lambda error: error.needed_bytes)
@@ -254,6 +255,11 @@ def _streamed(models: Mapping[str, nn.Module], place: Device) -> dict[str, Runti
                 )
             found[name] = runtime
     return found
+
+
+def _is_on(model: nn.Module, place: Device) -> bool:
+    """Whether weights of a model are on a device."""
+    return any(p.device == place.torch_device for p in model.parameters())
 
 
 def _weight_bytes(model: nn.Module) -> int:

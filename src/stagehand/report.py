@@ -26,7 +26,10 @@ class Report:
     """A runtime's budget, plan and work so far; `str()` makes a short text of it."""
 
     budget_bytes: int
-    """Device bytes that weights may take."""
+    """Device bytes that weights may take now: what is left of what was given, by other
+    models, watermarks, and changed weights in host memory."""
+    given_bytes: int
+    """Device bytes that weights may take at most: the budget as it was given."""
     shared_bytes: int
     """Device bytes that all models on the device may take together."""
     holdings: tuple[Holding, ...]
@@ -91,7 +94,7 @@ class Report:
             pace = f"{self.seconds_per_pass * 1e3:.1f} ms"
         lines = (
             f"weights   {format_bytes(self.weight_bytes)} in {self.blocks} blocks",
-            f"budget    {format_bytes(self.budget_bytes)}, peak"
+            f"budget    {format_bytes(self.budget_bytes)}{self._given()}, peak"
             f" {format_bytes(self.peak_device_bytes)};"
             f" {format_bytes(self.resident_bytes)} stay in {self.slots} slots,"
             f" {self.lookahead} blocks ahead",
@@ -106,6 +109,12 @@ class Report:
             f"limit     {self.limit}: {self.advice}",
         )
         return "\n".join(lines)
+
+    def _given(self) -> str:
+        """Say what the budget is a part of, if it is one: the peak may be above it."""
+        if self.budget_bytes >= self.given_bytes:
+            return ""
+        return f" of {format_bytes(self.given_bytes)}"
 
     def _pinning(self) -> str:
         """Say how much more will be pinned, if any."""

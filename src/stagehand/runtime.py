@@ -609,6 +609,7 @@ class Runtime(Passing, Sharing, Storing, Conduct):
             limit = "disk" if read else limit
         return Report(
             budget_bytes=parts.weights.limit_bytes,
+            given_bytes=parts.budget_bytes,
             shared_bytes=self._tenancy.shared.ledger.device.limit_bytes,
             holdings=self._tenancy.holdings(),
             peak_device_bytes=parts.weights.peak_bytes,

@@ -202,11 +202,14 @@ def test_without_an_accelerator_it_says_that_all_stays():
     with pytest.warns(stagehand.StagehandWarning, match="no accelerator"):
         runtime = ActivationRuntime(device="cpu")
     model, x = stack(), torch.ones(4, 64, requires_grad=True)
-    with runtime.managed_forward():
+    blocks = model.named_children()
+    with runtime.watch_blocks(blocks) as watch, runtime.managed_forward():
         loss = model(x).sum()
     loss.backward()
     assert spill_of(runtime).tally.saved_count == 0
     assert "no accelerator" in runtime.report()
+    with pytest.raises(stagehand.ConfigError, match="without an accelerator all"):
+        watch.advise(BUDGET)
     runtime.shutdown()
 
 
@@ -602,6 +605,8 @@ def test_conductor_forgets_it_when_it_is_shut_down(make, then):
 
 def test_activations_say_how_they_stand(sim):
     saved = Activations(BUDGET)
-    assert "no forward has ended" in saved.report()
+    with saved:
+        stack()(torch.ones(4, 64)).sum().backward()  # beside the device
+    assert "no forward has ended yet that saved some on the device" in saved.report()
     assert "600.00 KB" in repr(saved)
     saved.close()

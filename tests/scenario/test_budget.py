@@ -11,6 +11,7 @@ import stagehand
 from architectures.trees import assert_bitwise_equal
 from stagehand.core.device import AcceleratorDevice
 from stagehand.units import format_at_least, format_bytes
+from streamed import weight_bytes
 
 
 def uneven():
@@ -299,3 +300,48 @@ def test_budget_of_which_the_device_has_less_warns_where_weights_would_take_it(
     stream((weights - 100) / 2**20)  # as little as is free
     sim.configure(capacity_bytes=sim.allocated_bytes() + weights)
     stream(mib)  # more than weights can take
+
+
+def test_budget_does_not_warn_of_what_the_model_itself_has_on_the_device(sim):
+    """Half of a model was on the device already: it leaves when the model streams."""
+    model = uneven()
+    for part in model[:2]:
+        part.to("hpu")
+    rest = weight_bytes(model[2:])
+    sim.configure(capacity_bytes=sim.allocated_bytes() + rest // 2)
+    budget = weight_bytes(model) - rest // 2
+    stagehand.layer(model, vram_budget=budget, device="hpu")  # a warning is an error
+    runtime_of(model).shutdown()
+
+
+def test_budget_does_not_warn_of_tables_that_stay_on_the_host(sim):
+    table, layers = nn.Embedding(4096, WIDTH), uneven()
+    model = nn.Sequential(table, layers)
+    budget = weight_bytes(table)
+    sim.configure(capacity_bytes=sim.allocated_bytes() + weight_bytes(layers))
+    stagehand.layer(model, vram_budget=budget, device="hpu")  # a warning is an error
+    assert runtime_of(model).report().gathered_bytes == budget
+    runtime_of(model).shutdown()
+
+
+def test_a_model_that_does_not_share_has_no_part_of_what_others_hold(sim):
+    """Its default budget counted what these hold, and never give to it."""
+
+    def budget_of(**options):
+        model = stagehand.layer(uneven(), device="hpu", **options)
+        budget = runtime_of(model).report().budget_bytes
+        runtime_of(model).shutdown()
+        return budget
+
+    other = stagehand.layer(uneven(), device="hpu")
+    for _ in range(3):
+        other(batch())
+    (holding,) = runtime_of(other).report().holdings
+    held = holding.held_bytes
+    sim.configure(capacity_bytes=sim.allocated_bytes() + held // 2)
+    assert budget_of(shared=False) == int(0.8 * (held // 2))
+    assert budget_of() == int(0.8 * (held + held // 2))
+    assert budget_of(vram_budget=held) == held  # a warning is an error
+    with pytest.warns(stagehand.StagehandWarning, match="lower it"):
+        budget_of(vram_budget=held, shared=False)
+    runtime_of(other).shutdown()

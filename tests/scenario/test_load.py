@@ -872,8 +872,22 @@ def test_model_that_cannot_be_built_is_refused(changes, problem, tmp_path):
             r"the configuration in .* is not usable: .*'hidden_size'",
         ),
         ({"model_index.json": "{}"}, r"this is a pipeline"),
+        (
+            {"model.safetensors": ""},
+            r"pass what builds the model .* checkpoint_dir: ex",
+        ),
     ],
-    ids=["empty", "broken", "deep", "null", "list", "silent", "mistyped", "pipeline"],
+    ids=[
+        "empty",
+        "broken",
+        "deep",
+        "null",
+        "list",
+        "silent",
+        "mistyped",
+        "pipeline",
+        "weights",
+    ],
 )
 def test_directory_without_a_model_is_refused(files, problem, tmp_path):
     for name, text in files.items():

@@ -12,6 +12,7 @@ from torch import nn
 
 import stagehand
 from architectures.trees import assert_bitwise_equal
+from stagehand.units import format_bytes
 from streamed import Shape, aligned, weight_bytes
 
 places = pytest.mark.parametrize("place", ["cpu", "hpu"])
@@ -182,6 +183,36 @@ def test_what_is_raised_inside_of_a_pipeline_is_what_comes_out(sim):
 
     with pytest.raises(ValueError, match="mine"):
         fail()
+
+
+def test_a_report_says_of_what_a_models_budget_is_a_part(sim):
+    """It read as if the peak, of passes before, had been above the budget."""
+    models = {"large": stack(8), "small": stack(2)}
+    budget = weight_bytes(models["large"]) + LAYER_BYTES
+    with stagehand.pipeline(models, vram_budget=budget, device="hpu") as streamed:
+        for _ in range(3):
+            for model in models.values():
+                model(batch())
+        reports = streamed.reports().values()
+        parts = [report for report in reports if report.budget_bytes < budget]
+        assert parts
+        for report in reports:
+            assert report.peak_device_bytes <= report.given_bytes == budget
+            part = f"{format_bytes(report.budget_bytes)} of {format_bytes(budget)}, "
+            assert (part in str(report)) == (report in parts)
+
+
+def test_a_model_that_leaves_the_device_makes_room_for_one_before_it(sim):
+    """A budget warned of what the second model had there, which it gives up."""
+    first, second = stack(), stack().to("hpu")
+    sim.configure(capacity_bytes=sim.allocated_bytes() + LAYER_BYTES)
+    budget = weight_bytes(first)
+    with stagehand.pipeline(
+        {"first": first, "second": second}, vram_budget=budget, device="hpu"
+    ):  # a warning is an error
+        for model in (first, second):
+            model(batch())
+        sim.configure()
 
 
 def test_what_has_joined_without_room_is_named_with_its_model(sim):

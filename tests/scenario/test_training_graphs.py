@@ -288,6 +288,15 @@ def test_what_is_no_tensor_is_named(find, given, problem):
         find(weight * 2, given)
 
 
+@pytest.mark.parametrize("several", [False, True])
+def test_an_edge_of_the_graph_may_be_an_input(several):
+    """One that was given alone, a tuple itself, was taken for several inputs."""
+    weight = torch.ones(1, requires_grad=True)
+    edge = torch.autograd.graph.get_gradient_edge(weight)
+    (found,) = stagehand.grad(weight * 2, [edge] if several else edge)
+    assert found == 2
+
+
 @over(SOME)
 def test_a_gradient_of_the_inputs_alone_leaves_weights_without(sim, setting):
     def script(run):

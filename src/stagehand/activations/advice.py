@@ -196,6 +196,10 @@ class BlockWatch:
                 the link was not measured because nothing left the device.
         """
         budget_bytes = parse_bytes(budget, name="budget")
+        if self._saving.off:
+            raise ConfigError(
+                "there is no advice: without an accelerator all saved tensors stay"
+            )
         self._device.synchronize()
         spill = self._saving.spill
         spill.begin()  # draws conclusions from what is over

@@ -91,7 +91,7 @@ def report_of(parts: Parts) -> str:
     spill = parts.spill
     lesson = spill.lessons.latest
     if lesson is None or lesson.prefix is None:
-        return "saved tensors: no forward has ended yet"
+        return "saved tensors: no forward has ended yet that saved some on the device"
     lines = [
         f"saved tensors: {lesson.count} storages, budget"
         f" {format_bytes(spill.budget_bytes)}",

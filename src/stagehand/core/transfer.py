@@ -248,11 +248,11 @@ class TransferEngine:
                 return self.device.empty(nbytes)
         except torch.OutOfMemoryError as error:
             raise torch.OutOfMemoryError(
-                f"{error}\n{format_bytes(nbytes)} for weights, which their budget has,"
-                f" are not free on {self.device.torch_device}: lower that budget to"
-                " what activations and others leave of the device, by vram_budget= of"
-                " stagehand.layer(), runtime.set_budget(), watermarks, or a streamer's"
-                " n_gpu="
+                f"{error}\nThe budget for weights has room for these"
+                f" {format_bytes(nbytes)}, {self.device.torch_device} has none: lower"
+                " that budget to what activations and others leave of the device, by"
+                " vram_budget= of stagehand.layer(), runtime.set_budget(), watermarks,"
+                " or a streamer's n_gpu="
             ) from error
 
     def adopt(self, slot: Slot) -> None:

@@ -129,6 +129,8 @@ def _read_config(file: Path) -> dict[str, Any]:
             hint = ": to stream a file, pass what builds the model first"
         elif (directory / "model_index.json").is_file():
             hint = ": this is a pipeline, load its models from their own directories"
+        elif not file.exists() and any(directory.glob("*.safetensors")):
+            hint = ": pass what builds the model first, and this as checkpoint_dir"
         raise ConfigError(
             f"'{directory}' is no model directory{hint}: expected a {_CONFIG}, found"
             f" none that can be read ({error})"
