@@ -128,7 +128,8 @@ class Casts:
                 known.version = weight._version
                 self._warn(block)
             elif cast.numel() == weight.numel():
-                cast.record_stream(stream)  # type: ignore[arg-type]
+                if not self._device.is_host:
+                    cast.record_stream(stream)  # type: ignore[arg-type]
                 continue
             with without_modes():
                 cast.data = weight.data.to(cast.dtype)

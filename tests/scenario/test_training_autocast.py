@@ -634,3 +634,24 @@ def test_a_cast_that_is_made_again_on_one_stream_is_there_for_others(sim):
     assert len(found) <= len(without)
     assert_equal_gradients(ours, expected)
     runtime_of(model).shutdown()
+
+
+@pytest.mark.parametrize("place", ["hpu", "cpu"])
+def test_a_cast_of_a_block_that_stays_in_use_is_used_again(sim, place):
+    """On the host there are no streams that a tensor could be kept for."""
+    model = stack(4)
+    plain = deepcopy(model).to(place)
+    stagehand.layer(model, vram_budget=3 * LAYER_BYTES, device=place)
+    runtime, x = runtime_of(model), batch(2, 32).to(place)
+
+    def step(model):
+        with torch.autocast(place, dtype=torch.bfloat16):
+            model(model(x)).float().sum().backward()
+        return [p.grad.cpu().clone() for p in model.parameters()]
+
+    expected = step(plain)
+    runtime.before_block(runtime.block_ids[1])
+    ours = step(model)
+    runtime.after_block(runtime.block_ids[1])
+    assert_equal_gradients([ours], [expected])
+    runtime.shutdown()
