@@ -11,6 +11,8 @@ from stagehand.residency.shares import Claim
 from stagehand.residency.timeline import Timeline
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
     from torch import nn
 
     from stagehand.assembly import Parts
@@ -197,6 +199,10 @@ class Tenancy:
     def make_room(self, nbytes: int) -> bool:
         """See `Neighbours.make_room`."""
         return self.shared.make_room(self.number, nbytes)
+
+    def beside_passes(self, nbytes: int) -> AbstractContextManager[bool]:
+        """See `Neighbours.beside_passes`."""
+        return self.shared.beside_passes(self.number, nbytes)
 
     def budget_for(self, nbytes: int) -> int:
         """See `Neighbours.budget_for`."""

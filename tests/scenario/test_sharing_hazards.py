@@ -4,6 +4,7 @@ import gc
 import itertools
 import threading
 from contextlib import ExitStack, contextmanager
+from copy import deepcopy
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ from tracing import traced
 __all__ = ["crowd"]
 
 ONE = LAYER_BYTES  # room for one block: a model runs only if the other gives up all
+SMALL = 2 * 256  # an nn.LayerNorm(WIDTH), with both of its tensors rounded up
 
 
 @contextmanager
@@ -1249,3 +1251,65 @@ def test_a_model_that_cannot_be_warmed_fails_no_other_models_pass(
     run(1, 0, 1)
     for model in models:
         runtime_of(model).shutdown()
+
+
+PLACINGS = {
+    "move": lambda model: model.to("hpu"),
+    "state_dict": lambda model: model.state_dict(),
+    "copy": deepcopy,
+}
+
+
+@pytest.mark.parametrize("trains", [True, False], ids=["trains", "frozen"])
+@pytest.mark.parametrize("place", PLACINGS.values(), ids=PLACINGS)
+def test_what_is_placed_beside_another_models_pass_takes_no_room_of_it(
+    sim, place, trains, monkeypatch
+):
+    """That pass has begun, but has loaded nothing yet. Who waits behind it gives up
+    no more than it must."""
+    models = [nn.Sequential(nn.LayerNorm(WIDTH), *varied(6, seed)) for seed in range(2)]
+    models[1].requires_grad_(False)[0].requires_grad_(trains)
+    expected = [run_resident(model, "hpu", batch()) for model in models]
+    for model in models:
+        stagehand.layer(model, vram_budget=ONE + SMALL, device="hpu")
+    runtimes = [runtime_of(model) for model in models]
+    waits, errors, threads = threading.Event(), [], []
+    give = SharedDevice._give_while_waiting
+
+    def given(device, seat):
+        give(device, seat)
+        waits.set()
+
+    monkeypatch.setattr(SharedDevice, "_give_while_waiting", given)
+
+    def run(number):
+        with torch.no_grad():
+            output = models[number](batch())
+        assert_bitwise_equal(output, expected[number], f"model {number}")
+
+    def aside(call):
+        thread = threading.Thread(target=guarded(call, errors), daemon=True)
+        threads.append(thread)
+        thread.start()
+
+    def between(*_):
+        hook.remove()
+        placed = threading.Event()
+        aside(lambda: (place(models[1]), placed.set()))
+        assert placed.wait(timeout=120)
+        aside(lambda: run(1))
+        assert waits.wait(timeout=120)
+
+    for number in (1, 0, 1, 0):
+        run(number)
+    runtimes[0]._tenancy.give_up(0)
+    hook = models[0].register_forward_pre_hook(between)
+    run(0)
+    for thread in threads:
+        thread.join(timeout=120)
+        assert not thread.is_alive()
+    assert errors == []
+    run(1)
+    assert sim.races() == []
+    for runtime in runtimes:
+        runtime.shutdown()

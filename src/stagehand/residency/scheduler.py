@@ -23,6 +23,7 @@ from stagehand.residency.slots import Neighbours, SlotMemory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Sequence
+    from contextlib import AbstractContextManager
 
     import torch
 
@@ -506,6 +507,10 @@ class Scheduler:
         """Let other models give up so many bytes; return whether these are free now."""
         return self._memory.make_room(nbytes)
 
+    def beside_passes(self, nbytes: int) -> AbstractContextManager[bool]:
+        """See `Neighbours.beside_passes`."""
+        return self._memory.beside_passes(nbytes)
+
     def budget_for(self, nbytes: int) -> int:
         """Return the smallest budget with which so many bytes can be had."""
         return self._memory.budget_for(nbytes)
@@ -568,7 +573,8 @@ class Scheduler:
         if not self._gave_way:
             return False
         fixed = (self.blocks[index] for index in self._fixed)
-        self._settle(block for block in fixed if block.store and block.tensors)
+        if not self._settle(block for block in fixed if block.store and block.tensors):
+            return False
         self._gave_way = False
         if self._ahead.reach or self._ahead.is_held_back:
             return True
@@ -681,24 +687,32 @@ class Scheduler:
             StagehandOOMError: If there is no room, whoever is there.
         """
         gave_way, self._gave_way = self._gave_way, True
+        there = False
         try:
-            self._settle(blocks)
+            there = self._settle(blocks)
         except StagehandOOMError:
             if not self.others_are_busy():
                 raise
-            self._tell_of_leave()
-        else:
+        if there:
             self._gave_way = gave_way
+        else:
+            self._tell_of_leave()
 
-    def _settle(self, blocks: Iterable[Block]) -> None:
+    def _settle(self, blocks: Iterable[Block]) -> bool:
+        """Do what `settle` does; return False if others were promised the room."""
         stream = self._device.current_stream()
         away = [block for block in blocks if not block.bound]
-        for number, block in enumerate(away):
-            for other in away[number : number + 2]:  # two threads stage
-                if other.slot is None and not other.stepping:
-                    self._loader.request(other)
-            self._bring(block, stream)
-            self._latest = None
+        missing = sum(block.slot_nbytes for block in away if block.slot is None)
+        with self.beside_passes(missing) as there:
+            if not there:
+                return False
+            for number, block in enumerate(away):
+                for other in away[number : number + 2]:  # two threads stage
+                    if other.slot is None and not other.stepping:
+                        self._loader.request(other)
+                self._bring(block, stream)
+                self._latest = None
+        return True
 
     @_whole
     def take_in(self, block: Block) -> None:

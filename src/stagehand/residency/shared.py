@@ -21,6 +21,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from stagehand.core.ledger import NO_LIMIT, Account, Ledger
@@ -30,7 +31,7 @@ from stagehand.residency.seats import AUTOGRAD, Seats
 from stagehand.torch_private import is_autograds
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
     import torch
 
@@ -288,6 +289,32 @@ class SharedDevice:
                 refusing = self._refusing.copy()
                 if not (may_wait and refusing and self._await_locks(refusing)):
                     return False
+
+    @contextmanager
+    def beside_passes(self, number: int, nbytes: int) -> Iterator[bool]:
+        """Let a tenant take so many bytes between its passes; in one nothing happens.
+
+        The caller holds the tenant's lock. A pass that begins meanwhile counts them as
+        taken.
+
+        Yields:
+            False if passes of others, in other threads, were promised that room.
+        """
+        with self._changed:
+            seat, there = self._seats.get(number), True
+            if seat is not None and seat.thread is not None:
+                seat = None  # it has its room
+            if seat is not None:
+                promised = self._seats.promised(seat)
+                there = promised <= 0 or self._free(seat, promised + nbytes)
+                seat.limit, seat.thread = seat.held + nbytes * there, HERE.thread
+        try:
+            yield there
+        finally:
+            if seat is not None:
+                with self._changed:
+                    seat.thread = None
+                    self._changed.notify_all()
 
     def budget_for(self, number: int, nbytes: int) -> int:
         """Return the smallest budget that lets a tenant have so many bytes."""

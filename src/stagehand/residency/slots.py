@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Protocol
 
 from stagehand.core.transfer import Slot, TransferEngine
@@ -12,6 +13,7 @@ from stagehand.units import format_bytes, format_limit
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from contextlib import AbstractContextManager
 
     from stagehand.core.arena import Arena, Lease
     from stagehand.core.telemetry import Counters
@@ -31,6 +33,9 @@ class Neighbours(Protocol):
 
     def make_room(self, nbytes: int) -> bool:
         """Let others give up so many bytes; return whether they are free."""
+
+    def beside_passes(self, nbytes: int) -> AbstractContextManager[bool]:
+        """Take so many bytes between passes, if no pass of others was promised them."""
 
     def budget_for(self, nbytes: int) -> int:
         """Return the smallest budget with which so many bytes can be had."""
@@ -133,6 +138,11 @@ class SlotMemory:
     def make_room(self, nbytes: int) -> bool:
         """Let others give up so many bytes; return whether these are free."""
         return self.neighbours is not None and self.neighbours.make_room(nbytes)
+
+    def beside_passes(self, nbytes: int) -> AbstractContextManager[bool]:
+        """See `Neighbours.beside_passes`."""
+        others = self.neighbours
+        return nullcontext(True) if others is None else others.beside_passes(nbytes)
 
     def budget_for(self, nbytes: int) -> int:
         """Return the smallest budget with which so many bytes can be had."""
