@@ -4,6 +4,7 @@ import gc
 import re
 import threading
 import time
+import weakref
 from contextlib import ExitStack
 from copy import deepcopy
 
@@ -23,6 +24,7 @@ from torch import nn
 
 import stagehand
 from architectures.trees import assert_bitwise_equal
+from stagehand.residency import shared
 from stagehand.residency.shared import SharedDevice, shared_device
 from stagehand.units import MIB
 
@@ -344,8 +346,11 @@ def test_a_released_reservation_gives_the_room_back(crowd):
     assert other._parts.weights.limit_bytes > 3 * LAYER_BYTES
 
 
-def test_who_does_not_share_the_memory_has_no_reservation_to_release_there(crowd):
+def test_who_does_not_share_the_memory_has_no_reservation_to_release_there(
+    crowd, monkeypatch
+):
     """Each device counts its models by itself, so their numbers may be the same."""
+    monkeypatch.setattr(shared, "_devices", weakref.WeakValueDictionary())  # as new
     some = crowd("hpu", [4, 9])
     apart = stagehand.layer(stack(), vram_budget=BUDGET, shared=False)
     runtime, other = some.runtimes

@@ -301,20 +301,20 @@ class SharedDevice:
             False if passes of others, in other threads, were promised that room.
         """
         with self._changed:
-            seat, there = self._seats.get(number), True
-            if seat is not None and seat.thread is not None:
-                seat = None  # it has its room
-            if seat is not None:
+            seat = self._seats.get(number)
+        if seat is None or seat.thread is not None:  # in a pass it has its room
+            yield True
+            return
+        try:
+            with self._changed:
                 promised = self._seats.promised(seat)
                 there = promised <= 0 or self._free(seat, promised + nbytes)
                 seat.limit, seat.thread = seat.held + nbytes * there, HERE.thread
-        try:
             yield there
         finally:
-            if seat is not None:
-                with self._changed:
-                    seat.thread = None
-                    self._changed.notify_all()
+            with self._changed:
+                seat.thread = None
+                self._changed.notify_all()
 
     def budget_for(self, number: int, nbytes: int) -> int:
         """Return the smallest budget that lets a tenant have so many bytes."""
