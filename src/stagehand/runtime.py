@@ -566,12 +566,12 @@ class Runtime(Passing, Sharing, Storing, Conduct):
 
     def _clear_device(self) -> None:
         """Bring all blocks home; the next pass pins and places them anew."""
+        self._ready = self._resumes = False  # first: an interrupt may leave some there
         self._parts.scheduler.park()
         self._parts.loader.pin_on = None
         self._parts.masters.stop_pinning()
         self._parts.loader.set_slabs(0, 0)
         self._parts.engine.close_wires()
-        self._ready = self._resumes = False
 
     def place(self) -> None:
         """Bring what always stays to the device, as the next pass would.

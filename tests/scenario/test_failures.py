@@ -40,6 +40,8 @@ from stagehand.core.transfer import TransferEngine
 from stagehand.errors import ConfigError
 from stagehand.residency import blocks
 from stagehand.residency.blocks import Block
+from stagehand.residency.mover import Mover
+from stagehand.residency.scheduler import Scheduler
 from stagehand.residency.slots import SlotMemory
 from stagehand.torch_private import DispatchMode, storage_use_count
 from streamed import Shape
@@ -385,6 +387,36 @@ def test_an_interrupt_while_slots_get_their_memory_loses_nothing(sim, place):
     assert sim.allocated_bytes() == held
     assert_whole(another := streamed_stack(place), place)
     end(another)
+
+
+@pytest.mark.parametrize("leaves", ["park", "state_dict", "to"])
+def test_an_interrupt_while_all_is_brought_home_leaves_a_model_that_runs(
+    sim, place, leaves
+):
+    """What stays had left, and was not brought back: each pass found it on the host."""
+    plain = nn.Sequential(nn.LayerNorm(WIDTH), *stack())
+    expected = run_resident(plain, place, batch())
+    model = stagehand.layer(plain, vram_budget=3 * LAYER_BYTES, device=place)
+    runtime = runtime_of(model)
+    leave = {
+        "park": runtime.park,
+        "state_dict": model.state_dict,
+        "to": lambda: model.to("cpu"),
+    }[leaves]
+    moves = [Scheduler.park.__wrapped__, Mover.evict, SlotMemory.free]
+    for number in itertools.count(1):
+        assert_passes_equal(model, expected, batch(), passes=1)
+        interrupted = False
+        try:
+            with interrupted_at(number, *moves):
+                leave()
+        except KeyboardInterrupt:
+            interrupted = True
+        assert_passes_equal(model, expected, batch(), passes=1)
+        if not interrupted:
+            break
+    assert number > 20
+    runtime.shutdown()
 
 
 def test_what_is_broken_does_not_keep_the_rest_from_being_freed(sim, place):

@@ -933,6 +933,33 @@ def test_a_model_that_took_gradients_once_leaves_the_next_one_room(sim, place):
         runtime_of(model).shutdown()
 
 
+@pytest.mark.parametrize(
+    ("first", "second"), [(0, 0), (300, 300), (1000, 0), (0, 1000)]
+)
+def test_an_error_in_the_middle_of_a_pass_names_a_budget_that_works(sim, first, second):
+    """It named the model's own, which was enough, where others had what all share."""
+
+    def run(*budgets):
+        models = [stack(6), stack(7)]
+        for model, budget in zip(models, budgets, strict=True):
+            stagehand.layer(model, vram_budget=budget, device="hpu")
+        holder = runtime_of(models[0])
+        models[1][0].register_forward_pre_hook(lambda *_: holder.before_block("2.0"))
+        with torch.no_grad():
+            models[0](batch())
+            try:
+                models[1](batch())
+            finally:
+                holder.after_block("2.0")
+                for model in models:
+                    runtime_of(model).shutdown()
+
+    with pytest.raises(stagehand.StagehandOOMError) as caught:
+        run(LAYER_BYTES + first, LAYER_BYTES + second)
+    assert caught.value.needed_bytes == 2 * LAYER_BYTES
+    run(LAYER_BYTES + first, caught.value.needed_bytes)
+
+
 def test_an_error_of_two_that_go_back_at_once_names_a_budget_that_works(sim):
     """One is in the middle of its pass, and gives what it can."""
 

@@ -39,6 +39,15 @@ def test_a_part_holds_no_more_than_its_own_limit():
     assert whole.held_bytes == 0
 
 
+def test_a_limit_that_would_do_is_above_what_others_hold_of_the_whole():
+    whole, one, other = two_parts(limit=100, own=(60, 80))
+    one.grant(50, "slot")
+    assert one.limit_for(20) == 70  # the whole has that
+    other.grant(40, "slot")
+    assert one.limit_for(10) == 60
+    assert one.limit_for(20) == whole.limit_for(20) == 110
+
+
 def test_the_whole_knows_who_holds_what():
     whole, one, other = two_parts()
     one.grant(10, "slot")

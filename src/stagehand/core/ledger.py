@@ -191,6 +191,10 @@ class Account:
         with self._lock:
             return max(0, self._beside(0, _HARD))
 
+    def limit_for(self, nbytes: int) -> int:
+        """Return the smallest limit with which so many bytes more could be held now."""
+        return self._held + nbytes
+
     @property
     def overdraft_bytes(self) -> int:
         """How many bytes must be released before the limit holds again."""
@@ -484,6 +488,11 @@ class SubAccount(Account):
         self._kept = 0  # what the whole keeps
         self._detached = False
         super().__init__(name, limit_bytes)
+
+    def limit_for(self, nbytes: int) -> int:
+        """See `Account.limit_for`; a limit above the whole's is one for that, too."""
+        own, all_of_it = super().limit_for(nbytes), self.whole.limit_for(nbytes)
+        return own if all_of_it <= self.whole.limit_bytes else max(own, all_of_it)
 
     @property
     def overdraft_bytes(self) -> int:

@@ -166,7 +166,7 @@ class SlotMemory:
             return lease
         others = "" if self.neighbours is None else self.neighbours.name_them()
         used = [s.occupant.name for s in self.slots if s.occupant and s.occupant.uses]
-        needed, limit = self.account.held_bytes + nbytes, self.account.limit_bytes
+        needed, limit = self.account.limit_for(nbytes), self.account.limit_bytes
         raise StagehandOOMError(
             f"block {block.name!r} needs {format_bytes(nbytes)} of device memory while"
             f" {', '.join(map(repr, used[:5])) or 'what stays'} is in use, and of"
