@@ -8,7 +8,7 @@ of every optimizer.
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
@@ -41,6 +41,29 @@ Script = Callable[["Run"], None]
 
 
 # Models
+
+
+class OnTwoStreams(nn.Module):
+    """Each layer computes on two streams at once, and is recomputed on one of them."""
+
+    def __init__(self, layers: Iterable[nn.Module]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(
+        self, x: torch.Tensor, side: torch.Stream, reentrant: bool
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        here = torch.accelerator.current_stream()
+        kept = []  # until nobody computes with them
+        for layer in self.layers:
+            side.wait_stream(here)
+            with side:
+                again = checkpoint(layer, x, use_reentrant=reentrant)
+            once = layer(x)
+            here.wait_stream(side)
+            kept += [x, again]
+            x = once + again
+        return x, kept
 
 
 class Residual(nn.Module):

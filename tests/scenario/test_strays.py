@@ -267,6 +267,29 @@ def learn(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
     return [output.detach().cpu(), *grads]
 
 
+def assert_learns_alike(
+    model: nn.Module, x: torch.Tensor, device: str, layers: int, sim: ModuleType
+) -> None:
+    """Compare steps of a streamed model with one of the resident model.
+
+    Args:
+        layers: How many layers the budget holds.
+    """
+    model.requires_grad_(True)
+    x = x.to(device)
+    model.to(device)
+    expected = learn(model, x)
+    model.zero_grad()
+    budget = layers * LAYER_BYTES
+    stagehand.layer(model.to("cpu"), vram_budget=budget, device=device)
+    for number in range(3):
+        assert_bitwise_equal(learn(model, x), expected, f"step {number}")
+        assert sim.races() == []
+    runtime = model._stagehand_layer_runtime
+    assert runtime.report().peak_device_bytes <= budget
+    runtime.shutdown()
+
+
 @pytest.mark.parametrize("device", ["hpu", "cpu"], ids=["simulated", "host"])
 @pytest.mark.parametrize("reader", [*READERS, functools.partial(Pool, wide=False)])
 def test_weights_without_room_to_stay_are_found_where_a_region_is_recomputed(
@@ -274,19 +297,7 @@ def test_weights_without_room_to_stay_are_found_where_a_region_is_recomputed(
 ) -> None:
     """There they were on the host, which torch told of."""
     model, x = make(lambda: nn.Sequential(*(Recomputed(reader) for _ in range(4))))
-    model.requires_grad_(True)
-    x = x.to(device)
-
-    model.to(device)
-    expected = learn(model, x)
-    model.zero_grad()
-    stagehand.layer(model.to("cpu"), vram_budget=4 * LAYER_BYTES, device=device)
-    for number in range(3):
-        assert_bitwise_equal(learn(model, x), expected, f"step {number}")
-        assert sim.races() == []
-    runtime = model._stagehand_layer_runtime
-    assert runtime.report().peak_device_bytes <= 4 * LAYER_BYTES
-    runtime.shutdown()
+    assert_learns_alike(model, x, device, 4, sim)
 
 
 class Several(nn.Module):
@@ -308,20 +319,9 @@ def test_lists_of_weights_come_and_go_with_the_module_that_reads_them(
 ) -> None:
     """All of them had to stay: nobody calls a list, so its weights were strays."""
     model, x = make(lambda: nn.Sequential(*(Several() for _ in range(4))))
-    model.requires_grad_(True)
-    x = x.to(device)
-    model.to(device)
-    expected = learn(model, x)
-    model.zero_grad()
-    stagehand.layer(model.to("cpu"), vram_budget=2 * LAYER_BYTES, device=device)
     with warnings.catch_warnings():
         warnings.simplefilter("error", stagehand.StagehandWarning)
-        for number in range(3):
-            assert_bitwise_equal(learn(model, x), expected, f"step {number}")
-            assert sim.races() == []
-    runtime = model._stagehand_layer_runtime
-    assert runtime.report().peak_device_bytes <= 2 * LAYER_BYTES
-    runtime.shutdown()
+        assert_learns_alike(model, x, device, 2, sim)
 
 
 class Again(Fused):

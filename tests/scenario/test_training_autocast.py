@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import stagehand
 from architectures import assert_bitwise_equal
 from equality import all_equal
-from training import Setting
+from training import OnTwoStreams, Setting
 
 WEIGHTS = 12 * 32 * 33  # elements of `stack(12)`
 
@@ -586,33 +586,11 @@ def test_a_site_that_an_interrupt_has_left_is_forgotten_by_the_next_pass(
     runtime_of(model).shutdown()
 
 
-class OnTwoStreams(nn.Module):
-    """Each layer computes on two streams, and is recomputed on one of them."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = stack(4)
-
-    def forward(self, x, side):
-        here = torch.accelerator.current_stream()
-        kept = [layer(x) for layer in self.layers]  # casts all, before streams part
-        side.wait_stream(here)
-        for layer in self.layers:
-            with side:
-                again = checkpoint(layer, x, use_reentrant=True)
-            once = layer(x)
-            here.wait_stream(side)
-            kept += [x, again]
-            x = once + again
-            side.wait_stream(here)
-        return x, kept
-
-
 def test_a_cast_that_is_made_again_on_one_stream_is_there_for_others(sim):
     """Backward inside of the region made it again for a saved weight, and a recompute
     on the other stream did not wait for it."""
     torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)
-    model = OnTwoStreams()
+    model = OnTwoStreams(stack(4))
     plain, side = deepcopy(model).to("hpu"), torch.Stream("hpu")
     stagehand.layer(model, vram_budget=2 * LAYER_BYTES)
 
@@ -620,7 +598,8 @@ def test_a_cast_that_is_made_again_on_one_stream_is_there_for_others(sim):
         model.zero_grad()
         x = batch(2, 32).to("hpu").requires_grad_()
         with torch.autocast("hpu", dtype=torch.bfloat16):
-            y, _kept = model(x, side)
+            _casts = [layer(x) for layer in model.layers]  # before streams part
+            y, _kept = model(x, side, True)
             y.float().sum().backward()
             torch.accelerator.synchronize()
         return [p.grad.cpu().clone() for p in model.parameters()]

@@ -24,6 +24,7 @@ from training import (
     TIGHT,
     WIDTH,
     Net,
+    OnTwoStreams,
     Residual,
     Setting,
     assert_trains_equally,
@@ -467,29 +468,6 @@ def test_a_weight_that_is_unpacked_first_keeps_no_slot_while_its_region_recomput
     end(run)
 
 
-class OnTwoStreams(torch.nn.Module):
-    """Each layer computes on two streams at once, and is recomputed on one of them."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = torch.nn.ModuleList(
-            torch.nn.Linear(WIDTH, WIDTH) for _ in range(4)
-        )
-
-    def forward(self, x, side, reentrant):
-        here = torch.accelerator.current_stream()
-        kept = []  # until nobody computes with them
-        for layer in self.layers:
-            side.wait_stream(here)
-            with side:
-                again = checkpoint(layer, x, use_reentrant=reentrant)
-            once = layer(x)
-            here.wait_stream(side)
-            kept += [x, again]
-            x = once + again
-        return x, kept
-
-
 @REENTRANT
 @pytest.mark.parametrize("trains", [False, True])
 def test_a_block_that_backward_uses_is_there_for_recomputes_on_other_streams(
@@ -497,7 +475,8 @@ def test_a_block_that_backward_uses_is_there_for_recomputes_on_other_streams(
 ):
     """A use within a use did not wait for what fills the slot, nor was it marked."""
     torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)
-    model = OnTwoStreams().requires_grad_(trains)
+    layers = (torch.nn.Linear(WIDTH, WIDTH) for _ in range(4))
+    model = OnTwoStreams(layers).requires_grad_(trains)
     plain, side = deepcopy(model).to("hpu"), torch.Stream("hpu")
     stagehand.layer(model, device="hpu", vram_budget=2 * 4 * (WIDTH + 1) * WIDTH + 2048)
 
