@@ -58,10 +58,9 @@ def refuse_offloaded(model: nn.Module) -> None:
     for name, module in model.named_modules():
         registry = module.__dict__.get("_diffusers_hook")
         if _GROUPS in getattr(registry, "hooks", ()):
-            what = f"module {name!r}" if name else "it"
             raise ConfigError(
                 f"{type(model).__name__} cannot be streamed: hooks of diffusers move"
-                f" the weights of {what} to the device and back, as"
+                f" the weights of {_called(name)} to the device and back, as"
                 " enable_group_offload() sets them; leave it out, or take them off"
                 " first, with diffusers.HookRegistry.check_if_exists_or_initialize("
                 f'model).remove_hook("{_GROUPS}"), which leaves no weights where these'
@@ -69,10 +68,9 @@ def refuse_offloaded(model: nn.Module) -> None:
             )
         hook = hook_of(module)
         if any(type(h).__name__ == _MOVES for h in getattr(hook, "hooks", [hook])):
-            what = f"module {name!r}" if name else "it"
             raise ConfigError(
                 f"{type(model).__name__} cannot be streamed: hooks of accelerate move"
-                f" all of {what} to the device at each call, as"
+                f" all of {_called(name)} to the device at each call, as"
                 " enable_model_cpu_offload() of a pipeline sets them; leave it out, or"
                 f" take them off first, with {TAKE_OFF}"
             )
@@ -92,8 +90,7 @@ def refuse_sharded(model: nn.Module) -> None:
     """Refuse a model whose weights `torch.distributed` divides between processes."""
     for name, module in model.named_modules():
         if any(_is_distributed(kind, "fsdp") for kind in type(module).__mro__):
-            what = f"module {name!r}" if name else "it"
-            raise ConfigError(_shared_out(model, f"{what} is one of FSDP"))
+            raise ConfigError(_shared_out(model, f"{_called(name)} is one of FSDP"))
     for name, parameter in model.named_parameters():
         kind = type(parameter).__name__
         if getattr(parameter, "_is_flat_param", False):
@@ -101,6 +98,11 @@ def refuse_sharded(model: nn.Module) -> None:
         elif not _is_distributed(type(parameter)):
             continue
         raise ConfigError(_shared_out(model, f"{name!r} is a {kind}"))
+
+
+def _called(name: str) -> str:
+    """Return what errors call a module of a model: the model itself has no name."""
+    return f"module {name!r}" if name else "it"
 
 
 def _is_distributed(kind: type, part: str = "") -> bool:

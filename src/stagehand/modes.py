@@ -302,12 +302,14 @@ def _warn_of_room(
     What the model has there leaves, or is a part of what it will have there.
     """
     device = settings.device
+    if device.is_host:
+        return
     weights = sum(group.nbytes for group in (finding.rest, *finding.streamed))
     wanted = min(settings.budget_bytes, weights)
     tensors = chain(model.parameters(), model.buffers())
     there = sum(tensor_bytes(t) for t in tensors if t.device == device.torch_device)
     free = _bytes_for(device, shared=settings.shared) + there
-    if device.is_host or wanted <= free:
+    if wanted <= free:
         return
     warnings.warn(
         f"{named} lets {type(model).__name__} have {format_bytes(wanted)} of"

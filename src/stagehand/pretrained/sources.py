@@ -12,10 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from stagehand.errors import (
-    ConfigError,
-    TensorMismatchError,
-)
+from stagehand.errors import ConfigError, TensorMismatchError
 from stagehand.pretrained import diffusers_models, transformers_models
 from stagehand.pretrained.deferred import Built, build
 from stagehand.pretrained.naming import Naming
