@@ -54,9 +54,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         folder = ROOT / "benchmarks" / "results"
     ends = time.monotonic() + 60 * options.minutes
     # A rehearsal is done here: it measures nothing that others would spoil.
-    link = measure_link(card, options.scratch) if card else _apart(None, options, ends)
+    known = None if options.again else folder
+    if card:
+        link = measure_link(card, options.scratch, known)
+    else:
+        link = _apart(None, options, ends, known)
     lines = Lines(link["device"], folder)
-    lines.write(link)
+    if link != lines.link:
+        lines.write(link)
     left = [cell for cell in cells if options.again or cell not in lines]
     left.sort(key=lines.tried)  # what failed before takes no other cell's time
     failed = 0
@@ -92,10 +97,15 @@ def _one(cell: Cell, options: argparse.Namespace, ends: float) -> dict[str, Any]
 
 
 def _apart(
-    cell: Cell | None, options: argparse.Namespace, ends: float
+    cell: Cell | None,
+    options: argparse.Namespace,
+    ends: float,
+    results: Path | None = None,
 ) -> dict[str, Any]:
     seconds = min(options.seconds, ends - time.monotonic())
-    return apart(cell, dry=False, folder=options.scratch, seconds=seconds)
+    return apart(
+        cell, dry=False, folder=options.scratch, seconds=seconds, results=results
+    )
 
 
 def _parser() -> argparse.ArgumentParser:

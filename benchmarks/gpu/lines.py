@@ -28,6 +28,8 @@ class Lines:
         name = f"{device.replace(' ', '-')}.jsonl"
         self._path = None if folder is None else folder / name
         read = self._read()
+        self.link = next(filter(self._is_link, read), None)
+        """What the link was measured to do; None if it was not."""
         self._there = {_key(line) for line in read if "failed" not in line}
         self._tried = {_key(line) for line in read}
 
@@ -38,6 +40,9 @@ class Lines:
     def tried(self, cell: Cell) -> bool:
         """Whether it was measured, or failed."""
         return self._key_of(cell) in self._tried
+
+    def _is_link(self, line: dict[str, Any]) -> bool:
+        return line.get("kind") == "link" and _key(line) == _key(self._about)
 
     def _key_of(self, cell: Cell) -> str:
         return _key({**self._about, "cell": cell.line()})

@@ -19,6 +19,7 @@ import torch
 
 from benchmarks.gpu.card import Card, SimulatedCard
 from benchmarks.gpu.cells import Cell
+from benchmarks.gpu.lines import Lines
 from benchmarks.gpu.link import calibrate
 from benchmarks.gpu.measure import measure
 from benchmarks.gpu.ways.base import LeftOutError
@@ -64,7 +65,12 @@ def _left_out(cell: Cell, reason: str) -> dict[str, Any]:
 
 
 def apart(
-    cell: Cell | None, *, dry: bool, folder: Path | None, seconds: float
+    cell: Cell | None,
+    *,
+    dry: bool,
+    folder: Path | None,
+    seconds: float,
+    results: Path | None = None,
 ) -> dict[str, Any]:
     """Return a cell's line, or how its process ended.
 
@@ -73,13 +79,14 @@ def apart(
         dry: On the simulated device.
         folder: Where files are written for a while; None for the system's place.
         seconds: After which it is given up.
+        results: Where a line of the link may be that will do.
     """
     # What a process that is killed leaves behind goes with the folder.
     with tempfile.TemporaryDirectory(dir=folder, prefix="bench-") as there:
         result = Path(there) / "line.json"
         command = [sys.executable, "-m", "benchmarks.gpu.worker"]
         command += [json.dumps(cell and cell.line()), str(result)]
-        command += ["dry" if dry else "real", there]
+        command += ["dry" if dry else "real", str(results or ""), there]
         try:
             done = subprocess.run(
                 command,
@@ -118,8 +125,12 @@ def _failed(cell: Cell | None, reason: str) -> dict[str, Any]:
     return {"kind": "cell", "cell": cell.line(), "failed": reason}
 
 
-def measure_link(card: Card, folder: Path | None = None) -> dict[str, Any]:
-    """Return the line of the link, with the card's name."""
+def measure_link(
+    card: Card, folder: Path | None = None, results: Path | None = None
+) -> dict[str, Any]:
+    """Return the line of the link, with the card's name: the one that is there."""
+    if (known := Lines(card.name, results).link) is not None:
+        return known
     sizes = _DRY_SIZES if card.dry else _SIZES
     with tempfile.TemporaryDirectory(dir=folder, prefix="bench-") as files:
         found = calibrate(card.device, sizes, Path(files))
@@ -129,11 +140,11 @@ def measure_link(card: Card, folder: Path | None = None) -> dict[str, Any]:
 
 def main(arguments: Sequence[str]) -> int:
     """Measure, write the line, and return the exit status."""
-    about, result, where, folder = arguments
+    about, result, where, results, folder = arguments
     card = SimulatedCard() if where == "dry" else Card()
     cell, there = json.loads(about), Path(folder) if folder else None
     if cell is None:
-        line = measure_link(card, there)
+        line = measure_link(card, there, Path(results) if results else None)
     else:
         line = attempt(Cell(**cell), card, there)
     Path(result).write_text(json.dumps(line), encoding="utf-8")

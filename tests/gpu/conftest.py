@@ -51,6 +51,7 @@ def place(request: pytest.FixtureRequest) -> Iterator[Place]:
     at.synchronize()
     before = at.allocated_bytes()
     yield at
+    at.ends.close()
     torch.set_num_threads(1)
     if request.param == "gpu" and (left := at.left_bytes(before)) > 0:
         pytest.fail(f"{left} device bytes left")

@@ -9,7 +9,7 @@ import re
 import statistics
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -72,7 +72,13 @@ class Place:
     """Whether times are the same at every run."""
     page_bytes: int
     """Device memory of one piece is rounded up to this at most."""
+    library_bytes = 0
+    """The most that the matrix library keeps for itself."""
     activities: tuple[ProfilerActivity, ...] = (ProfilerActivity.CPU,)
+
+    def __init__(self) -> None:
+        self.ends = ExitStack()
+        """What a test that fails leaves undone: others run on the same device."""
 
     def synchronize(self) -> None:
         """Wait for the device."""
@@ -168,6 +174,7 @@ class Rehearsal(Place):
     link = 1.0  # GB/s: about as slow as the small kernels
 
     def __init__(self, sim: ModuleType) -> None:
+        super().__init__()
         self._sim = sim
         sim.configure(h2d_gbps=self.link)
 
@@ -214,6 +221,7 @@ class Gpu(Place):
     tokens = 2048
     exact_time = False
     page_bytes = 2 * MIB
+    library_bytes = 64 * MIB
     activities = (ProfilerActivity.CPU, ProfilerActivity.CUDA)
 
     def allocated_bytes(self) -> int:

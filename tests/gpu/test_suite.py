@@ -546,7 +546,7 @@ def test_run_ends_with_an_error_if_this_library_failed(
     assert command.main(cell) == status
 
 
-def test_run_goes_on_where_one_stopped(rehearse):
+def test_run_goes_on_where_one_stopped(rehearse, tmp_path):
     first = rehearse(*ONE)
     assert rehearse(*ONE) == first
     both = ["--cells", *ONE[1:], "inference/llama-3-8b/8GiB/naive-pinned"]
@@ -554,6 +554,7 @@ def test_run_goes_on_where_one_stopped(rehearse):
         "stagehand",
         "naive-pinned",
     ]
+    assert (tmp_path / "simulated.jsonl").read_text().count('"kind": "link"') == 1
     assert len(rehearse(*ONE, "--again")) == 3
     assert len(rehearse(*ONE, "--blocks", "3")) == 4
 
@@ -750,13 +751,30 @@ def test_process_that_runs_one_cell_writes_its_line(sim, tmp_path):
     from benchmarks.gpu.worker import main
 
     cell, result = _small("stagehand", budget="75%"), tmp_path / "line"
-    assert main([json.dumps(cell.line()), str(result), "dry", ""]) == 0
+    assert main([json.dumps(cell.line()), str(result), "dry", "", ""]) == 0
     line = json.loads(result.read_text())
     assert line["cell"] == cell.line()
     assert line["equal"]
-    assert main(["null", str(result), "dry", ""]) == 0
+    assert main(["null", str(result), "dry", "", ""]) == 0
     line = json.loads(result.read_text())
     assert (line["kind"], line["device"]) == ("link", "simulated")
+
+
+def test_link_is_measured_once_for_a_device_and_a_version_of_torch(sim, tmp_path):
+    from benchmarks.gpu.lines import Lines
+    from benchmarks.gpu.worker import main
+
+    def measured():
+        assert main(["null", str(tmp_path / "line"), "dry", str(tmp_path), ""]) == 0
+        return json.loads((tmp_path / "line").read_text())
+
+    known = {"kind": "link", "h2d": {}}
+    Lines("another card", tmp_path).write(known)
+    older = json.dumps({"device": "simulated", "torch": "1.0", **known})
+    (tmp_path / "simulated.jsonl").write_text(older + "\n")
+    assert measured()["h2d"]
+    Lines("simulated", tmp_path).write({"kind": "link", "h2d": {"7": 7.0}})
+    assert measured()["h2d"] == {"7": 7.0}
 
 
 def test_ballast_leaves_what_it_shall_and_ends_when_it_is_left():
