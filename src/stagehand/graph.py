@@ -299,7 +299,7 @@ class SavedTensors:
 
     def _is_part(self, owner: Any) -> bool:
         """Whether a hook's object belongs to this runtime."""
-        return owner is self or (isinstance(owner, _Inside) and owner.saved is self)
+        return owner is self or (type(owner) is _Inside and owner.saved is self)
 
     def _is_in_slot(self, tensor: torch.Tensor) -> bool:
         """Whether a view of a tensor would keep the memory of a slot."""
@@ -359,19 +359,8 @@ class SavedTensors:
     @skipped
     def _unpack(self, packed: Any) -> torch.Tensor:
         if type(packed) is WeightHandle and graph_task() == self.backward:  # mostly
-            block = packed.block
-            if block is self._scheduler.fetched and block.bound:
-                slot: Any = block.slot
-                view: torch.Tensor | None = slot.views.get(packed.place)
-                seen_by = slot.seen_by
-                if (
-                    view is not None
-                    and (seen_by is self._only or seen_by == self._current_stream())
-                    and not is_grad_enabled()
-                    and packed.tensor._version == packed.version
-                ):
-                    return view.data  # as `view()` does
-            return self.bring(packed)
+            view = self.view_at_hand(packed)
+            return self.bring(packed) if view is None else view
         if self.backward is None:
             self.note_backward()
         if type(packed) is tuple:
@@ -384,6 +373,30 @@ class SavedTensors:
         if type(packed) is Kept:
             return packed.get()
         return self.bring(packed)
+
+    def view_at_hand(self, handle: WeightHandle) -> torch.Tensor | None:
+        """Return what `bring` does, in less time, if nothing has to be done for it.
+
+        Of a block that backward has brought, or that is always there. For a backward
+        pass that is known.
+        """
+        block, scheduler = handle.block, self._scheduler
+        if block is not scheduler.fetched and (
+            block.casts or block.index not in scheduler.fixed
+        ):
+            return None
+        if not block.bound or is_grad_enabled():
+            return None
+        slot: Any = block.slot
+        view: torch.Tensor | None = slot.views.get(handle.place)
+        seen_by = slot.seen_by
+        if (
+            view is None
+            or not (seen_by is self._only or seen_by == self._current_stream())
+            or handle.tensor._version != handle.version
+        ):
+            return None
+        return view.data  # as `WeightHandle.view` does
 
     def note_backward(self) -> None:
         """Let a backward pass begin, if this is one."""
@@ -505,21 +518,26 @@ class _Inside:
 
     @skipped
     def unpack(self, packed: Any) -> torch.Tensor:
-        if self.saved.backward is None:
-            self.saved.note_backward()
+        saved, task = self.saved, graph_task()
+        if saved.backward is None:
+            saved.note_backward()
         if type(packed) is not _OfSite:
-            return self._unpacked(packed)
-        found = self._unpacked(packed.packed)
-        self.saved.come_to(packed.block)  # after theirs, which may bring other blocks
+            return self._unpacked(packed, task)
+        found = self._unpacked(packed.packed, task)
+        saved.come_to(packed.block)  # after theirs, which may bring other blocks
         return found
 
-    def _unpacked(self, packed: Any) -> torch.Tensor:
-        task = graph_task()
+    def _unpacked(self, packed: Any, task: int) -> torch.Tensor:
         if type(packed) in _HANDLES:
+            saved = self.saved
             if self._first is not None and task not in (-1, self._task):
                 self._early = self._unpack_below(self._first)
                 self._task = task
-            return self.saved.bring(packed)
+            elif type(packed) is WeightHandle and task == saved.backward:
+                view = saved.view_at_hand(packed)
+                if view is not None:
+                    return view
+            return saved.bring(packed)
         if packed is self._first:
             early, self._early = self._early, None
             if early is not None and task == self._task:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import weakref
 from contextlib import AbstractContextManager, ExitStack
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -51,6 +52,8 @@ if TYPE_CHECKING:
     from stagehand.wires import Wires
 
 __all__ = ["Passing", "gone"]
+
+_requires_grad = attrgetter("requires_grad")
 
 
 class Passing(PassListener):
@@ -165,7 +168,8 @@ class Passing(PassListener):
         if not self._parts.trains:
             return
         for block in self._parts.streamed:
-            trains = any(t.requires_grad or id(t) in frozen for t in block.tensors)
+            trains = any(map(_requires_grad, block.tensors))
+            trains = trains or not frozen.isdisjoint(map(id, block.tensors))
             if trains or block.trained:
                 block.mark_changed()
             block.trained = trains

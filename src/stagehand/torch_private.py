@@ -129,12 +129,14 @@ __all__ = [
     "push_saved_hooks",
     "remove_hooks",
     "renew_hooks",
+    "reserved_on",
     "sequence_number",
     "sharing_versions",
     "skipped",
     "sparing",
     "storage_key",
     "storage_use_count",
+    "stream_on",
     "take_off",
     "take_off_dead",
     "tensor_key",
@@ -174,6 +176,20 @@ def allocated_on(index: int) -> int:
         return torch.accelerator.memory_allocated(index)
     found: int = _device_stats(index)["allocated_bytes"]["all"]["current"]
     return found
+
+
+def reserved_on(index: int) -> int:
+    """Return the bytes that PyTorch's allocator took from an accelerator."""
+    if _device_stats is None or not torch._C._accelerator_isAllocatorInitialized():
+        return torch.accelerator.memory_reserved(index)
+    found: int = _device_stats(index)["reserved_bytes"]["all"]["current"]
+    return found
+
+
+stream_on: Callable[[int], Any] = getattr(
+    torch._C, "_accelerator_getStream", torch.accelerator.current_stream
+)
+"""Return the stream on which this thread's operators run on an accelerator."""
 
 
 use_count_of: Callable[[int], int] = _required("_storage_Use_Count")

@@ -125,12 +125,13 @@ def test_accelerator_counts_its_memory(sim):
 
 
 @pytest.mark.parametrize("private", [True, False])
-def test_allocated_bytes_are_torchs_by_whatever_way(sim, monkeypatch, private):
+def test_bytes_are_those_that_torch_counts_by_whatever_way(sim, monkeypatch, private):
     if not private:
         monkeypatch.setattr(torch_private, "_device_stats", None)
     device = AcceleratorDevice(torch.device("hpu"))
     held = device.empty(3000)
     assert device.allocated_bytes() == torch.accelerator.memory_allocated() >= 3000
+    assert device.reserved_bytes() == torch.accelerator.memory_reserved() >= 3000
     del held
 
 

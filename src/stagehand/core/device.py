@@ -21,7 +21,7 @@ import torch
 
 from stagehand.core.machine import free_host_bytes
 from stagehand.errors import ConfigError, StagehandWarning
-from stagehand.torch_private import allocated_on
+from stagehand.torch_private import allocated_on, reserved_on, stream_on
 from stagehand.units import rounded_up
 
 __all__ = [
@@ -282,7 +282,8 @@ class AcceleratorDevice:
 
     def current_stream(self) -> Stream:
         """See `Device.current_stream`."""
-        return torch.accelerator.current_stream(self._index)
+        stream: Stream = stream_on(self._index)
+        return stream
 
     def new_event(self, *, timing: bool = False) -> Event:
         """See `Device.new_event`."""
@@ -316,7 +317,7 @@ class AcceleratorDevice:
 
     def reserved_bytes(self) -> int | None:
         """See `Device.reserved_bytes`."""
-        return torch.accelerator.memory_reserved(self._index)
+        return reserved_on(self._index)
 
     def free_bytes(self) -> int:
         """See `Device.free_bytes`. A process may be limited to a part of a device."""

@@ -102,7 +102,8 @@ class Scheduler:
         self._latest: Block | None = None
         self.fetched: Block | None = None
         """The block that `fetch` holds."""
-        self._fixed: Collection[int] = ()
+        self.fixed: Collection[int] = ()
+        """Blocks that are read without a use, by index."""
         self._gave_way = False  # blocks that stay have left, for other models
         self._takes_turns = False  # other models run between passes
         # Bound since before this pass, so that users may have edited them in place.
@@ -278,7 +279,7 @@ class Scheduler:
         Autograd runs each node on the stream of its forward, which need not be the one
         that fetched the block.
         """
-        if block is not self.fetched and block.index not in self._fixed:
+        if block is not self.fetched and block.index not in self.fixed:
             return False
         if not block.bound:
             return False
@@ -367,7 +368,7 @@ class Scheduler:
             block = slot.occupant
             if block is None:
                 self._memory.free(slot)
-            elif not block.uses and block.index not in self._fixed:
+            elif not block.uses and block.index not in self.fixed:
                 self._mover.evict(block, verify=block.stays)
                 self._memory.free(slot)
 
@@ -411,9 +412,9 @@ class Scheduler:
                 self._forget_stale(block, block.slot)
         self._takes_turns = self._takes_turns or hands_over
         if self._takes_turns:
-            self._lingered = {b for b in bound if b.index not in self._fixed}
+            self._lingered = {b for b in bound if b.index not in self.fixed}
         stream = self._device.current_stream()
-        for index in self._fixed:  # nobody tells of their uses
+        for index in self.fixed:  # nobody tells of their uses
             block = self.blocks[index]
             if block.bound:
                 self._engine.await_filled(block.slot, stream)  # type: ignore[arg-type]
@@ -422,7 +423,7 @@ class Scheduler:
 
     def await_fixed(self) -> None:
         """Block the host until what is read without a use is here, for all streams."""
-        for index in self._fixed:
+        for index in self.fixed:
             slot = self.blocks[index].slot
             if slot is not None:
                 self._engine.finish_load(slot)
@@ -446,7 +447,7 @@ class Scheduler:
         if self._loader.pin_on is not None:
             self._loader.pin_on()  # what stays is bound now
         stream = self._device.current_stream()
-        binds, fixed = not self._takes_turns, self._fixed
+        binds, fixed = not self._takes_turns, self.fixed
         lingered, self._lingered = self._lingered, ()
         if self.stopwatch is not None:
             self.stopwatch.end_pass(stream)
@@ -542,11 +543,11 @@ class Scheduler:
         for slot in sorted(self._memory.slots, key=self._harm):
             block = slot.occupant
             if block is not None:
-                if block.uses or not (all_of_it or block.index not in self._fixed):
+                if block.uses or not (all_of_it or block.index not in self.fixed):
                     continue
                 self._gave_way = self._gave_way or block.stays
                 self._mover.evict(block, verify=block.stays)
-                if block.index in self._fixed:
+                if block.index in self.fixed:
                     self._tell_of_leave()
             self._memory.free(slot)
             self._memory.trim()
@@ -558,7 +559,7 @@ class Scheduler:
         block = slot.occupant
         if block is None or not block.stays:
             return 0, 0
-        if block.index in self._fixed:
+        if block.index in self.fixed:
             return 2, 0
         return 1, -self.order.place(block.index)
 
@@ -572,7 +573,7 @@ class Scheduler:
         """
         if not self._gave_way:
             return False
-        fixed = (self.blocks[index] for index in self._fixed)
+        fixed = (self.blocks[index] for index in self.fixed)
         if not self._settle(block for block in fixed if block.store and block.tensors):
             return False
         self._gave_way = False
@@ -636,7 +637,7 @@ class Scheduler:
             fixed: Blocks that are read without a use: they never leave their slots.
         """
         self._ahead.forget()
-        self._fixed = fixed
+        self.fixed = fixed
         kept: list[Slot | None] = [None] * len(plan.slots)
         occupied = [slot for slot in self._memory.slots if slot.occupant]
         for slot in occupied:

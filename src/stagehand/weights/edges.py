@@ -295,9 +295,13 @@ class Edges:
         Returns:
             Whether there was one.
         """
-        if self._backward is None or self.lock.owner is not HERE.thread:
+        if self._backward is None:
             return False
-        if self._is_called():
+        known = self._known_backward()
+        if known is not None and known.task == graph_task():
+            return False  # mostly: this is inside of it
+        del known
+        if self.lock.owner is not HERE.thread or self._is_called():
             return False
         host_while(lambda: self._known_backward() is not None, self._ended)
         return True
@@ -321,10 +325,15 @@ class Edges:
 
     def moved_again(self, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         """Return the inputs of what is recomputed, moved as they were in forward."""
-        if self.recomputing:
+        if self.recomputing or (
+            len(args) == 1 and not kwargs and self._is_there(*args)
+        ):
             return None
         moved: tuple[Any, Any] = move_inputs((args, kwargs), self._device)
         return moved
+
+    def _is_there(self, value: Any) -> bool:
+        return type(value) is torch.Tensor and value.device == self._device
 
     def leave(self, module: nn.Module) -> None:
         """End the latest entry, if it is this module's."""
