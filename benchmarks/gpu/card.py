@@ -103,6 +103,14 @@ class Card:
         given_back -= torch.accelerator.memory_reserved()
         return self.used_bytes() + given_back
 
+    def allocator_calls(self) -> int:
+        """How often torch's allocator took memory from the device, or gave some back.
+
+        Where a card is nearly full it may do so in each step, and the device waits.
+        """
+        stats = torch.accelerator.memory_stats()
+        return int(stats["num_device_alloc"] + stats["num_device_free"])
+
     def pinned_bytes(self) -> int:
         """Page-locked bytes: the most that torch had, and what the library has."""
         own = [m for m in gc.get_objects() if type(m) is _RegisteredMemory]

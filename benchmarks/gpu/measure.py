@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 __all__ = ["measure"]
 
 _WARM_UP = 3  # steps, for those that learn nothing
+_WATCHED = 4  # steps, to see where compute waits
 _SLACK = 32  # this part of the cap is left for fragments and the driver's own
 _ROUNDED = 16  # all weights are there with at most this part more
 _PROBED = 2048 * MIB
@@ -154,6 +155,7 @@ def _away(
     way.load()
     began = time.perf_counter()
     way.prepare(setting)
+    _watch(task, on=False)
     task.begin()
     prepared = time.perf_counter() - began
     with repeatable():
@@ -170,7 +172,10 @@ def _away(
         device.synchronize()
     if task.tally is not None:
         task.tally.reset()
-    steps, stall_ms = _waiting(task, lambda: _time(setting, card))
+    calls = card.allocator_calls()
+    steps = _time(setting, card)
+    calls = card.allocator_calls() - calls
+    stall_ms = _stall_ms(task, lambda: _time(setting, card, _WATCHED))
     bound = task.bound(found.steps.phases, setting.room, rates)
     return {
         "version": way.version,
@@ -178,6 +183,8 @@ def _away(
         "timed_steps": steps.count,
         "phases": steps.phases,
         "host_seconds": steps.host,
+        "resident_host_seconds": found.steps.host,
+        "allocator_calls": calls / steps.count,
         "resident": asdict(found.steps.whole),
         "resident_phases": found.steps.phases,
         "bound": bound,
@@ -235,8 +242,10 @@ def _check_host(setting: Setting) -> None:
         )
 
 
-def _time(setting: Setting, card: Card) -> Steps:
+def _time(setting: Setting, card: Card, most: int | None = None) -> Steps:
+    """Time the cell's steps, or so many at most, without what times the library."""
     task, steps = setting.task, setting.cell.steps
+    steps = steps if most is None else min(steps, most)
     if task.before_step is None:
         return time_phases(card.device, task.phases(), steps)
     return time_each(card.device, task.phases(), steps, task.before_step)
@@ -271,17 +280,25 @@ def _pinned(task: Task, device: Device, began: float) -> float | None:
     return after
 
 
-def _waiting(task: Task, run: Callable[[], Steps]) -> tuple[Steps, float | None]:
-    """Run steps, and say how long compute waited in each; None if nobody times it."""
+def _stall_ms(task: Task, run: Callable[[], Steps]) -> float | None:
+    """Run steps that are timed from inside; return how long compute waits in one.
+
+    None if nobody times it. That costs the host some time, for each use and each copy:
+    so these are no steps whose own time counts.
+    """
     runtimes, saved = _runtimes(task), task.stalls
-    before = sum(map(_stall_ms, runtimes))
+    if not runtimes and saved is None:
+        return None
+    before = sum(map(_waited_ms, runtimes))
     if saved is not None:
         saved.take()
+    _watch(task, on=True)
     steps = run()
-    waited = sum(map(_stall_ms, runtimes)) - before
+    _watch(task, on=False)
+    waited = sum(map(_waited_ms, runtimes)) - before
     if saved is not None:
         waited += saved.take()[1]
-    return steps, waited / steps.count if runtimes or saved is not None else None
+    return waited / steps.count
 
 
 def _freed_share(tally: Tally | None) -> float | None:
@@ -291,7 +308,13 @@ def _freed_share(tally: Tally | None) -> float | None:
     return tally.freed_bytes / tally.spilled_bytes
 
 
-def _stall_ms(runtime: Runtime) -> float:
+def _watch(task: Task, *, on: bool) -> None:
+    """Let this library time each use and each copy, or not."""
+    for runtime in _runtimes(task):
+        runtime._measure.timed = on
+
+
+def _waited_ms(runtime: Runtime) -> float:
     """How long compute has waited for weights."""
     runtime.end_step()  # counts what is over by now
     return runtime.telemetry.totals()["stall_time_ms"] or 0.0

@@ -163,7 +163,8 @@ def test_experiment_of_the_first_release(place, record_property):
     record_property("save_on_cpu: peak bytes less", alone - theirs)
     record_property("save_on_cpu: step over resident", copied / seconds)
     assert alone - peak >= less
-    assert spilled <= 1.01 * seconds
+    # A real clock goes up and down by as much, whoever runs.
+    assert spilled <= (1.01 if place.exact_time else 1.03) * seconds
     assert spilled < copied
     x.grad = None
     saved.close()

@@ -74,6 +74,8 @@ MEASURED = {
     "pinned",
     "phases",
     "host_seconds",
+    "resident_host_seconds",
+    "allocator_calls",
     "rates",
     "h2d_rate_after",
     "version",
@@ -260,10 +262,10 @@ def test_cell_fails_if_its_last_outcome_is_another_than_its_first(
     assert attempt(cell, SimulatedCard())["equal_at_end"]
     plain = measure._time
 
-    def timed(setting, card):
-        steps = plain(setting, card)
+    def timed(*arguments):
+        steps = plain(*arguments)
         with torch.no_grad():
-            setting.task.states[0][0][0, 0] += 1
+            arguments[0].task.states[0][0][0, 0] += 1
         return steps
 
     monkeypatch.setattr(measure, "_time", timed)
@@ -324,7 +326,7 @@ def test_adapters_are_trained_and_frozen_weights_never_come_home(rehearse):
     assert len(lines) == 2
     for line in lines:
         assert line["equal"]
-        assert line["over_bound"] > 0.999
+        assert line["over_bound"] > 0.995  # resident steps differ by as much
         assert line["d2h_bytes"] == 0
 
 
@@ -339,7 +341,7 @@ def test_saved_tensors_leave_under_a_budget_and_save_memory(rehearse):
     assert none["d2h_bytes"] == 0
 
 
-def test_stall_is_that_of_the_timed_steps(rehearse):
+def test_stall_is_that_of_settled_steps(rehearse):
     """Warm-up waits for weights here; later steps take what resident ones do."""
     (line,) = rehearse("--cells", "inference/qwen2.5-7b/4GiB/stagehand-blocks")
     assert line["over_resident"] < 1.01
@@ -419,6 +421,7 @@ def test_no_step_is_timed_while_weights_are_pinned(sim, monkeypatch):
             report=lambda: SimpleNamespace(pinning_bytes=sum(left)),
             end_step=lambda: None,
             telemetry=SimpleNamespace(totals=lambda: {"stall_time_ms": 0.0}),
+            _measure=SimpleNamespace(timed=True),
         )
 
     plain = module.time_phases
@@ -431,7 +434,7 @@ def test_no_step_is_timed_while_weights_are_pinned(sim, monkeypatch):
     way = Way(kinds=frozenset({"inference"}), prepare=prepare)
     monkeypatch.setitem(every.WAYS, "stagehand", way)
     assert module.measure(_small("stagehand"), SimulatedCard())["pinned"] > 0
-    assert begun == [0]
+    assert begun == [0, 0]  # the latter to see where compute waits
 
 
 ROOM = {"whole_bytes": 900, "budget_bytes": 300}  # 600 cross
