@@ -68,7 +68,8 @@ class Pair:
         """Keep this part of all bytes, and run until that is so."""
         sizes = [block.nbytes for block in streamed_blocks(self.runtime)]
         ring = (LOOKAHEAD + 1) * max(sizes)
-        self.runtime.set_budget(max(ring, int(share * sum(sizes))))
+        stays = self.runtime._parts.blocks[0].slot_nbytes  # adapters, if there are any
+        self.runtime.set_budget(stays + max(ring, int(share * sum(sizes))))
         run = self.run_of(self.model)
         is_timed = self.runtime._parts.steering.compute_seconds is not None
         for _ in range(_REPLANNED if is_timed else _SETTLING):

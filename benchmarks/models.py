@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from stagehand.assembly import Settings
 from stagehand.core.device import Event, HostDevice, Stream
@@ -18,6 +19,7 @@ from stagehand.runtime import Runtime
 
 __all__ = [
     "LOOKAHEAD",
+    "AdaptedStack",
     "FreeDevice",
     "Stack",
     "make_runtime",
@@ -26,6 +28,7 @@ __all__ = [
 ]
 
 LOOKAHEAD = 3
+_REGION = 8  # layers: a transformer's block has about as many
 _PLENTY = 10**10  # bytes, where a budget shall not matter
 
 
@@ -111,6 +114,36 @@ class Stack(nn.Module):
             self.marks.append(time.thread_time())
 
 
+class _Adapted(nn.Module):
+    """A frozen linear layer beside a trained product of rank 4."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(16, 16).requires_grad_(False)
+        self.down = nn.Parameter(torch.zeros(4, 16))
+        self.up = nn.Parameter(torch.zeros(16, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the sum of both."""
+        out: torch.Tensor = self.base(x) + x @ self.down.t() @ self.up.t()
+        return out
+
+
+class AdaptedStack(Stack):
+    """`depth` layers with adapters, some of them at a time in a checkpointed region."""
+
+    def __init__(self, depth: int) -> None:
+        super().__init__(0)
+        self.blocks.extend(_Adapted() for _ in range(depth))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Apply all layers, and each region once more for backward."""
+        layers = iter(self.blocks)
+        while region := list(islice(layers, _REGION)):
+            x = checkpoint(nn.Sequential(*region), x, use_reentrant=False)
+        return x
+
+
 def make_stack(depth: int, layers: int = 1) -> Stack:
     """Return a stack that lies in memory as in a process of its own.
 
@@ -122,10 +155,17 @@ def make_stack(depth: int, layers: int = 1) -> Stack:
         return Stack(depth, layers)
 
 
-def make_runtime(model: Stack, *, budget_bytes: int = _PLENTY) -> Runtime:
+def make_runtime(
+    model: Stack, *, budget_bytes: int = _PLENTY, pattern: str = r"^blocks\.\d+$"
+) -> Runtime:
     """Stream a stack block by block on a free device that is its own.
 
     So several models can take turns, and none gives way to another.
+
+    Args:
+        model: What is streamed.
+        budget_bytes: For weights.
+        pattern: Which modules are blocks.
     """
     settings = Settings(
         device=FreeDevice(),
@@ -135,7 +175,7 @@ def make_runtime(model: Stack, *, budget_bytes: int = _PLENTY) -> Runtime:
         shared=False,
     )
     with _uncollected():
-        return Runtime(model, find_blocks(model, r"^blocks\.\d+$"), settings)
+        return Runtime(model, find_blocks(model, pattern), settings)
 
 
 @contextmanager

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.depths import Cost, Pair, growth, over_bare
-from benchmarks.models import Stack, make_runtime, make_stack
+from benchmarks.depths import Cost, Pair, alone, growth, over_bare
+from benchmarks.models import AdaptedStack, Stack, make_runtime, make_stack
 from benchmarks.results import Result
 from benchmarks.timing import Times
 from stagehand.runtime import Runtime
@@ -24,7 +24,8 @@ def measure(
     """Yield the overhead of forward and backward, with frozen and trained weights.
 
     A step has no optimizer: gradients are dropped. Frozen weights lie behind an input
-    that requires a gradient, as they do behind an adapter.
+    that requires a gradient, as they do behind an adapter; at the end, beside adapters,
+    in regions that are computed again for backward.
 
     Args:
         depths: Blocks of three models; the last is compared with the others.
@@ -58,18 +59,30 @@ def measure(
         )
         del pairs
 
+    def adapted(share: str, depth: int, times: Times) -> Result:
+        what = f"training overhead a layer, {depth:,} with adapters in checkpoints"
+        return Result.of(f"{what}, {share} resident", times, "us", scale=1e6)
+
+    yield from alone(_adapted(thousand), adapted, rounds=rounds)
+
+
+def _adapted(depth: int) -> Pair:
+    bare, model = AdaptedStack(depth), AdaptedStack(depth)
+    runtime = make_training_runtime(model, pattern=r"^blocks\.\d+\.base$")
+    return Pair(bare, model, runtime, step_of, uses=3)
+
 
 def _pair(depth: int, *, trains: bool) -> Pair:
     bare, model = (make_stack(depth).requires_grad_(trains) for _ in range(2))
     return Pair(bare, model, make_training_runtime(model), step_of, uses=2)
 
 
-def make_training_runtime(model: Stack) -> Runtime:
-    """Stream a stack without its gradients' copies home.
+def make_training_runtime(model: Stack, **options: Any) -> Runtime:
+    """Stream a stack, as `make_runtime` does, without its gradients' copies home.
 
     Memory on the host cannot be marked as read by a stream.
     """
-    runtime = make_runtime(model)
+    runtime = make_runtime(model, **options)
     runtime._parts.engine.carry_home = _carry_nothing  # type: ignore[method-assign]
     return runtime
 
