@@ -1,8 +1,13 @@
 """Weights are page-locked in the background, and nobody can tell but by the clock."""
 
 import gc
+import os
+import platform
+import subprocess
+import sys
 import threading
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -603,3 +608,68 @@ def test_report_and_records_say_how_far_it_is_and_when_the_first_output_came(gat
     assert told == sorted(told, reverse=True)
     assert (told[0], told[-1]) == (WEIGHT_BYTES, 0)
     end(model)
+
+
+# ---------------------------------------------------------------- memory of the process
+
+RESIDENT_BYTES = """
+import time
+
+import psutil
+import torch
+from simulated import sim_device
+from torch import nn
+
+import stagehand
+from stagehand.residency import masters
+from stagehand.units import MIB
+
+masters._AT_ONCE_BYTES = {at_once}
+masters._FREED_BYTES = 32 * MIB
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4 * MIB, dtype=torch.bfloat16))
+        self.small = nn.Parameter(torch.ones(8, dtype=torch.bfloat16))
+
+    def forward(self, x):
+        return x + self.weight[:1] + self.small[:1]
+
+
+def held():
+    return psutil.Process().memory_info().rss - sim_device.allocated_bytes()
+
+
+torch.ones(31 * MIB, dtype=torch.uint8)  # freed: glibc keeps smaller ones from now on
+before = held()
+model = nn.Sequential(*(Layer() for _ in range(20))).requires_grad_(False)
+weights = sum(p.nbytes for p in model.parameters())
+stagehand.layer(model, vram_budget=weights // 4)
+x = torch.zeros(1, dtype=torch.bfloat16, device="hpu")
+ends = time.monotonic() + 60
+with torch.no_grad():
+    model(x)
+    while model._stagehand_layer_runtime.report().pinning_bytes:
+        model(x)
+    model(x)  # what staged is given up
+while held() - before > 1.25 * weights and time.monotonic() < ends:
+    time.sleep(0.01)  # it is given back in the background
+print((held() - before) / weights)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="no malloc_trim")
+@pytest.mark.parametrize("at_once", [0, 1 << 30])
+def test_what_tensors_had_goes_back_to_the_system(at_once):
+    tests = Path(__file__).parents[1]
+    done = subprocess.run(
+        [sys.executable, "-c", RESIDENT_BYTES.format(at_once=at_once)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tests), *sys.path])},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout) <= 1.25  # else it is twice as much

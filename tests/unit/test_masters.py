@@ -220,6 +220,8 @@ def hand_over(masters, block):
 def give_all_back(masters, blocks):
     for block in blocks:
         masters.give_back(block)
+    if masters._pinners is not None:
+        masters._pinners.close()
 
 
 def test_all_is_pinned_and_nothing_staged_where_there_is_room(arena):
@@ -351,7 +353,6 @@ def pinning(monkeypatch, limit, *kilobytes):
     while masters.reserved_bytes:
         pinners.wait_idle()
         masters.pin_on()
-    pinners.close()
     for lease in ring:
         lease.release()
     return masters, blocks, arena

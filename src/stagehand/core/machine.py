@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
+import sys
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import psutil
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
-__all__ = ["free_host_bytes", "host_bytes"]
+__all__ = ["free_host_bytes", "give_back_freed", "host_bytes"]
 
 _ROOT = Path("/")
 
@@ -57,6 +60,24 @@ def host_bytes(root: Path = _ROOT) -> int:
     """
     total: int = psutil.virtual_memory().total
     return min([total, *(limit for limit, _ in _groups(root))])
+
+
+def give_back_freed() -> None:
+    """Have the C library give the system what this process has freed, where it can.
+
+    glibc keeps freed tensors below 32 MiB as long as anything above them is in use.
+    """
+    trim = _malloc_trim()
+    if trim is not None:
+        trim(0)
+
+
+@cache
+def _malloc_trim() -> Callable[[int], int] | None:
+    if sys.platform != "linux":
+        return None
+    trim: Callable[[int], int] | None = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    return trim
 
 
 def _groups(root: Path) -> Iterator[tuple[int, int]]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from stagehand.core.layout import copy_values, moved, plain_tensors
+from stagehand.core.machine import give_back_freed
 from stagehand.core.states import BlockState
 from stagehand.errors import StagehandOOMError
 from stagehand.residency.blocks import point_to, staged_bytes
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 __all__ = ["Masters"]
 
 _AT_ONCE_BYTES = 512 * MIB  # are pinned in a fraction of a second
+_FREED_BYTES = 512 * MIB  # of tensors whose image is pinned: time to give them back
+_FEW_BYTES = 16 * MIB  # are not worth it
 _AHEAD = 3  # pieces that are made or in the making and not used
 _SLABS = 3  # meanwhile: two are filled by threads while one is sent
 
@@ -61,7 +64,9 @@ class Masters:
     to be compared, which takes longer than to copy them.
 
     Memory: the pinned images replace the tensors that they are made from. While one is
-    made both exist, and memory for two more. Packed wires lie beside the tensors.
+    made both exist, and memory for two more. What the tensors had goes back to the
+    system now and then: the C library would keep most of what is below 32 MiB. Packed
+    wires lie beside the tensors.
 
     Args:
         arena: Pinned memory for the images.
@@ -84,6 +89,7 @@ class Masters:
         self._slabs = 0, 0  # their number and size when all is pinned
         self._images: dict[int, Lease] = {}
         self._wires: dict[int, Lease] = {}
+        self._freed = 0  # bytes of tensors that have moved since memory was given back
         self._alone = 0  # an image's reference count when only its lease holds it
         self._origin: dict[int, list[torch.device]] = {}
 
@@ -122,6 +128,7 @@ class Masters:
             store = ModuleStore.pack(block.layout, hosts, lease.buffer)
         self._images[block.index] = lease
         block.rehouse(store)
+        self._freed += block.nbytes
 
     def pack_all(
         self, blocks: Sequence[Block], device_type: str, lookahead: int
@@ -244,6 +251,7 @@ class Masters:
             self._reserve(wanted, share)
             while self._coming:
                 self._use(self._coming[0])
+            self._give_back_freed()
             return count, slab
         if not slab:
             slab = max(b.nbytes for b in wanted)
@@ -312,6 +320,7 @@ class Masters:
         self._late = []
         if left:  # somebody else has taken the room
             self._slabs = 1, max(block.nbytes for block in left)
+        self._give_back_freed()
         return self._slabs
 
     def pin_on(self, *, insist: bool = False) -> None:
@@ -333,6 +342,18 @@ class Masters:
         for coming in self._coming[:_AHEAD]:
             if coming.job is None and self._pinners is not None:
                 self._pinners.hand(coming.note, coming.lease.make, self._make)
+        if self._freed >= _FREED_BYTES:
+            self._give_back_freed()
+
+    def _give_back_freed(self) -> None:
+        """Give back what tensors had: in the background, for it takes a while."""
+        if self._freed < _FEW_BYTES:
+            return
+        self._freed = 0
+        if self._pinners is None:
+            give_back_freed()
+        else:
+            self._pinners.submit(give_back_freed)
 
     def _use(self, coming: _Coming) -> None:
         coming.lease.make()
