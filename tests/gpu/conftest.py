@@ -45,7 +45,8 @@ def place(request: pytest.FixtureRequest) -> Iterator[Place]:
     if request.param == "gpu":
         at: Place = Gpu()
         # Only operators on single elements run on the host, and there are many.
-        torch.set_num_threads(os.cpu_count() or 1)
+        processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // processes))
     else:
         at = Rehearsal(request.getfixturevalue("sim"))
     at.synchronize()
