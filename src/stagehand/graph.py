@@ -518,35 +518,33 @@ class _Inside:
 
     @skipped
     def unpack(self, packed: Any) -> torch.Tensor:
-        saved, task = self.saved, graph_task()
+        saved, kind, task = self.saved, type(packed), graph_task()
         if saved.backward is None:
             saved.note_backward()
-        if type(packed) is not _OfSite:
-            return self._unpacked(packed, task)
-        found = self._unpacked(packed.packed, task)
-        saved.come_to(packed.block)  # after theirs, which may bring other blocks
-        return found
-
-    def _unpacked(self, packed: Any, task: int) -> torch.Tensor:
-        if type(packed) in _HANDLES:
-            saved = self.saved
+        if kind in _HANDLES:
             if self._first is not None and task not in (-1, self._task):
-                self._early = self._unpack_below(self._first)
+                self._early = self._unpack(_below(self._first))
                 self._task = task
-            elif type(packed) is WeightHandle and task == saved.backward:
+            elif kind is WeightHandle and task == saved.backward:
                 view = saved.view_at_hand(packed)
                 if view is not None:
                     return view
             return saved.bring(packed)
+        if kind is _OfSite:
+            found = self.unpack(packed.packed)
+            saved.come_to(packed.block)  # after theirs, which may bring other blocks
+            return found
         if packed is self._first:
             early, self._early = self._early, None
             if early is not None and task == self._task:
                 return early
             self._task = task
-        return self._unpack_below(packed)
+        return self._unpack(_below(packed) if kind is _Theirs else packed)
 
-    def _unpack_below(self, packed: Any) -> torch.Tensor:
-        return self._unpack(packed.packed if type(packed) is _Theirs else packed)
+
+def _below(packed: Any) -> Any:
+    """Return what those below made of a tensor."""
+    return packed.packed if type(packed) is _Theirs else packed
 
 
 def _in_watch(
