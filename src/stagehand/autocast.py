@@ -129,7 +129,8 @@ class Casts:
                 self._warn(block)
             elif cast.numel() == weight.numel():
                 if not self._device.is_host:
-                    cast.record_stream(stream)  # type: ignore[arg-type]
+                    with without_modes():
+                        cast.record_stream(stream)  # type: ignore[arg-type]
                 continue
             with without_modes():
                 cast.data = weight.data.to(cast.dtype)

@@ -2,12 +2,17 @@
 
 import contextlib
 from copy import deepcopy
+from functools import partial
 
 import pytest
 import torch
 from small import LAYER_BYTES, batch, runtime_of, stack
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 import stagehand
 from architectures import assert_bitwise_equal
@@ -549,6 +554,43 @@ def test_a_block_that_recomputes_a_part_of_itself_casts_as_resident(
     runtime.set_budget(7 * LAYER_BYTES)
     assert_equal_gradients([step(model), step(model)], expected)
     runtime.shutdown()
+
+
+def keep_products(context, operator, *args, **kwargs):
+    kept = operator is torch.ops.aten.addmm.default
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+class KeepsProducts(nn.Module):
+    """Each layer runs in a region that keeps some results, and again behind it."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = stack(4)
+
+    def forward(self, x):
+        keeping = partial(create_selective_checkpoint_contexts, keep_products)
+        for layer in self.layers:
+            x = layer(checkpoint(layer, x, use_reentrant=False, context_fn=keeping))
+        return x
+
+
+def test_regions_that_keep_some_results_hear_of_no_casts_that_are_kept_alive(sim):
+    """They found an operator in the recompute that the forward had not run."""
+    model = KeepsProducts()
+
+    def step(model):
+        model.zero_grad()
+        with torch.autocast("hpu", dtype=torch.bfloat16):
+            x = batch(2, 32).to("hpu").requires_grad_()
+            model(x).float().sum().backward()
+        return [p.grad.cpu().clone() for p in model.parameters()]
+
+    resident = deepcopy(model).to("hpu")
+    expected = [step(resident), step(resident)]
+    stagehand.layer(model, vram_budget=2 * LAYER_BYTES)
+    assert_equal_gradients([step(model), step(model)], expected)
+    runtime_of(model).shutdown()
 
 
 @pytest.mark.parametrize("wanted", [True, False])

@@ -603,3 +603,32 @@ def test_what_left_before_backward_is_there_for_recomputes_on_all_streams(sim, l
         expected, found = step(plain, lambda: None), step(model, away[leave])
         assert_bitwise_equal(found, expected, f"step {number}")
     runtime.shutdown()
+
+
+def test_what_left_before_backward_comes_in_it_where_there_was_no_room_before(
+    sim, monkeypatch
+):
+    """Other models were promised the room when backward began."""
+    layers = [torch.nn.LayerNorm(WIDTH), torch.nn.Linear(WIDTH, WIDTH)]
+    model = torch.nn.Sequential(*layers, *deepcopy(layers)).requires_grad_(False)
+    plain = deepcopy(model).to("hpu")
+    stagehand.layer(model, device="hpu", vram_budget=16 * WIDTH * WIDTH + 4096)
+    runtime = runtime_of(model)
+    scheduler = runtime._parts.scheduler
+
+    def step(model, between):
+        x = torch.ones(2, WIDTH, device="hpu", requires_grad=True)
+        loss = checkpoint(model[3], model[:3](x), use_reentrant=False).sum()
+        with monkeypatch.context() as patch:
+            between(patch)
+            loss.backward()
+        return x.grad
+
+    def leave(patch):
+        runtime._tenancy.give_up(0)
+        patch.setattr(scheduler, "_settle", lambda blocks: False)
+
+    for number in range(3):
+        expected, found = step(plain, lambda patch: None), step(model, leave)
+        assert_bitwise_equal(found, expected, f"step {number}")
+    runtime.shutdown()
