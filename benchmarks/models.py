@@ -144,7 +144,7 @@ class AdaptedStack(Stack):
         return x
 
 
-def make_stack(depth: int, layers: int = 1) -> Stack:
+def make_stack(depth: int, *layers: int, kind: type[Stack] = Stack) -> Stack:
     """Return a stack that lies in memory as in a process of its own.
 
     What earlier models have left is collected first: in the gaps between that, the
@@ -152,7 +152,7 @@ def make_stack(depth: int, layers: int = 1) -> Stack:
     """
     gc.collect()
     with _uncollected():
-        return Stack(depth, layers)
+        return kind(depth, *layers)
 
 
 def make_runtime(

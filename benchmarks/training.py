@@ -67,7 +67,7 @@ def measure(
 
 
 def _adapted(depth: int) -> Pair:
-    bare, model = AdaptedStack(depth), AdaptedStack(depth)
+    bare, model = (make_stack(depth, kind=AdaptedStack) for _ in range(2))
     runtime = make_training_runtime(model, pattern=r"^blocks\.\d+\.base$")
     return Pair(bare, model, runtime, step_of, uses=3)
 

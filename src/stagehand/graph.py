@@ -523,7 +523,7 @@ class _Inside:
             saved.note_backward()
         if kind in _HANDLES:
             if self._first is not None and task not in (-1, self._task):
-                self._early = self._unpack(_below(self._first))
+                self._early = self._unpack_below(self._first)
                 self._task = task
             elif kind is WeightHandle and task == saved.backward:
                 view = saved.view_at_hand(packed)
@@ -539,12 +539,10 @@ class _Inside:
             if early is not None and task == self._task:
                 return early
             self._task = task
-        return self._unpack(_below(packed) if kind is _Theirs else packed)
+        return self._unpack_below(packed)
 
-
-def _below(packed: Any) -> Any:
-    """Return what those below made of a tensor."""
-    return packed.packed if type(packed) is _Theirs else packed
+    def _unpack_below(self, packed: Any) -> torch.Tensor:
+        return self._unpack(packed.packed if type(packed) is _Theirs else packed)
 
 
 def _in_watch(

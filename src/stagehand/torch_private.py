@@ -172,17 +172,19 @@ _device_stats: Callable[[int], dict[str, Any]] | None = getattr(
 
 def allocated_on(index: int) -> int:
     """Return the bytes that this process's tensors hold on an accelerator."""
-    if _device_stats is None or not torch._C._accelerator_isAllocatorInitialized():
-        return torch.accelerator.memory_allocated(index)
-    found: int = _device_stats(index)["allocated_bytes"]["all"]["current"]
-    return found
+    return _counted("allocated_bytes", index, torch.accelerator.memory_allocated)
 
 
 def reserved_on(index: int) -> int:
     """Return the bytes that PyTorch's allocator took from an accelerator."""
+    return _counted("reserved_bytes", index, torch.accelerator.memory_reserved)
+
+
+def _counted(name: str, index: int, otherwise: Callable[[int], int]) -> int:
+    """Return one of the allocator's counts; `otherwise` walks through all of them."""
     if _device_stats is None or not torch._C._accelerator_isAllocatorInitialized():
-        return torch.accelerator.memory_reserved(index)
-    found: int = _device_stats(index)["reserved_bytes"]["all"]["current"]
+        return otherwise(index)
+    found: int = _device_stats(index)[name]["all"]["current"]
     return found
 
 

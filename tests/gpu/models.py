@@ -106,16 +106,13 @@ def streamed(
         stagehand.layer(
             model, vram_budget=budget_bytes, device=place.name, telemetry=telemetry
         )
-        runtime: Runtime = model._stagehand_layer_runtime
-        place.ends.callback(runtime.shutdown)
-        return runtime
-    config = stagehand.StagehandConfig(
-        vram_high_watermark_mb=budget_bytes / MIB,
-        vram_low_watermark_mb=0.9 * budget_bytes / MIB,
-        telemetry_enabled=telemetry,
-    )
-    runtime = stagehand.StagehandRuntime(
-        model, config, r"^blocks\.\d+$", device=place.name
-    )
+    else:
+        config = stagehand.StagehandConfig(
+            vram_high_watermark_mb=budget_bytes / MIB,
+            vram_low_watermark_mb=0.9 * budget_bytes / MIB,
+            telemetry_enabled=telemetry,
+        )
+        stagehand.StagehandRuntime(model, config, r"^blocks\.\d+$", device=place.name)
+    runtime: Runtime = model._stagehand_layer_runtime
     place.ends.callback(runtime.shutdown)
     return runtime

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from stagehand.core.device import find_device
 from stagehand.optim import OffloadedAdamW
@@ -322,11 +323,13 @@ def test_optimizer_beside_backward_is_measured(rehearse):
 
 def test_adapters_are_trained_and_frozen_weights_never_come_home(rehearse):
     cells = ["--cells", "lora/ltx-2/24GiB/*", "lora/flux.2/*"]
-    lines = rehearse(*cells, "--ways", "stagehand")
+    # Regions would end an operator earlier than resident ones: they save no weights.
+    with set_checkpoint_early_stop(False):
+        lines = rehearse(*cells, "--ways", "stagehand")
     assert len(lines) == 2
     for line in lines:
         assert line["equal"]
-        assert line["over_bound"] > 0.995  # resident steps differ by as much
+        assert line["over_bound"] > 0.999
         assert line["d2h_bytes"] == 0
 
 

@@ -1,4 +1,4 @@
-"""How much host memory this process may have: the machine's, or its container's."""
+"""Host memory: how much of it there is for this process, and giving some back."""
 
 from __future__ import annotations
 

@@ -325,9 +325,9 @@ class Edges:
 
     def moved_again(self, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         """Return the inputs of what is recomputed, moved as they were in forward."""
-        if self.recomputing or (
-            len(args) == 1 and not kwargs and self._is_there(*args)
-        ):
+        if self.recomputing:
+            return None
+        if len(args) == 1 and not kwargs and self._is_there(args[0]):  # mostly
             return None
         moved: tuple[Any, Any] = move_inputs((args, kwargs), self._device)
         return moved
