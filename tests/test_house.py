@@ -51,7 +51,7 @@ PLAN: dict[int, dict[str, tuple[str, ...]]] = {
     3: {
         "residency": (
             *("residency", "blocks", "finding", "masters", "order"),
-            *("timeline", "spread", "plan", "keeping"),
+            *("timeline", "spread", "stays", "plan", "keeping"),
             *("holds", "turns", "shares", "seats", "shared"),
             *("loader", "lane_loader", "host_loader"),
             *("slots", "mover", "lookahead", "scheduler", "steering"),
@@ -123,7 +123,7 @@ EXPECTED_PUBLIC = (
 PURE = {
     *("errors", "units", "settings", "core/states", "core/clock", "core/telemetry"),
     *("core/limits", "core/ledger", "residency/order", "residency/timeline"),
-    *("frames", "residency/plan", "residency/spread"),
+    *("frames", "residency/plan", "residency/spread", "residency/stays"),
     *("activations/prefix", "activations/relief"),
     "conductor/rules",
     "residency/keeping",

@@ -8,6 +8,7 @@ resident model, with adapters, losses and everything.
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from types import ModuleType
 
 import torch
@@ -37,6 +38,8 @@ class Case:
     """Bytes of a block."""
     rows: int = 4
     """Of a batch: what a block leaves for backward has 64 bytes for each."""
+    region: int = 1
+    """Blocks that are computed again together, where there are checkpoints."""
 
     @property
     def passing(self):
@@ -81,24 +84,31 @@ class Adapted(nn.Module):
 
 
 class Chain(nn.Module):
-    """Blocks in a row, each in a checkpoint of its own or none."""
+    """Blocks in a row, some in each checkpoint, or none."""
 
     def __init__(self, kind, case):
         super().__init__()
         self.blocks = nn.ModuleList(kind(case.block) for _ in range(case.depth))
         self.checkpoints = case.checkpoints
+        self.region = case.region
         self.cut = 0
         """The number of blocks before which backward ends."""
 
     def forward(self, x):
-        for number, block in enumerate(self.blocks):
+        for number in range(0, len(self.blocks), self.region):
+            run = partial(self.run, number, number + self.region)
             if self.cut and number == self.cut:
                 x = x.detach()
             if self.checkpoints is None:
-                x = block(x)
+                x = run(x)
             else:
                 reentrant = self.checkpoints == "reentrant"
-                x = checkpoint(block, x, use_reentrant=reentrant)
+                x = checkpoint(run, x, use_reentrant=reentrant)
+        return x
+
+    def run(self, start, stop, x):
+        for block in self.blocks[start:stop]:
+            x = block(x)
         return x
 
 

@@ -109,6 +109,38 @@ def test_recompute_and_backward_of_a_block_share_one_load(start, name, checkpoin
     assert loop.plan.streamed_bytes == 2 * case.passing * case.block
 
 
+# Regions of several blocks, and what a step may take over its bound. While the last one
+# turns, nothing of it can leave, so the link rests: the fewer the regions, the longer.
+REGIONS = {
+    "t = 2.25 c, by 8": (replace(CASES["t = 2.25 c"], region=8), 1.02),
+    "LTX-2 768 H100, by 8": (
+        Case(1.05e-3 / 8, 14.04e-3 / 8, 24, depth=96, region=8),
+        1.02,
+    ),
+    "t = 3 c, by 6": (Case(1e-3, 3e-3, 14, region=6), 1.11),
+    "t = 1.5 c, by 4": (replace(CASES["t = 1.5 c"], region=4), 1.01),
+}
+
+
+@both_kinds
+@pytest.mark.parametrize("name", REGIONS)
+def test_blocks_stay_for_the_backward_of_their_region(
+    start, resident, name, checkpoints
+):
+    """Regions are computed again, and their blocks still cross once in each phase."""
+    case, allowed = REGIONS[name]
+    case = replace(case, checkpoints=checkpoints)
+    alone = resident(Adapted, case)
+    loop = start(Adapted, case)
+    loaded = loop.sim.h2d_bytes()
+    loop.steps(3)
+    assert loop.sim.h2d_bytes() - loaded == 3 * 2 * case.passing * case.block
+    for waits in (False, True):
+        seconds = loop.seconds(waits=waits)
+        assert seconds <= allowed * lora_bound(case, alone)
+        assert seconds == pytest.approx(loop.plan.step_seconds, rel=1e-3)
+
+
 @pytest.mark.parametrize("checkpoints", [None, "inside", "reentrant"])
 def test_frozen_weights_never_cross_the_link_to_the_host(start, checkpoints):
     """Only where a new plan lets a resident leave is it compared with its master."""

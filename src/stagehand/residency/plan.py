@@ -3,7 +3,9 @@
 Device weight memory is cut into slots of fixed sizes and every block has one home slot
 for ever. A resident block owns its slot; the others share the few slots of the ring.
 A candidate is a ring: the residents that fit beside it are spread along the order, the
-streamed blocks are dealt to its slots, and the `Timeline` predicts the step.
+streamed blocks are dealt to its slots, and the `Timeline` predicts the step. A ring is
+no deeper than loads run ahead, but where blocks are used again soon: there it may hold
+all that is used between.
 """
 
 from __future__ import annotations
@@ -24,10 +26,11 @@ from typing import TYPE_CHECKING
 
 from stagehand.errors import StagehandOOMError
 from stagehand.residency.spread import Walk, deal
+from stagehand.residency.stays import Stays, soon
 from stagehand.residency.timeline import Steady, Timeline, Workload
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
 __all__ = ["Plan", "Workload", "plan", "smallest_budget"]
 
@@ -40,12 +43,18 @@ _DEPTHS = (1, 2, 3, 4, 6, 8, 12, 16)
 # below a second, but never fewer candidates than the second number.
 _USES_PREDICTED = 40_000
 _FEWEST_CANDIDATES = 6
+# Slots for loads beside those that blocks stay in: each one's place among the levels.
+_BESIDE = ((1, 1, 1, 1), (0, 1, 1, 2, 3), (0,), (0, 0, 1, 1))
+_ROUNDS = 4
 # The best drafts of so many rings are polished, at so many uses predicted for each.
 _POLISHED = 3
 _USES_POLISHED = 8_000
 # Compute times vary, and a shallow ring on a busy link is the first to stall. Between
 # rings that are predicted alike, this part of the loads decides for the deeper one.
 _JITTER = 0.004
+# A copy takes the host's time, too, which no prediction has: between plans that are
+# alike, this part of the step, for each use that loads, decides for fewer copies.
+_COPIES = 0.001
 _NOTHING = 1e-9
 _COMPUTE_LIMITED = 1.02
 _LINK_LIMITED = 0.95
@@ -119,6 +128,8 @@ class _Draft:
     streams: list[bool]
     home: list[int]
     steady: Steady
+    stays: Stays | None
+    """By what it was dealt; None if by each use alone."""
 
 
 class _Sizes:
@@ -143,12 +154,14 @@ class _Planner:
             else workload.seconds
         )
         self._workload = workload
+        self._seconds = seconds
         self._budget = budget_bytes
-        self._lookahead = lookahead
         self._nbytes = nbytes = workload.nbytes
         self._room = budget_bytes - sum(nbytes[b] for b in workload.must_stay)
         self._timeline = Timeline(workload, seconds)
         self._walk = Walk(workload, seconds)
+        self._within = soon(workload, self._walk.movable) if lookahead else None
+        self._depth = lookahead if self._within is None else len(workload.order)
         self._sizes = _Sizes(nbytes[block] for block in self._walk.movable)
         self._walk_sizes = _Sizes(nbytes[block] for block in self._walk.blocks)
 
@@ -156,34 +169,91 @@ class _Planner:
         if self._sizes.total <= self._room:
             return self._finished(self._draft((), [False] * len(self._nbytes)))
         best: dict[tuple[int, ...], _Draft] = {}
-        for draft in self._drafts():
-            best[draft.ring] = min(best.get(draft.ring, draft), draft, key=self._score)
+        for seconds, part in (self._seconds, 1), (self._like_bytes(), 2):
+            for draft in self._drafts(seconds, part):
+                other = best.get(draft.ring, draft)
+                best[draft.ring] = min(other, draft, key=self._score)
+            if not self._hides(min(best.values(), key=self._score)):
+                break
         drafts = nsmallest(_POLISHED, best.values(), key=self._score)
         return self._finished(min(map(self._polished, drafts), key=self._score))
 
-    def _drafts(self) -> Iterator[_Draft]:
-        allowed = _USES_PREDICTED // max(1, len(self._workload.order))
+    def _hides(self, draft: _Draft) -> bool:
+        """Whether compute hides all loads: then the fewest copies are best."""
+        compute = self._timeline.compute_seconds
+        return draft.steady.step_seconds <= _COMPUTE_LIMITED * compute
+
+    def _like_bytes(self) -> list[float]:
+        """Compute times for which every block streams the same part of its bytes.
+
+        Where the host takes as long for small blocks as for large ones, small ones seem
+        to stream at no cost, and are the most copies.
+        """
+        return [float(self._nbytes[block]) for block in self._workload.order]
+
+    def _drafts(self, seconds: Sequence[float], part: int) -> Iterator[_Draft]:
+        """Draft for residents that are spread by these seconds of each use.
+
+        Args:
+            seconds: Of compute, or what is to count as such.
+            part: This part of all that are worth a candidate.
+        """
+        fewest, uses = _FEWEST_CANDIDATES // part, max(1, len(self._workload.order))
+        allowed = max(fewest, _USES_PREDICTED // part // uses)
+        yield from self._usual_drafts(Walk(self._workload, seconds), allowed)
+        if self._within is not None:
+            allowed = max(fewest // 2, _USES_PREDICTED // part // uses)
+            yield from self._staying_drafts(seconds, self._within, allowed)
+
+    def _usual_drafts(self, walk: Walk, allowed: int) -> Iterator[_Draft]:
         rings = self._promising_rings()
-        plain = list(product(rings, (False, True) if self._walk.varied else (False,)))
+        plain = list(product(rings, (False, True) if walk.varied else (False,)))
         variants = [(*variant, 0) for variant in plain]
         variants += [(ring, often_first, ring[0]) for ring, often_first in plain]
-        for ring, often_first, held in variants[: max(_FEWEST_CANDIDATES, allowed)]:
-            streams = self._walk.streaming(
-                largest=ring[0],
-                room=self._room - sum(ring),
-                held=held,
-                often_first=often_first,
-            )
+        for ring, often_first, held in variants[:allowed]:
+            streams = self._streaming(walk, ring, held, often_first=often_first)
             yield self._draft(ring, streams)
 
-    def _draft(self, ring: tuple[int, ...], streams: list[bool]) -> _Draft:
-        home = deal(self._workload, self._timeline.starts, ring=ring, streams=streams)
-        return _Draft(ring, streams, home, self._timeline.steady(home, streams))
+    def _staying_drafts(
+        self, seconds: Sequence[float], within: int, allowed: int
+    ) -> Iterator[_Draft]:
+        """Rings in which streamed blocks stay until what comes soon is over."""
+        stays = [Stays(self._workload, uses) for uses in (within, within // 2)]
+        walks = [Walk(self._workload, seconds, one.counts()) for one in stays]
+        pairs = list(zip(stays, walks, strict=True))
+        variants = list(product((False, True), (False, True), _BESIDE, pairs))
+        for often_first, held, beside, (one, walk) in variants[:allowed]:
+            keep = partial(self._streaming, walk, often_first=often_first)
+            ring = self._staying_ring(one, keep, beside)
+            if ring:
+                yield self._draft(ring, keep(ring, ring[0] if held else 0), one)
+
+    def _streaming(
+        self, walk: Walk, ring: tuple[int, ...], held: int = 0, *, often_first: bool
+    ) -> list[bool]:
+        return walk.streaming(
+            largest=ring[0],
+            room=self._room - sum(ring),
+            held=held,
+            often_first=often_first,
+        )
+
+    def _draft(
+        self, ring: tuple[int, ...], streams: list[bool], stays: Stays | None = None
+    ) -> _Draft:
+        if stays is None:
+            starts = self._timeline.starts
+            home = deal(self._workload, starts, ring=ring, streams=streams)
+        else:
+            home = stays.deal(ring, streams)
+        return _Draft(ring, streams, home, self._timeline.steady(home, streams), stays)
 
     def _score(self, draft: _Draft) -> float:
         steady = draft.steady
         loads = steady.streamed_bytes / self._workload.link_bytes_per_second
-        return steady.step_seconds + _JITTER * loads / max(1, len(draft.ring))
+        loading = steady.loads / max(1, len(self._workload.order))
+        step = (1 + _COPIES * loading) * steady.step_seconds
+        return step + _JITTER * loads / max(1, len(draft.ring))
 
     # Which rings to try
 
@@ -191,13 +261,38 @@ class _Planner:
         """A few slots of any sizes, largest first, and more of the smallest."""
         levels = _levels(self._sizes.ascending)
         for depth in _DEPTHS:
-            if depth > max(1, self._lookahead + 1):
+            if depth > max(1, self._depth + 1):
                 break
             for sizes in combinations_with_replacement(levels, min(_MIXED, depth)):
                 ring = sizes + sizes[-1:] * (depth - len(sizes))
-                # Blocks that are too large for the ring have to fit beside it.
-                if sum(ring) + self._sizes.above(ring[0]) <= self._room:
+                if self._fits(ring):
                     yield ring
+
+    def _fits(self, ring: tuple[int, ...]) -> bool:
+        """Whether the blocks that are too large for the ring fit beside it."""
+        return sum(ring) + self._sizes.above(ring[0]) <= self._room
+
+    def _staying_ring(
+        self,
+        stays: Stays,
+        keep: Callable[[tuple[int, ...]], list[bool]],
+        beside: tuple[int, ...],
+    ) -> tuple[int, ...]:
+        """A slot for all that stays at once, and some beside; empty if none fits.
+
+        The more slots, the fewer residents, and the more has to stay in slots.
+        """
+        levels = _levels(self._sizes.ascending)
+        more = [levels[min(level, len(levels) - 1)] for level in beside]
+        ring: tuple[int, ...] = tuple(sorted([levels[0], *more], reverse=True))
+        for _ in range(_ROUNDS):
+            if not self._fits(ring):
+                return ()
+            found = sorted([*stays.ring(keep(ring), levels), *more], reverse=True)
+            if found == list(ring) or not found:
+                break
+            ring = tuple(found)
+        return ring if self._fits(ring) else ()
 
     def _promising_rings(self) -> list[tuple[int, ...]]:
         """All rings, in turns from the two estimates, each one's shortest first."""
@@ -250,7 +345,7 @@ class _Planner:
                 if not allowed:
                     return draft
                 allowed -= 1
-                other = self._draft(draft.ring, streams)
+                other = self._draft(draft.ring, streams, draft.stays)
                 if self._score(other) < (1 - _NOTHING) * self._score(draft):
                     draft, slack, improved = other, self._slack(other), True
         return draft
@@ -299,7 +394,9 @@ class _Planner:
             slots=tuple(slots),
             home=tuple(home),
             resident=frozenset(resident),
-            lookahead=min(self._lookahead, len(shared)),
+            # A load waits for all that was computed before its slot was given up. In a
+            # ring of blocks that stay that is early only if all slots are looked after.
+            lookahead=min(self._depth, len(shared)),
             step_seconds=draft.steady.step_seconds,
             bound_seconds=self._timeline.bound_seconds(self._budget),
             streamed_bytes=draft.steady.streamed_bytes,

@@ -29,16 +29,23 @@ class Walk:
     Args:
         workload: What runs. Its compute times are not read.
         seconds: The compute seconds of each use.
+        stays: How often a block comes in one period if it streams; None for as often as
+            it is used.
 
     Attributes:
         blocks: The blocks of the order that may move, by first use.
         movable: All blocks that may move, those first whose place saves most.
     """
 
-    def __init__(self, workload: Workload, seconds: Sequence[float]) -> None:
+    def __init__(
+        self,
+        workload: Workload,
+        seconds: Sequence[float],
+        stays: Mapping[int, int] | None = None,
+    ) -> None:
         self._nbytes = nbytes = workload.nbytes
         uses = Counter(workload.order)
-        self._saved = _savings(workload, uses)
+        self._saved = _savings(workload, uses if stays is None else stays)
         self._moves = [block not in workload.must_stay for block in range(len(nbytes))]
         self.blocks = [b for b in dict.fromkeys(workload.order) if self._moves[b]]
         self.movable = sorted(
@@ -157,7 +164,7 @@ class Walk:
         return kept
 
 
-def _savings(workload: Workload, uses: Mapping[int, int]) -> list[float]:
+def _savings(workload: Workload, comes: Mapping[int, int]) -> list[float]:
     """How often each block's bytes cross in one period, which keeping them saves.
 
     Where rows come by themselves, a block crosses in part. A wire makes less difference
@@ -165,7 +172,7 @@ def _savings(workload: Workload, uses: Mapping[int, int]) -> list[float]:
     """
     pairs = zip(workload.nbytes, workload.crossing, strict=True)
     return [
-        uses[block] * (crosses / nbytes if 2 * crosses < nbytes else 1.0)
+        comes[block] * (crosses / nbytes if 2 * crosses < nbytes else 1.0)
         for block, (nbytes, crosses) in enumerate(pairs)
     ]
 

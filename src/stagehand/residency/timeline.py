@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
 from stagehand.errors import StagehandInternalError
@@ -99,10 +99,12 @@ class Steady:
     Attributes:
         step_seconds: The time from one period's end to the next one's.
         streamed_bytes: The bytes that cross the link in that time.
+        loads: In how many copies.
     """
 
     step_seconds: float
     streamed_bytes: int
+    loads: int
 
 
 @dataclass(slots=True)
@@ -141,7 +143,7 @@ class Timeline:
         self.starts = list(accumulate(seconds, initial=0.0))
         # The loads of one period when every use needs one.
         self.link_seconds = sum(self._crossing[b] for b in workload.order) / self._rate
-        self._phases = _phases(workload.order)
+        self._ways_to_cut = (_phases(workload.order), _covers(workload.order))
 
     @property
     def compute_seconds(self) -> float:
@@ -151,18 +153,23 @@ class Timeline:
     def bound_seconds(self, kept_bytes: int) -> float:
         """The least time a period can take, whatever the policy.
 
-        Within a phase, a stretch of uses without repetition, all bytes but the
-        `kept_bytes` that can be there when it starts must cross the link.
+        In any stretch of uses, all its blocks' bytes but the `kept_bytes` that can be
+        there when it starts must cross the link. Stretches are those without repetition
+        (there, and back) or those that use every block (there, and back by regions that
+        are computed again).
         """
-        phased = sum(
-            max(
-                self.starts[stop] - self.starts[start],
-                self._crossing_seconds(self._order[start:stop], kept_bytes),
+        stretches = [
+            sum(
+                max(
+                    self.starts[stop] - self.starts[start],
+                    self._crossing_seconds(set(self._order[start:stop]), kept_bytes),
+                )
+                for start, stop in way
             )
-            for start, stop in self._phases
-        )
+            for way in self._ways_to_cut
+        ]
         whole = self._crossing_seconds(set(self._order), kept_bytes)
-        return max(phased, whole)
+        return max(*stretches, whole)
 
     def _crossing_seconds(self, blocks: Iterable[int], kept_bytes: int) -> float:
         if self._crossing is self._nbytes:
@@ -191,7 +198,7 @@ class Timeline:
         loads = self._loads(home, streams)
         compute = self.compute_seconds
         if not loads.needed:
-            return Steady(step_seconds=compute, streamed_bytes=0)
+            return Steady(step_seconds=compute, streamed_bytes=0, loads=0)
         delays = [0.0] * (2 * len(loads.needed) + 1)  # no lag reaches further back
         link, before, last = 0.0, -1.0, -2.0
         for _ in range(_MAX_PERIODS):
@@ -202,7 +209,8 @@ class Timeline:
                 break
         # Should periods still differ, they take turns: the mean of two of them.
         step = compute + (before + last) / 2
-        return Steady(step_seconds=step, streamed_bytes=loads.nbytes)
+        count = len(loads.needed)
+        return Steady(step_seconds=step, streamed_bytes=loads.nbytes, loads=count)
 
     def _loads(self, home: Sequence[int], streams: Sequence[bool]) -> _Loads:
         order, nbytes = self._order, self._crossing
@@ -271,3 +279,16 @@ def _phases(order: Sequence[int]) -> list[tuple[int, int]]:
             seen.clear()
         seen.add(block)
     return list(zip(cuts, [*cuts[1:], len(order)], strict=True))
+
+
+def _covers(order: Sequence[int]) -> list[tuple[int, int]]:
+    """Cut the order behind each use that is the first of the last block that lacked."""
+    every = len(set(order))
+    cuts = [0]
+    seen: set[int] = set()
+    for use, block in enumerate(order):
+        seen.add(block)
+        if len(seen) == every:
+            cuts.append(use + 1)
+            seen.clear()
+    return [(a, b) for a, b in pairwise([*cuts, len(order)]) if a < b]
