@@ -27,6 +27,7 @@ __all__ = ["measure", "small_blocks"]
 
 _SETTLING = 6
 _PASSES = 4
+_LAYERS = 6  # that a block and its checkpoint have, where it is cut
 _WIDTH = 128
 _ROWS = 256
 _SAVED = 64 * _ROWS  # bytes that a checkpoint keeps; LTX-2's blocks are 94 times that
@@ -68,13 +69,21 @@ def _adapters(sim: Any, steps: Any, part: int) -> Iterator[Result]:
         ("B1, LTX-2 LoRA, PCIe 5, nothing kept", 1.05e-3, 14.04e-3, 48, 2, 1.022),
         ("B4, FLUX.1 2048^2 LoRA, PCIe 5", 14.7e-3, 7.5e-3, 57, 10, 1.03),
     ):
-        case = steps.Case(compute, load, max(2, kept // part), depth=count // part)
-        alone = steps.resident_phases(sim, steps.Adapted, case)
-        loop = steps.train(sim, steps.Adapted, case)
-        loop.steps(_SETTLING)
-        over = loop.seconds(waits=True) / steps.lora_bound(case, alone)
-        loop.runtime.shutdown()
-        yield ratio(f"virtual time over the bound, {name}", over, target)
+        kept, count = max(2, kept // part), count // part
+        for what, layers in (("", 1), (", blocks in layers", _LAYERS)):
+            case = steps.Case(
+                compute / layers,
+                load / layers,
+                kept * layers,
+                depth=count * layers,
+                region=layers,
+            )
+            alone = steps.resident_phases(sim, steps.Adapted, case)
+            loop = steps.train(sim, steps.Adapted, case)
+            loop.steps(_SETTLING)
+            over = loop.seconds(waits=True) / steps.lora_bound(case, alone)
+            loop.runtime.shutdown()
+            yield ratio(f"virtual time over the bound, {name}{what}", over, target)
 
 
 def _saved(sim: Any, steps: Any, part: int) -> Iterator[Result]:

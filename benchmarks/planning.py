@@ -12,6 +12,7 @@ __all__ = ["measure"]
 _BLOCK_BYTES = 16 << 20
 _LINK = 25e9
 _TARGET_SECONDS = 1.0
+_REGION = 20  # blocks
 _FEWER = 10  # this part of the blocks; then time grows by no more than their number
 
 
@@ -21,7 +22,11 @@ def measure(blocks: int = 10_000, rounds: int = 3) -> Iterator[Result]:
     A plan knows bytes and uses of blocks: how many tensors they have is all the same.
     """
     few = blocks // _FEWER
-    for name, order in (("in a ring", _ring), ("there and back", _there_and_back)):
+    for name, order in (
+        ("in a ring", _ring),
+        ("there and back", _there_and_back),
+        ("and back by regions", _by_regions),
+    ):
         runs = {n: partial(_plan, n, order(n)) for n in (blocks, few)}
         times = take_turns({str(n): run for n, run in runs.items()}, rounds=rounds)
         yield Result.of(
@@ -44,6 +49,13 @@ def _ring(blocks: int) -> tuple[int, ...]:
 
 def _there_and_back(blocks: int) -> tuple[int, ...]:
     return _ring(blocks) + _ring(blocks)[::-1]
+
+
+def _by_regions(blocks: int) -> tuple[int, ...]:
+    """Each region is computed again before it is gone back through."""
+    regions = [range(first, first + _REGION) for first in range(0, blocks, _REGION)]
+    back = [use for region in reversed(regions) for use in (*region, *region[::-1])]
+    return (*_ring(blocks), *back)
 
 
 def _plan(blocks: int, order: tuple[int, ...]) -> Plan:

@@ -14,7 +14,9 @@ from stagehand.residency.finding import find_blocks, find_layers
 from stagehand.residency.plan import Workload, plan
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from torch import nn
 
     from stagehand.residency.finding import Finding
 
@@ -35,6 +37,8 @@ _CUT_MODELS = {
 }
 _FEW = 3
 _TARGET_CUT = 1.01
+_LOOKAHEAD = 3  # as `stagehand.layer` has it
+_TARGET_CHECKPOINTS = 1.03
 
 
 def measure(
@@ -87,6 +91,12 @@ def _as_cut(shape: str) -> Iterator[Result]:
         seconds, bound = _pass(cut, whole // 3, compute)
         what = f"pass over its bound, {shape}, a third on the device, {what}"
         yield ratio(what, seconds / bound, allowed, why=missed)
+    yield ratio(
+        f"step with adapters and checkpoints over its bound, {shape}, a third on the "
+        "device, layers",
+        _checkpointed(model, third, whole // 3, compute),
+        _TARGET_CHECKPOINTS,
+    )
 
 
 def _pass(cut: Finding, budget: int, compute: float) -> tuple[float, float]:
@@ -94,19 +104,55 @@ def _pass(cut: Finding, budget: int, compute: float) -> tuple[float, float]:
     reach_tests()
     from schedules import execute
 
-    sizes = [group.nbytes for group in cut.streamed if group.sites]
-    stay = [cut.rest, *(group for group in cut.streamed if not group.sites)]
-    budget -= sum(group.nbytes for group in stay)
-    workload = Workload(
-        order=tuple(range(len(sizes))),
-        nbytes=tuple(sizes),
-        seconds=tuple(compute * nbytes / _RATE for nbytes in sizes),
-        link_bytes_per_second=_RATE,
-    )
+    sizes, budget = _streamed(cut, budget)
+    workload = _workload(range(len(sizes)), sizes, compute)
     made = plan(workload, budget_bytes=budget, max_lookahead=32)
     assert workload.seconds is not None
     bound = max(sum(workload.seconds), (sum(sizes) - budget) / _RATE)
     return execute(workload, made), bound
+
+
+def _checkpointed(model: nn.Module, cut: Finding, budget: int, compute: float) -> float:
+    """Return a planned step over `max(C, (W - V) / B) + max(2 C, (W - V) / B)`.
+
+    Weights are frozen, and each block of the model is computed again for backward,
+    which takes as long as forward: so does the gradient of what goes in.
+    """
+    reach_tests()
+    from schedules import execute
+
+    sizes, budget = _streamed(cut, budget)
+    names = {module: name for name, module in model.named_modules()}
+    regions: dict[str, list[int]] = {}
+    for number, group in enumerate(g for g in cut.streamed if g.sites):
+        block = ".".join(names[group.sites[0]].split(".")[:2])
+        regions.setdefault(block, []).append(number)
+    order = list(range(len(sizes)))
+    for region in reversed(regions.values()):
+        order += region + region[::-1]
+    workload = _workload(order, sizes, compute)
+    made = plan(workload, budget_bytes=budget, max_lookahead=_LOOKAHEAD)
+    assert workload.seconds is not None
+    once, crossing = sum(workload.seconds) / 3, (sum(sizes) - budget) / _RATE
+    return execute(workload, made) / (max(once, crossing) + max(2 * once, crossing))
+
+
+def _streamed(cut: Finding, budget: int) -> tuple[list[int], int]:
+    """Return the sizes of the blocks that may stream, and what is left for them."""
+    sizes = [group.nbytes for group in cut.streamed if group.sites]
+    stay = [cut.rest, *(group for group in cut.streamed if not group.sites)]
+    return sizes, budget - sum(group.nbytes for group in stay)
+
+
+def _workload(order: Iterable[int], sizes: Sequence[int], compute: float) -> Workload:
+    """Uses that take a part of the time that the block's load takes."""
+    uses = tuple(order)
+    return Workload(
+        order=uses,
+        nbytes=tuple(sizes),
+        seconds=tuple(compute * sizes[block] / _RATE for block in uses),
+        link_bytes_per_second=_RATE,
+    )
 
 
 def _over_bound(

@@ -198,11 +198,12 @@ class _Planner:
             seconds: Of compute, or what is to count as such.
             part: This part of all that are worth a candidate.
         """
-        fewest, uses = _FEWEST_CANDIDATES // part, max(1, len(self._workload.order))
-        allowed = max(fewest, _USES_PREDICTED // part // uses)
+        kinds = 1 if self._within is None else 2
+        uses = max(1, len(self._workload.order))
+        fewest = _FEWEST_CANDIDATES // (part * kinds)
+        allowed = max(fewest, _USES_PREDICTED // (part * uses))
         yield from self._usual_drafts(Walk(self._workload, seconds), allowed)
         if self._within is not None:
-            allowed = max(fewest // 2, _USES_PREDICTED // part // uses)
             yield from self._staying_drafts(seconds, self._within, allowed)
 
     def _usual_drafts(self, walk: Walk, allowed: int) -> Iterator[_Draft]:
