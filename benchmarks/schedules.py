@@ -106,7 +106,7 @@ def _pass(cut: Finding, budget: int, compute: float) -> tuple[float, float]:
 
     sizes, budget = _streamed(cut, budget)
     workload = _workload(range(len(sizes)), sizes, compute)
-    made = plan(workload, budget_bytes=budget, max_lookahead=32)
+    made = plan(workload, budget_bytes=budget, max_lookahead=_LOOKAHEAD)
     assert workload.seconds is not None
     bound = max(sum(workload.seconds), (sum(sizes) - budget) / _RATE)
     return execute(workload, made), bound
@@ -181,7 +181,9 @@ def _over_bound(
         seconds=tuple(seconds),
         link_bytes_per_second=_RATE,
     )
-    made = plan(workload, budget_bytes=int(share * count) * _PIECE, max_lookahead=32)
+    made = plan(
+        workload, budget_bytes=int(share * count) * _PIECE, max_lookahead=_LOOKAHEAD
+    )
     return execute(workload, made) / bound
 
 
@@ -213,7 +215,7 @@ def predictions() -> Iterator[dict[str, object]]:
         )
         for share in range(1, 21):
             budget = max(4 * piece, share * count * piece // 20)
-            made = plan(workload, budget_bytes=budget, max_lookahead=32)
+            made = plan(workload, budget_bytes=budget, max_lookahead=_LOOKAHEAD)
             yield {
                 "kind": "prediction",
                 "model": name,

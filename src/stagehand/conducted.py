@@ -53,8 +53,8 @@ class Conduct:
 
     @property
     def window(self) -> int:
-        """Blocks that it is configured to load ahead."""
-        return self._settings.lookahead
+        """The most blocks that it loads ahead: of small ones more than configured."""
+        return max(self._settings.lookahead, self._parts.steering.plan.lookahead)
 
     @property
     def device_account(self) -> Account:

@@ -45,7 +45,8 @@ class StagehandConfig:
     vram_low_watermark_mb: float = 18000
     """Down to which weights make room."""
     prefetch_window_blocks: int = 3
-    """Blocks to load ahead at most."""
+    """How far to load ahead at most: so many of the largest blocks, or more that are
+    smaller, or all of a region that checkpoints compute again. With 0 nothing is."""
     max_inflight: int | None = 2
     """Copies in flight in each direction before prefetches wait; None for no limit."""
     copy_stream_priority: int = -1

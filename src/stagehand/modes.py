@@ -163,7 +163,9 @@ def layer(
             an int, "8GB", "7.5GiB", or "80%" of what is free. 80 % by default.
         ram_budget: Page-locked host bytes at most; what does not fit is staged through
             it. By default as much as the weights need, up to 80 % of the free memory.
-        prefetch_k: Blocks to load ahead at most.
+        prefetch_k: How far to load ahead at most: so many of the largest layers, or
+            more that are smaller, or all of a region that checkpoints compute again. 0
+            loads nothing ahead.
         dtype: Cast the model to it first; None leaves every tensor as it is.
         device: Where to compute: the accelerator by default, the host without one.
         inference_mode: Passes run without gradients.

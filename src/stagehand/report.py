@@ -55,7 +55,7 @@ class Report:
     slots: int
     """Number of device slots."""
     lookahead: int
-    """Blocks that are loaded ahead at most."""
+    """Blocks that are loaded ahead at most; of small ones more than `prefetch_k`."""
     streamed_bytes: int
     """Bytes copied to the device."""
     saved_bytes: int

@@ -367,6 +367,24 @@ def test_layers_of_regions_are_near_the_bound_of_two_phases(name, share, load):
     assert execute(workload, made) <= 1.06 * bound
 
 
+@pytest.mark.parametrize("pace", [0.5, 0.9, 1.0, 1.2])
+@pytest.mark.parametrize("share", [0.1, 1 / 3, 0.6])
+@pytest.mark.parametrize("name", LAYERS)
+def test_small_layers_are_loaded_as_far_ahead_as_large_ones(name, share, pace):
+    """Up to 1.25 with four slots of any size: they are too little time for large ones.
+
+    Args:
+        pace: Compute over what has to cross.
+    """
+    nbytes = LAYERS[name] * 40
+    budget = int(share * sum(nbytes))
+    crossing = sum(nbytes) - budget
+    workload = ring([pace * crossing * n / sum(nbytes) for n in nbytes], nbytes, 1.0)
+    made = plan(workload, budget_bytes=budget, max_lookahead=3)
+    assert sum(made.slots[slot] for slot in shared_slots(made)) <= 4 * max(nbytes)
+    assert execute(workload, made) <= 1.08 * max(sum(workload.seconds), crossing)
+
+
 def test_few_loads_are_best_where_compute_hides_them():
     """Where the host takes as long for all, small blocks seem to stream for nothing."""
     nbytes = [32 * MIB, 32 * MIB, 32 * MIB, 32 * MIB, 128 * MIB] * 40
@@ -584,9 +602,12 @@ def test_any_plan_is_sound_and_runs_as_predicted(data, workload, lookahead):
     for slot in shared_slots(made):
         assert made.home.count(slot) > 1
     assert workload.must_stay <= made.resident
-    if soon(workload, range(len(workload.nbytes))) is None:
-        assert made.lookahead <= lookahead
-        assert len(shared_slots(made)) <= lookahead + 1
+    assert made.lookahead == (len(shared_slots(made)) if lookahead else 0)
+    if not lookahead:
+        assert len(shared_slots(made)) <= 1
+    elif soon(workload, range(len(workload.nbytes))) is None:
+        ring = sum(made.slots[slot] for slot in shared_slots(made))
+        assert ring <= (lookahead + 1) * max(workload.nbytes)
     assert made.bound_seconds <= made.step_seconds * (1 + 1e-9)
     if workload.order:
         run = execute(workload, made, steps=40)

@@ -37,7 +37,7 @@ class Readings:
     """How many checks in a row, this one included, found all slots to the device in
     use and somebody denied one."""
     window: int = 0
-    """The most blocks that any attached runtime is configured to load ahead."""
+    """The most blocks that any attached runtime loads ahead."""
 
 
 Policy = Callable[[Readings], Limits]

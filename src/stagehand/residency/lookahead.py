@@ -7,6 +7,7 @@ each use costs O(1).
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import deque
 from typing import TYPE_CHECKING
 
@@ -15,7 +16,7 @@ from stagehand.core.states import BlockState
 from stagehand.core.transfer import Priority
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from stagehand.core.device import Stream
     from stagehand.core.transfer import Slot
@@ -61,6 +62,7 @@ class LookAhead:
         self._loader = loader
         self._mover = mover
         self._planned = 0
+        self._ring: list[int] = []  # the sizes of its slots, smallest first
         self._limits = Limits()
         self._front = -1  # the last position that was passed
         self._staged_front = -1  # the last position for which staging was requested
@@ -86,9 +88,15 @@ class LookAhead:
 
     # How far it goes
 
-    def plan(self, blocks: int) -> None:
-        """Load so many streamed blocks ahead, as far as limits allow."""
+    def plan(self, blocks: int, ring: Iterable[int]) -> None:
+        """Load so many streamed blocks ahead, as far as limits allow.
+
+        Args:
+            blocks: How many.
+            ring: The bytes of the slots that they share.
+        """
         self._planned = blocks
+        self._ring = sorted(ring)
         self.stopped = False
         self.reach = self._allowed()
 
@@ -207,7 +215,7 @@ class LookAhead:
                             break
                         if not (
                             self._mover.drop(other, slot, stream)
-                            or self._await_home(other, stream, ends=ends)
+                            or self._await_home(other, slot, stream, ends=ends)
                         ):
                             self._clear(position, min(last, position + room), stream)
                             break
@@ -229,17 +237,20 @@ class LookAhead:
         """Whether a block that is left to its call needs a slot sooner."""
         return any(block.slot is None and block.home is slot for block in self._ahead)
 
-    def _await_home(self, block: Block, stream: Stream, *, ends: bool) -> bool:
+    def _await_home(
+        self, block: Block, slot: Slot, stream: Stream, *, ends: bool
+    ) -> bool:
         """Wait until a block's changed bytes are home; False if that is put off.
 
         The longer it is put off, the less the host waits: the device computes meanwhile
         with what was loaded ahead. But the next load into the slot waits for all that
         was launched until the slot is given up: see Note [On the way home]. So both
         get about half of the time: it is put off while more than half of what may be
-        loaded ahead is left.
+        loaded ahead is left, of blocks as large as this one.
         """
         ahead = len(self._ahead)
-        if ahead and 2 * ahead > self.reach - 2 and not ends:
+        others = len(self._ring) - bisect_left(self._ring, slot.nbytes) - 1
+        if ahead and 2 * ahead > min(self.reach, others) - 2 and not ends:
             return False
         return self._mover.evict(block, stream=stream)
 

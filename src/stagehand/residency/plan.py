@@ -4,8 +4,8 @@ Device weight memory is cut into slots of fixed sizes and every block has one ho
 for ever. A resident block owns its slot; the others share the few slots of the ring.
 A candidate is a ring: the residents that fit beside it are spread along the order, the
 streamed blocks are dealt to its slots, and the `Timeline` predicts the step. A ring is
-no deeper than loads run ahead, but where blocks are used again soon: there it may hold
-all that is used between.
+no larger than what loads may run ahead, but where blocks are used again soon: there it
+may hold all that is used between.
 """
 
 from __future__ import annotations
@@ -88,6 +88,11 @@ class Plan:
     streamed_bytes: int
     limit: str
 
+    def ring(self) -> list[int]:
+        """Return the bytes of the slots that blocks share."""
+        own = {self.home[block] for block in self.resident}
+        return [size for slot, size in enumerate(self.slots) if slot not in own]
+
 
 def smallest_budget(workload: Workload) -> int:
     """The least device bytes that can work: one streamed block at a time."""
@@ -104,7 +109,8 @@ def plan(workload: Workload, *, budget_bytes: int, max_lookahead: int) -> Plan:
         workload: What runs. Without compute times every use is taken to last equally
             long, all together as long as the link needs for what must cross.
         budget_bytes: The most that all slots together may hold.
-        max_lookahead: The most streamed blocks to load ahead of the current use.
+        max_lookahead: How far to load ahead of the current use at most, in blocks as
+            large as the largest: of smaller ones there may be more.
 
     Raises:
         StagehandOOMError: If the budget is below `smallest_budget`.
@@ -161,7 +167,7 @@ class _Planner:
         self._timeline = Timeline(workload, seconds)
         self._walk = Walk(workload, seconds)
         self._within = soon(workload, self._walk.movable) if lookahead else None
-        self._depth = lookahead if self._within is None else len(workload.order)
+        self._lookahead = lookahead
         self._sizes = _Sizes(nbytes[block] for block in self._walk.movable)
         self._walk_sizes = _Sizes(nbytes[block] for block in self._walk.blocks)
 
@@ -262,12 +268,20 @@ class _Planner:
         """A few slots of any sizes, largest first, and more of the smallest."""
         levels = _levels(self._sizes.ascending)
         for depth in _DEPTHS:
-            if depth > max(1, self._depth + 1):
-                break
             for sizes in combinations_with_replacement(levels, min(_MIXED, depth)):
                 ring = sizes + sizes[-1:] * (depth - len(sizes))
-                if self._fits(ring):
+                if self._reaches(ring) and self._fits(ring):
                     yield ring
+
+    def _reaches(self, ring: tuple[int, ...]) -> bool:
+        """Whether loads run no further ahead in it than they may.
+
+        Slots in which blocks stay until they are used again do not count.
+        """
+        if not self._lookahead:
+            return len(ring) == 1
+        most = (self._lookahead + 1) * self._sizes.ascending[-1]
+        return self._within is not None or sum(ring) <= most
 
     def _fits(self, ring: tuple[int, ...]) -> bool:
         """Whether the blocks that are too large for the ring fit beside it."""
@@ -395,9 +409,9 @@ class _Planner:
             slots=tuple(slots),
             home=tuple(home),
             resident=frozenset(resident),
-            # A load waits for all that was computed before its slot was given up. In a
-            # ring of blocks that stay that is early only if all slots are looked after.
-            lookahead=min(self._depth, len(shared)),
+            # A load waits for all that was computed before its slot was given up: that
+            # is early only if all slots are looked after.
+            lookahead=len(shared) if self._lookahead else 0,
             step_seconds=draft.steady.step_seconds,
             bound_seconds=self._timeline.bound_seconds(self._budget),
             streamed_bytes=draft.steady.streamed_bytes,

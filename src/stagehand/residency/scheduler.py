@@ -655,7 +655,7 @@ class Scheduler:
             index = block.index
             block.home = None if block.hosted else slots[plan.home[index]]
             block.stays = index in plan.resident and not block.hosted
-        self._ahead.plan(plan.lookahead)
+        self._ahead.plan(plan.lookahead, plan.ring())
 
     @property
     def strained(self) -> bool:
