@@ -225,15 +225,14 @@ class _Planner:
         self, seconds: Sequence[float], within: int, allowed: int
     ) -> Iterator[_Draft]:
         """Rings in which streamed blocks stay until what comes soon is over."""
-        stays = [Stays(self._workload, uses) for uses in (within, within // 2)]
-        walks = [Walk(self._workload, seconds, one.counts()) for one in stays]
-        pairs = list(zip(stays, walks, strict=True))
-        variants = list(product((False, True), (False, True), _BESIDE, pairs))
-        for often_first, held, beside, (one, walk) in variants[:allowed]:
+        stays = Stays(self._workload, within)
+        walk = Walk(self._workload, seconds, stays.counts())
+        variants = list(product((False, True), (False, True), _BESIDE))
+        for often_first, held, beside in variants[:allowed]:
             keep = partial(self._streaming, walk, often_first=often_first)
-            ring = self._staying_ring(one, keep, beside)
+            ring = self._staying_ring(stays, keep, beside)
             if ring:
-                yield self._draft(ring, keep(ring, ring[0] if held else 0), one)
+                yield self._draft(ring, keep(ring, ring[0] if held else 0), stays)
 
     def _streaming(
         self, walk: Walk, ring: tuple[int, ...], held: int = 0, *, often_first: bool

@@ -108,30 +108,24 @@ class Stays:
         before = list(accumulate((streams[block] for block in self._order), initial=0))
         home = [-1] * len(self._nbytes)
         # Of the last block that each slot was dealt to: when its first stay ends, and
-        # when its second one begins and ends.
-        dealt = [(-_NEVER, _NEVER, _NEVER)] * len(ring)
+        # when its second one begins.
+        dealt = [(-_NEVER, _NEVER)] * len(ring)
         for block, stays in self._stays.items():
             if not streams[block]:
                 continue
             first, last = (before[use] for use in stays[0])
-            again, end = _NEVER, -_NEVER
-            if len(stays) > 1:
-                again, end = (before[use] for use in stays[1])
+            again = before[stays[1][0]] if len(stays) > 1 else _NEVER
             size, best, slot = self._nbytes[block], (False, -_NEVER, 0, 0), 0
-            for index, (over, returns, leaves) in enumerate(dealt):
+            for index, (over, returns) in enumerate(dealt):
                 if ring[index] < size:
                     break
                 gap, later = first - over, returns - last
-                if end >= 0 and returns < _NEVER:
-                    apart = returns - end if returns >= again else again - leaves
-                    later = min(later, apart)
-                fits = gap > 0 and later > 0
-                if fits:
+                if gap > 0 and later > 0:
                     found = (True, min(gap, _AHEAD), -ring[index], later)
                 else:
                     found = (False, min(gap, later), -ring[index], 0)
                 if found > best:
                     best, slot = found, index
             home[block] = slot
-            dealt[slot] = (last, again, max(end, last))
+            dealt[slot] = (last, again)
         return home
