@@ -44,7 +44,10 @@ _DEPTHS = (1, 2, 3, 4, 6, 8, 12, 16)
 _USES_PREDICTED = 40_000
 _FEWEST_CANDIDATES = 6
 # Slots for loads beside those that blocks stay in: each one's place among the levels.
-_BESIDE = ((1, 1, 1, 1), (0, 1, 1, 2, 3), (0,), (0, 0, 1, 1))
+_BESIDE = (
+    *((1, 1, 1, 1), (0, 1, 1, 2, 3), (0,)),
+    *((0, 0, 1, 1), (1, 1, 1, 1, 1, 1), (0, 0, 1, 1, 2, 2)),
+)
 _ROUNDS = 4
 # The best drafts of so many rings are polished, at so many uses predicted for each.
 _POLISHED = 3
