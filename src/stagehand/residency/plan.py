@@ -50,7 +50,8 @@ _ROUNDS = 4
 _POLISHED = 3
 _USES_POLISHED = 8_000
 # Compute times vary, and a shallow ring on a busy link is the first to stall. Between
-# rings that are predicted alike, this part of the loads decides for the deeper one.
+# rings that are predicted alike, this part of the loads decides for the deeper one, up
+# to what a ring holds elsewhere: to be deeper still is no reason to move more bytes.
 _JITTER = 0.004
 # A copy takes the host's time, too, which no prediction has: between plans that are
 # alike, this part of the step, for each use that loads, decides for fewer copies.
@@ -156,6 +157,7 @@ class _Planner:
         self._workload = workload
         self._seconds = seconds
         self._budget = budget_bytes
+        self._lookahead = lookahead
         self._nbytes = nbytes = workload.nbytes
         self._room = budget_bytes - sum(nbytes[b] for b in workload.must_stay)
         self._timeline = Timeline(workload, seconds)
@@ -254,7 +256,8 @@ class _Planner:
         loads = steady.streamed_bytes / self._workload.link_bytes_per_second
         loading = steady.loads / max(1, len(self._workload.order))
         step = (1 + _COPIES * loading) * steady.step_seconds
-        return step + _JITTER * loads / max(1, len(draft.ring))
+        deep = min(len(draft.ring), self._lookahead + 1)
+        return step + _JITTER * loads / max(1, deep)
 
     # Which rings to try
 
