@@ -538,6 +538,15 @@ def test_ten_thousand_blocks_are_planned_in_fifteen_million_lines(kind):
         assert count < 15_000_000
 
 
+def test_long_regions_of_ten_thousand_blocks_cost_little_more():
+    """A ring may hold most of one: 150 million lines if all drafts were dealt so."""
+    nbytes = [(1 + block % 5) * MIB for block in range(10_000)]
+    workload = again([1e-3] * len(nbytes), nbytes, 55e9, 1000)
+    budget = int(0.3 * sum(nbytes))
+    count = lines_run(plan, workload, budget_bytes=budget, max_lookahead=3)
+    assert count < 20_000_000
+
+
 # Properties
 
 RATES = st.sampled_from([3.0, 8.0, 10.0, 15.0, 30.0, 60.0])

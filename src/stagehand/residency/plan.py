@@ -46,6 +46,9 @@ _FEWEST_CANDIDATES = 6
 # Slots for loads beside those that blocks stay in: each one's place among the levels.
 _BESIDE = ((1, 1, 1, 1), (0, 1, 1, 2, 3), (0,), (0, 0, 1, 1))
 _ROUNDS = 4
+# To deal blocks by their stays, each looks at all slots of a ring, which may be as many
+# as a good part of the blocks: so many looks are taken for one plan.
+_LOOKS = 1_500_000
 # The best drafts of so many rings are polished, at so many uses predicted for each.
 _POLISHED = 3
 _USES_POLISHED = 8_000
@@ -164,6 +167,7 @@ class _Planner:
         self._walk = Walk(workload, seconds)
         self._within = soon(workload, self._walk.movable) if lookahead else None
         self._depth = lookahead if self._within is None else len(workload.order)
+        self._looks = _LOOKS
         self._sizes = _Sizes(nbytes[block] for block in self._walk.movable)
         self._walk_sizes = _Sizes(nbytes[block] for block in self._walk.blocks)
 
@@ -228,7 +232,7 @@ class _Planner:
         for often_first, held, beside, (one, walk) in variants[:allowed]:
             keep = partial(self._streaming, walk, often_first=often_first)
             ring = self._staying_ring(one, keep, beside)
-            if ring:
+            if ring and self._can_deal(ring, one):
                 yield self._draft(ring, keep(ring, ring[0] if held else 0), one)
 
     def _streaming(
@@ -250,6 +254,14 @@ class _Planner:
         else:
             home = stays.deal(ring, streams)
         return _Draft(ring, streams, home, self._timeline.steady(home, streams), stays)
+
+    def _can_deal(self, ring: tuple[int, ...], stays: Stays | None) -> bool:
+        """Whether there are looks left for a draft; takes them."""
+        looks = len(self._walk.blocks) * len(ring) if stays else 0
+        if looks > self._looks:
+            return False
+        self._looks -= looks
+        return True
 
     def _score(self, draft: _Draft) -> float:
         steady = draft.steady
@@ -346,7 +358,7 @@ class _Planner:
                 streams = self._swapped(draft, pair, slack)
                 if streams is None:
                     continue
-                if not allowed:
+                if not (allowed and self._can_deal(draft.ring, draft.stays)):
                     return draft
                 allowed -= 1
                 other = self._draft(draft.ring, streams, draft.stays)
