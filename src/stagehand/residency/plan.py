@@ -49,15 +49,19 @@ _BESIDE = (
     *((0, 0, 1, 1), (1, 1, 1, 1, 1, 1), (0, 0, 1, 1, 2, 2)),
 )
 _ROUNDS = 4
+# To deal blocks by their stays, each looks at all slots of a ring, which may be as many
+# as a good part of the blocks: so many looks are taken for one plan.
+_LOOKS = 1_500_000
 # The best drafts of so many rings are polished, at so many uses predicted for each.
 _POLISHED = 3
 _USES_POLISHED = 8_000
 # Compute times vary, and a shallow ring on a busy link is the first to stall. Between
-# rings that are predicted alike, this part of the loads decides for the deeper one.
+# rings that are predicted alike, this part of the loads decides for the deeper one, up
+# to what a ring holds elsewhere: to be deeper still is no reason to move more bytes.
 _JITTER = 0.004
-# A copy takes the host's time, too, which no prediction has: between plans that are
-# alike, this part of the step, for each use that loads, decides for fewer copies.
-_COPIES = 0.001
+# A copy takes the host's time, too, which no prediction has: with that, each one counts
+# as a longer load, by this part of the mean one.
+_COPY = 0.125
 _NOTHING = 1e-9
 _COMPUTE_LIMITED = 1.02
 _LINK_LIMITED = 0.95
@@ -165,12 +169,13 @@ class _Planner:
         self._workload = workload
         self._seconds = seconds
         self._budget = budget_bytes
+        self._lookahead = lookahead
         self._nbytes = nbytes = workload.nbytes
         self._room = budget_bytes - sum(nbytes[b] for b in workload.must_stay)
         self._timeline = Timeline(workload, seconds)
         self._walk = Walk(workload, seconds)
         self._within = soon(workload, self._walk.movable) if lookahead else None
-        self._lookahead = lookahead
+        self._looks = _LOOKS
         self._sizes = _Sizes(nbytes[block] for block in self._walk.movable)
         self._walk_sizes = _Sizes(nbytes[block] for block in self._walk.blocks)
 
@@ -234,7 +239,7 @@ class _Planner:
         for often_first, held, beside in variants[:allowed]:
             keep = partial(self._streaming, walk, often_first=often_first)
             ring = self._staying_ring(stays, keep, beside)
-            if ring:
+            if ring and self._can_deal(ring, stays):
                 yield self._draft(ring, keep(ring, ring[0] if held else 0), stays)
 
     def _streaming(
@@ -257,12 +262,21 @@ class _Planner:
             home = stays.deal(ring, streams)
         return _Draft(ring, streams, home, self._timeline.steady(home, streams), stays)
 
+    def _can_deal(self, ring: tuple[int, ...], stays: Stays | None) -> bool:
+        """Whether there are looks left for a draft; takes them."""
+        looks = len(self._walk.blocks) * len(ring) if stays else 0
+        if looks > self._looks:
+            return False
+        self._looks -= looks
+        return True
+
     def _score(self, draft: _Draft) -> float:
         steady = draft.steady
         loads = steady.streamed_bytes / self._workload.link_bytes_per_second
-        loading = steady.loads / max(1, len(self._workload.order))
-        step = (1 + _COPIES * loading) * steady.step_seconds
-        return step + _JITTER * loads / max(1, len(draft.ring))
+        mean = self._timeline.link_seconds / max(1, len(self._workload.order))
+        loads += _COPY * mean * steady.loads
+        deep = min(len(draft.ring), self._lookahead + 1)
+        return steady.step_seconds + _JITTER * loads / max(1, deep)
 
     # Which rings to try
 
@@ -359,7 +373,7 @@ class _Planner:
                 streams = self._swapped(draft, pair, slack)
                 if streams is None:
                     continue
-                if not allowed:
+                if not (allowed and self._can_deal(draft.ring, draft.stays)):
                     return draft
                 allowed -= 1
                 other = self._draft(draft.ring, streams, draft.stays)
