@@ -13,7 +13,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import Counter
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from heapq import nsmallest
 from itertools import (
     accumulate,
@@ -221,8 +221,9 @@ class _Planner:
             yield from self._staying_drafts(seconds, self._within, allowed)
 
     def _usual_drafts(self, walk: Walk, allowed: int) -> Iterator[_Draft]:
-        rings = self._promising_rings()
-        plain = list(product(rings, (False, True) if walk.varied else (False,)))
+        plain = list(
+            product(self._promising_rings, (False, True) if walk.varied else (False,))
+        )
         variants = [(*variant, 0) for variant in plain]
         variants += [(ring, often_first, ring[0]) for ring, often_first in plain]
         for ring, often_first, held in variants[:allowed]:
@@ -325,6 +326,7 @@ class _Planner:
             ring = tuple(found)
         return ring if self._fits(ring) else ()
 
+    @cached_property
     def _promising_rings(self) -> list[tuple[int, ...]]:
         """All rings, in turns from the two estimates, each one's shortest first."""
         rings = list(self._rings())
