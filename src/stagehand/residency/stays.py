@@ -108,13 +108,14 @@ class Stays:
         before = list(accumulate((streams[block] for block in self._order), initial=0))
         home = [-1] * len(self._nbytes)
         # Of the last block that each slot was dealt to: when its first stay ends, and
-        # when its second one begins.
+        # when that of backward begins: of the others it is the longest.
         dealt = [(-_NEVER, _NEVER)] * len(ring)
         for block, stays in self._stays.items():
             if not streams[block]:
                 continue
             first, last = (before[use] for use in stays[0])
-            again = before[stays[1][0]] if len(stays) > 1 else _NEVER
+            longest = max(stays[1:], key=_length, default=None)
+            again = _NEVER if longest is None else before[longest[0]]
             size, best, slot = self._nbytes[block], (False, -_NEVER, 0, 0), 0
             for index, (over, returns) in enumerate(dealt):
                 if ring[index] < size:
@@ -129,3 +130,8 @@ class Stays:
             home[block] = slot
             dealt[slot] = (last, again)
         return home
+
+
+def _length(stay: tuple[int, int]) -> int:
+    first, last = stay
+    return last - first
