@@ -2,9 +2,14 @@
 
 from dataclasses import replace
 from functools import partial
+from math import ceil
 
 import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import LlamaConfig, LlamaForCausalLM
 
+import stagehand
 from simulated.steps import (
     SETTLING,
     SMALL,
@@ -139,6 +144,52 @@ def test_blocks_stay_for_the_backward_of_their_region(
         seconds = loop.seconds(waits=waits)
         assert seconds <= allowed * lora_bound(case, alone)
         assert seconds == pytest.approx(loop.plan.step_seconds, rel=1e-3)
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")
+def test_layers_of_a_real_model_cross_once_in_each_phase(sim, monkeypatch):
+    """Of a Llama with adapters and checkpoints, as users make them: half of it, twice."""
+    monkeypatch.setattr(finding, "_SMALL_BYTES", 1024)
+    monkeypatch.setattr(finding, "_COPY_EFFICIENT_BYTES", 1)
+    torch.manual_seed(1)
+    config = LlamaConfig(
+        hidden_size=64,
+        intermediate_size=192,
+        num_hidden_layers=24,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=128,
+        use_cache=False,
+    )
+    model = get_peft_model(
+        LlamaForCausalLM(config), LoraConfig(r=2, target_modules="all-linear")
+    )
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.enable_input_require_grads()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    weights = sum(p.nbytes for p in model.parameters() if not p.requires_grad)
+    adapters = sum(512 * ceil(p.nbytes / 512) for p in trained)
+    rate = weights / 0.5 / 1e9
+    sim.configure(h2d_gbps=rate, d2h_gbps=rate, tflops=2e-4, hbm_gbps=1e12)
+    stagehand.layer(model, vram_budget=weights // 2 + adapters)
+    runtime = model._stagehand_layer_runtime
+    optimizer = torch.optim.AdamW(trained)
+    tokens = torch.randint(0, 128, (1, 8), device="hpu")
+
+    def step():
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        wait()
+
+    for _ in range(SETTLING + 2):
+        step()
+    before = sim.h2d_bytes()
+    for _ in range(3):
+        step()
+    assert (sim.h2d_bytes() - before) / 3 <= 1.04 * weights
+    assert sim.races() == []
+    runtime.shutdown()
 
 
 @pytest.mark.parametrize("checkpoints", [None, "inside", "reentrant"])
