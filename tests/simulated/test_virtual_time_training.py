@@ -148,7 +148,7 @@ def test_blocks_stay_for_the_backward_of_their_region(
 
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")
 def test_layers_of_a_real_model_cross_once_in_each_phase(sim, monkeypatch):
-    """Of a Llama with adapters and checkpoints, as users make them: half of it, twice."""
+    """Of a Llama with adapters and checkpoints: half of its bytes, twice."""
     monkeypatch.setattr(finding, "_SMALL_BYTES", 1024)
     monkeypatch.setattr(finding, "_COPY_EFFICIENT_BYTES", 1)
     torch.manual_seed(1)
