@@ -1,13 +1,13 @@
 """How long a plan takes for very many blocks."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 from benchmarks.results import Result
 from benchmarks.timing import take_turns
 from stagehand.residency.plan import Plan, Workload, plan
 
-__all__ = ["measure"]
+__all__ = ["and_back", "measure"]
 
 _BLOCK_BYTES = 16 << 20
 _LINK = 25e9
@@ -52,10 +52,13 @@ def _there_and_back(blocks: int) -> tuple[int, ...]:
 
 
 def _by_regions(blocks: int) -> tuple[int, ...]:
-    """Each region is computed again before it is gone back through."""
     regions = [range(first, first + _REGION) for first in range(0, blocks, _REGION)]
-    back = [use for region in reversed(regions) for use in (*region, *region[::-1])]
-    return (*_ring(blocks), *back)
+    return (*_ring(blocks), *and_back(regions))
+
+
+def and_back(regions: Sequence[Sequence[int]]) -> list[int]:
+    """Return the uses of backward: each region is computed again, then gone through."""
+    return [use for one in reversed(regions) for use in (*one, *reversed(one))]
 
 
 def _plan(blocks: int, order: tuple[int, ...]) -> Plan:

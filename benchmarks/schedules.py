@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from benchmarks.gpu.shapes import SHAPES, skeleton
+from benchmarks.planning import and_back
 from benchmarks.results import Result, ratio
 from benchmarks.simulated import reach_tests
 from stagehand.residency.finding import find_blocks, find_layers
@@ -127,17 +128,12 @@ def _checkpointed(model: nn.Module, cut: Finding, budget: int, compute: float) -
     for number, group in enumerate(g for g in cut.streamed if g.sites):
         block = ".".join(names[group.sites[0]].split(".")[:2])
         regions.setdefault(block, []).append(number)
-    order = (*range(len(sizes)), *_and_back(list(regions.values())))
+    order = (*range(len(sizes)), *and_back(list(regions.values())))
     workload = _workload(order, sizes, compute)
     made = plan(workload, budget_bytes=budget, max_lookahead=_LOOKAHEAD)
     assert workload.seconds is not None
     once, crossing = sum(workload.seconds) / 3, (sum(sizes) - budget) / _RATE
     return execute(workload, made) / (max(once, crossing) + max(2 * once, crossing))
-
-
-def _and_back(regions: Sequence[Sequence[int]]) -> list[int]:
-    """Return the uses of backward: each region is computed again, then gone through."""
-    return [use for one in reversed(regions) for use in (*one, *reversed(one))]
 
 
 def _streamed(cut: Finding, budget: int) -> tuple[list[int], int]:
@@ -208,7 +204,7 @@ def predictions() -> Iterator[dict[str, object]]:
         order = list(range(count))
         if trains:
             regions = [range(at, at + _CUT) for at in range(0, count, _CUT)]
-            order += _and_back(regions)
+            order += and_back(regions)
         seconds = [compute / _CUT] * len(order)
         piece = int(nbytes / _CUT)
         workload = Workload(

@@ -78,6 +78,6 @@ class Conduct:
         if self._link_need is None or self._link_need[0] is not steering.plan:
             seconds, need = steering.compute_seconds, None
             if seconds is not None:
-                need = LinkNeed(compute_seconds=seconds, loads=steering.loads)
+                need = LinkNeed(compute_seconds=seconds, loads=steering.plan.loads)
             self._link_need = steering.plan, need
         return self._link_need[1]

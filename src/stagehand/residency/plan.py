@@ -81,6 +81,7 @@ class Plan:
         step_seconds: The predicted steady period.
         bound_seconds: The least that any policy could take with the same budget.
         streamed_bytes: The bytes that cross the link in one period.
+        loads: In how many copies.
         limit: What a shorter step lacks: "compute", "link" (more budget helps, too),
             "budget" (too little memory to keep either busy), or "unknown" as long as
             compute times are not measured.
@@ -93,6 +94,7 @@ class Plan:
     step_seconds: float
     bound_seconds: float
     streamed_bytes: int
+    loads: int
     limit: str
 
     def ring(self) -> list[int]:
@@ -174,9 +176,11 @@ class _Planner:
         self._room = budget_bytes - sum(nbytes[b] for b in workload.must_stay)
         self._timeline = Timeline(workload, seconds)
         self._walk = Walk(workload, seconds)
-        self._within = soon(workload, self._walk.movable) if lookahead else None
+        within = soon(workload, self._walk.movable) if lookahead else None
+        self._stays = None if within is None else Stays(workload, within)
         self._looks = _LOOKS
         self._sizes = _Sizes(nbytes[block] for block in self._walk.movable)
+        self._levels = _levels(self._sizes.ascending)
         self._walk_sizes = _Sizes(nbytes[block] for block in self._walk.blocks)
 
     def plan(self) -> Plan:
@@ -212,13 +216,13 @@ class _Planner:
             seconds: Of compute, or what is to count as such.
             part: This part of all that are worth a candidate.
         """
-        kinds = 1 if self._within is None else 2
+        kinds = 1 if self._stays is None else 2
         uses = max(1, len(self._workload.order))
         fewest = _FEWEST_CANDIDATES // (part * kinds)
         allowed = max(fewest, _USES_PREDICTED // (part * uses))
         yield from self._usual_drafts(Walk(self._workload, seconds), allowed)
-        if self._within is not None:
-            yield from self._staying_drafts(seconds, self._within, allowed)
+        if self._stays is not None:
+            yield from self._staying_drafts(self._stays, seconds, allowed)
 
     def _usual_drafts(self, walk: Walk, allowed: int) -> Iterator[_Draft]:
         plain = list(
@@ -231,10 +235,9 @@ class _Planner:
             yield self._draft(ring, streams)
 
     def _staying_drafts(
-        self, seconds: Sequence[float], within: int, allowed: int
+        self, stays: Stays, seconds: Sequence[float], allowed: int
     ) -> Iterator[_Draft]:
         """Rings in which streamed blocks stay until what comes soon is over."""
-        stays = Stays(self._workload, within)
         walk = Walk(self._workload, seconds, stays.counts())
         variants = list(product((False, True), (False, True), _BESIDE))
         for often_first, held, beside in variants[:allowed]:
@@ -283,9 +286,9 @@ class _Planner:
 
     def _rings(self) -> Iterator[tuple[int, ...]]:
         """A few slots of any sizes, largest first, and more of the smallest."""
-        levels = _levels(self._sizes.ascending)
         for depth in _DEPTHS:
-            for sizes in combinations_with_replacement(levels, min(_MIXED, depth)):
+            mixed = min(_MIXED, depth)
+            for sizes in combinations_with_replacement(self._levels, mixed):
                 ring = sizes + sizes[-1:] * (depth - len(sizes))
                 if self._reaches(ring) and self._fits(ring):
                     yield ring
@@ -298,7 +301,7 @@ class _Planner:
         if not self._lookahead:
             return len(ring) == 1
         most = (self._lookahead + 1) * self._sizes.ascending[-1]
-        return self._within is not None or sum(ring) <= most
+        return self._stays is not None or sum(ring) <= most
 
     def _fits(self, ring: tuple[int, ...]) -> bool:
         """Whether the blocks that are too large for the ring fit beside it."""
@@ -314,7 +317,7 @@ class _Planner:
 
         The more slots, the fewer residents, and the more has to stay in slots.
         """
-        levels = _levels(self._sizes.ascending)
+        levels = self._levels
         more = [levels[min(level, len(levels) - 1)] for level in beside]
         ring: tuple[int, ...] = tuple(sorted([levels[0], *more], reverse=True))
         for _ in range(_ROUNDS):
@@ -433,6 +436,7 @@ class _Planner:
             step_seconds=draft.steady.step_seconds,
             bound_seconds=self._timeline.bound_seconds(self._budget),
             streamed_bytes=draft.steady.streamed_bytes,
+            loads=draft.steady.loads,
             limit=self._limit(draft.steady),
         )
 

@@ -82,17 +82,6 @@ class Steering:
         return None if self._seconds is None else sum(self._seconds)
 
     @property
-    def loads(self) -> int:
-        """How many loads one cycle needs. Costs O(uses)."""
-        home, holds = self.plan.home, dict[int, int]()
-        loads = 0
-        for turn in range(2):  # the first shows what the slots hold at its end
-            for block in self._planned:
-                loads += turn if holds.get(home[block]) != block else 0
-                holds[home[block]] = block
-        return loads
-
-    @property
     def basis(self) -> tuple[object, ...]:
         """What plans are made from: each is the same object until it changes."""
         return self._planned, self._seconds, self._must_stay

@@ -168,8 +168,7 @@ class Timeline:
             )
             for way in self._ways_to_cut
         ]
-        whole = self._crossing_seconds(set(self._order), kept_bytes)
-        return max(*stretches, whole)
+        return max(stretches)
 
     def _crossing_seconds(self, blocks: Iterable[int], kept_bytes: int) -> float:
         if self._crossing is self._nbytes:

@@ -298,6 +298,7 @@ class Pipeline:
             step_seconds=0.0,
             bound_seconds=0.0,
             streamed_bytes=0,
+            loads=0,
             limit="unknown",
         )
 
