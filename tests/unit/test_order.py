@@ -1,6 +1,7 @@
 """Order: routes are learned, followed and relearned."""
 
 import random
+from itertools import pairwise
 
 import pytest
 from hypothesis import settings
@@ -97,7 +98,7 @@ def test_other_route_than_the_step_has_ends_its_cycle():
     run(order, *(A, A, B) * 4)
     run(order, A, C)
     order.turn()
-    assert order.cycle() == C
+    assert order.cycle() == A + B
     run(order, B, *(A, A, B) * 3)
     assert order.cycle() == A + A + B
 
@@ -268,9 +269,80 @@ def test_cycle_holds_the_routes_that_repeat_wherever_the_pass_is():
 def test_cycle_too_long_to_plan_for_is_the_present_route_alone():
     routes = [(n,) for n in range(5)]
     order = Order(())
-    run(order, *routes, routes[0])
+    run(order, *routes * 2, routes[0])
     order.turn()
     assert order.cycle() == routes[1]
+
+
+# ------------------------------------------------------------------------ what repeats
+
+
+def repeated_by(order, *routes):
+    """Make a pass of each route; return what was said to repeat after each."""
+    found = []
+    for route in routes:
+        for block in route:
+            order.use(block)
+        order.turn()
+        found.append(order.repeating())
+    return found
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_drafts_of_a_few_layers_repeat_beside_the_passes_that_check_them(seed):
+    """However many there are, and when all of the latest were drafts, too."""
+    pick = random.Random(seed)
+    routes = [r for _ in range(40) for r in [C] * pick.randint(1, 12) + [A]]
+    order = Order(A)
+    repeated_by(order, *[C] * 12, A, *[C] * 12, A)
+    for found in repeated_by(order, *routes):
+        assert set(found) == {A, C}
+
+
+def test_route_that_is_left_for_ever_is_planned_for_no_longer():
+    order = Order(A)
+    assert repeated_by(order, *[A] * 200)[-1] == (A,)
+    assert repeated_by(order, B, B, B) == [(B,)] * 3
+
+
+def test_route_that_is_left_again_and_again_is_planned_for_meanwhile():
+    """Epochs of training, with a few passes of validation after each."""
+    order = Order(A)
+    repeated_by(order, *([A] * 30 + [C] * 10) * 2)
+    for found in repeated_by(order, *([A] * 30 + [C] * 10) * 3):
+        assert set(found) == {A, C}
+    assert repeated_by(order, *[A] * 70)[-1] == (A,)
+
+
+def test_rare_route_is_not_planned_for():
+    order = Order(A)
+    found = repeated_by(order, *([A] * 70 + [C]) * 4)
+    for first, second in pairwise(found):
+        assert (A, C) not in {first, second} or first != second
+
+
+def test_routes_that_repeat_stay_in_the_order_in_which_they_began():
+    order = Order(A)
+    step = (A, B) * 5 + (C,)
+    for found in repeated_by(order, *step * 4)[25:]:
+        assert found == (A, B, C)
+
+
+def test_few_routes_that_come_back_among_many_others_are_not_what_repeats():
+    """Early exits after any layer: by chance, some come back sooner than others."""
+    routes = [tuple(range(depth)) for depth in range(4, 28)]
+    order, pick = Order(A), random.Random(0)
+    found = repeated_by(order, *pick.choices(routes, k=300))
+    twice = sum(first == second for first, second in pairwise(found))
+    assert twice <= 20
+
+
+def test_of_many_routes_in_any_order_only_the_next_one_is_planned_for():
+    routes = [(n, 9) for n in range(6)]
+    order = Order(A)
+    pick = random.Random(0)
+    for found in repeated_by(order, *pick.choices(routes, k=60))[30:]:
+        assert len(found) <= 4
 
 
 def test_broken_cursor_is_reported_as_our_bug():
@@ -338,6 +410,23 @@ class Expectation:
             if len(latest) == self.RECENT and latest == step[: self.RECENT]:
                 return step[self.RECENT : self.RECENT + 2]
         return None
+
+    def lasting(self):
+        """Return the routes that came back, and were not away for twice as long yet."""
+        known = {}  # the passes that took each route, those of the latest few routes
+        for number, route in enumerate(self.history, 1):
+            known.setdefault(route, []).append(number)
+            if len(known) > self.KEPT:
+                del known[min(known, key=lambda route: known[route][-1])]
+        found = []
+        for route, taken in known.items():
+            others = [after - before - 1 for before, after in pairwise(taken)]
+            soon = [number for number in others if number <= 64]
+            if soon and len(self.history) - taken[-1] <= 2 * max(soon):
+                found.append(route)
+        latest = self.history[-self.RECENT :]
+        taken = [route for route in latest if route in found]
+        return found if 4 * len(taken) >= 3 * len(latest) else []
 
     def expect(self, route):
         self.route = route
@@ -442,6 +531,9 @@ class OrderMachine(RuleBasedStateMachine):
         assert (order.cursor, order.length) == (model.cursor, len(model.route))
         assert order.lost == (model.misses > 1)
         assert order.passes == len(model.history)
+        lasting = model.lasting()
+        if len(lasting) <= 4:
+            assert set(lasting) <= set(order.repeating())
 
     @invariant()
     def version_tells_every_change_of_the_line(self):

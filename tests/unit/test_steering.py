@@ -1,5 +1,6 @@
 """Steering: when a plan is made again, and for what."""
 
+import random
 from dataclasses import dataclass
 
 import pytest
@@ -74,11 +75,21 @@ class Rig:
         assert not self.run(*self.scheduler.order.cycle())
         return self
 
-    def note(self, route, seconds):
-        """Tell of uses that computed so long."""
+    def note(self, route, seconds, cut=()):
+        """Tell of uses that computed so long, of passes that ended with the last or cut
+        after so many uses."""
+        ends = {len(route), *cut}
         times = [
-            UseTime(block=block, start_ms=0.0, stall_ms=5.0, compute_ms=1e3 * second)
-            for block, second in zip(route, seconds, strict=True)
+            UseTime(
+                block=block,
+                start_ms=0.0,
+                stall_ms=5.0,
+                compute_ms=1e3 * second,
+                last=number in ends,
+            )
+            for number, (block, second) in enumerate(
+                zip(route, seconds, strict=True), 1
+            )
         ]
         self.steering.note(times, [])
 
@@ -186,34 +197,96 @@ def test_two_rounds_of_times_make_a_plan_with_the_shorter_ones():
     assert rig.steering.workload().seconds == (1.0, 2.0, 3.0, 4.0)
     assert rig.steering.plan.limit == "compute"
     assert not rig.steering.wants_times(0)
-    rig.note((1, 2, 3, 4) * 2, (0.5,) * 8)
+    rig.note((1, 2, 3, 4), (0.5,) * 4)
     assert not rig.steering.steer()
 
 
-def test_times_that_begin_in_the_middle_of_a_round_are_turned():
+def test_pass_whose_times_come_in_parts_is_measured():
     rig = Rig().settled()
-    rig.note((3, 4, 1, 2) * 2, (3.0, 4.0, 1.0, 2.0) * 2)
+    rig.note((1, 2, 3, 4), (1.0, 2.0, 3.0, 4.0))
+    times = [
+        UseTime(block, 0.0, 0.0, 1e3 * block, last=block == 4) for block in (1, 2, 3, 4)
+    ]
+    rig.steering.note(times[:2], [])
+    assert not rig.steering.steer()
+    rig.steering.note(times[2:], [])
     assert rig.steering.steer()
     assert rig.steering.workload().seconds == (1.0, 2.0, 3.0, 4.0)
 
 
 def test_times_of_another_route_are_no_measurement():
     rig = Rig().settled()
-    rig.note((4, 3, 2, 1) * 2, (1.0,) * 8)
+    for _ in range(2):
+        rig.note((4, 3, 2, 1), (1.0,) * 4)
+        rig.note((1, 2, 3, 4), (1.0,) * 4, cut=[2])
+        rig.note((1, 2, 3, 4, 1, 2, 3, 4), (1.0,) * 8)
     assert not rig.steering.steer()
     assert rig.steering.wants_times(0)
-    rig.note((1, 2, 3, 4) * 2, (1.0,) * 8)
+    for _ in range(2):
+        rig.note((1, 2, 3, 4), (1.0,) * 4)
     assert rig.steering.steer()
 
 
 def test_another_route_is_measured_anew():
     rig = Rig().settled()
-    rig.note((1, 2, 3, 4) * 2, (1.0,) * 8)
+    for _ in range(2):
+        rig.note((1, 2, 3, 4), (1.0,) * 4)
     rig.steering.steer()
     rig.run(4, 3, 2, 1)
     assert rig.run(4, 3, 2, 1)
     assert rig.steering.workload().seconds is None
     assert rig.steering.wants_times(0)
+
+
+def test_each_route_of_several_is_measured_by_itself_in_any_order():
+    """Drafts of the first layers, and passes that check them."""
+    rig = Rig().settled()
+    draft, check = (1, 2), (1, 2, 3, 4)
+    for _ in range(3):
+        for route in (draft, draft, draft, draft, draft, check):
+            rig.run(*route)
+    assert rig.steering.workload().order == draft + check
+    rig.note(draft, (1.0, 2.0))
+    rig.note(draft * 3, (2.0, 1.0) * 3, cut=[2, 4])
+    rig.note(check, (3.0, 9.0, 4.0, 5.0))
+    assert rig.steering.compute_seconds is None
+    rig.note(check, (9.0, 3.0, 9.0, 9.0))
+    assert rig.steering.workload().seconds == (1.0, 1.0, 3.0, 3.0, 4.0, 5.0)
+    assert rig.steering.steer()
+
+
+def test_what_is_known_of_a_route_is_known_when_others_join_it():
+    rig = Rig().settled()
+    for _ in range(2):
+        rig.note((1, 2, 3, 4), (1.0, 2.0, 3.0, 4.0))
+    rig.steering.steer()
+    for route in [(1, 2), (1, 2, 3, 4)] * 4:
+        rig.run(*route)
+    assert rig.steering.workload().seconds is None
+    for _ in range(2):
+        rig.note((1, 2), (5.0, 6.0))
+    assert rig.steering.workload().seconds == (5.0, 6.0, 1.0, 2.0, 3.0, 4.0)
+
+
+def test_step_of_a_route_that_comes_twice_is_planned_for_once_it_is_sure():
+    """Two forwards and a backward: first of each one, then as many as there are."""
+    rig = Rig().settled()
+    forward, backward = (1, 2, 3, 4), (4, 3, 2, 1)
+    orders = [
+        rig.steering.workload().order
+        for route in (forward, forward, backward) * 12
+        if rig.run(*route)
+    ]
+    assert orders == [forward + backward, 2 * forward + backward]
+
+
+def test_passes_of_a_few_routes_in_any_order_cost_no_plan():
+    rig = Rig().settled()
+    pick = random.Random(0)
+    routes = [r for _ in range(40) for r in [(1, 2)] * pick.randint(1, 6) + [(1, 2, 3)]]
+    plans = [rig.run(*route) for route in routes]
+    assert sum(plans) <= 4
+    assert not any(plans[40:])
 
 
 def test_link_rate_comes_from_large_copies_to_the_device():
@@ -272,7 +345,8 @@ def test_budget_that_cannot_work_changes_nothing_and_says_what_could():
 
 def test_measured_times_outlast_a_change_of_the_budget():
     rig = Rig().settled()
-    rig.note((1, 2, 3, 4) * 2, (1.0,) * 8)
+    for _ in range(2):
+        rig.note((1, 2, 3, 4), (1.0,) * 4)
     rig.steering.steer()
     rig.steering.set_budget(40)
     assert rig.steering.steer()

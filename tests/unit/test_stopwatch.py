@@ -64,8 +64,8 @@ def test_uses_are_split_into_waiting_and_computing(sim):
     uses, copies = bench.watch.resolve()
     assert copies == [CopyTime(0, "H2D", 5 * MB, 0.0, pytest.approx(5))]
     assert uses == [
-        UseTime(0, 0.0, pytest.approx(5), pytest.approx(2)),
-        UseTime(1, pytest.approx(7), 0.0, pytest.approx(3)),
+        UseTime(0, 0.0, pytest.approx(5), pytest.approx(2), last=False),
+        UseTime(1, pytest.approx(7), 0.0, pytest.approx(3), last=True),
     ]
 
 

@@ -21,12 +21,14 @@ class UseTime:
         start_ms: When compute arrived, from the stopwatch's beginning.
         stall_ms: How long it then waited for the block.
         compute_ms: From there to the arrival at the next use, or the pass's end.
+        last: Whether the pass ended with it.
     """
 
     block: int
     start_ms: float
     stall_ms: float
     compute_ms: float
+    last: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +147,7 @@ class Stopwatch:
                 zero.elapsed_time(arrived),
                 arrived.elapsed_time(begun),
                 begun.elapsed_time(following[1]),
+                last=following[0] < 0,
             )
             for (block, arrived, begun), following in pairwise(self._uses)
             if block >= 0

@@ -10,10 +10,15 @@ route that begins like this pass is, or else the cursor moves to where the use s
 When it stands nowhere, or this happens twice in a row, the order is *lost* until an
 expected use or the next pass: nothing is predicted meanwhile, and everything is served
 on demand.
+
+What is planned for are the routes that *repeat*, whichever comes next: some drafts of a
+few layers and then all of them, however many drafts there are. A route that has come
+back does so again, unless it has been away for twice as long as ever before.
 """
 
 from bisect import bisect_right
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from stagehand.errors import StagehandInternalError
 
@@ -22,8 +27,40 @@ __all__ = ["Order"]
 _ROUTES_KEPT = 8
 _CYCLE_ROUTES = 4
 _RECENT = 2 * _CYCLE_ROUTES
+_MOST = 0.75  # of the latest passes
+_LONGEST_AWAY = 64  # passes; a rarer route is not worth the room of its blocks
 
 Route = tuple[int, ...]
+
+
+@dataclass(slots=True)
+class _Habit:
+    """When a route was taken.
+
+    Attributes:
+        route: Which.
+        latest: The number of the latest pass that took it.
+        away: The most passes of other routes from one to the next; None if it has not
+            come back soon.
+        is_rare: Whether it has come back, but never soon.
+    """
+
+    route: Route
+    latest: int
+    away: int | None = None
+    is_rare: bool = False
+
+    def note(self, number: int) -> None:
+        """Note that a pass takes it again."""
+        others = number - self.latest - 1
+        if others <= _LONGEST_AWAY:
+            self.away = max(self.away or 0, others)
+        self.latest = number
+        self.is_rare = self.away is None
+
+    def lasts(self, number: int) -> bool:
+        """Whether it is expected to come back, after so many passes of any route."""
+        return self.away is not None and number - self.latest <= 2 * self.away
 
 
 class Order:
@@ -44,6 +81,7 @@ class Order:
         self._next: Route = self._route
         self._recent: list[Route] = []  # of the latest passes, newest last
         self._repeated: tuple[Route, ...] = ()  # what they repeat, this one first
+        self._habits: dict[Route, _Habit] = {}  # in the order in which they began
         self._log: list[int] = []  # the uses of this pass, once one was not expected
         self._misses = 0
         self.followed = True
@@ -151,6 +189,7 @@ class Order:
             self.learned += 1
         if self._recent:
             self._follow(self._recent[-1], done)
+        done = self._note_habit(done)
         self._recent = [*self._recent[-_RECENT + 1 :], done]
         repeated = self._find_repeated()
         expected = repeated[0] if repeated else self._follower.get(done, done)
@@ -190,22 +229,62 @@ class Order:
         if len(self._follower) > _ROUTES_KEPT:
             del self._follower[next(iter(self._follower))]
 
-    def cycle(self) -> Route:
-        """Return the uses of the passes that are expected to repeat for ever.
+    def _note_habit(self, done: Route) -> Route:
+        """Note that a pass took a route; return the tuple that stands for all alike."""
+        habit = self._habits.get(done)
+        if habit is not None:
+            habit.note(self.passes)
+            return habit.route
+        self._habits[done] = _Habit(done, self.passes)
+        if len(self._habits) > _ROUTES_KEPT:
+            oldest = min(self._habits.values(), key=lambda habit: habit.latest)
+            del self._habits[oldest.route]
+        return done
 
-        It is the same cycle wherever in it the present pass is.
+    def repeating(self) -> tuple[Route, ...]:
+        """Return the routes of the passes that are expected to repeat for ever.
+
+        They are the same wherever among them the present pass is.
         """
+        lasting = self._lasting()
         routes = list(self._repeated)
-        if not routes:
-            route = self._route
-            while route not in routes:
-                if len(routes) == _CYCLE_ROUTES:
-                    return self._route
-                routes.append(route)
-                route = self._follower.get(route, route)
-            routes = routes[routes.index(route) :]
+        if not routes or not all(route in routes for route in lasting):
+            routes = self._following()
+            more = len(routes) > len(lasting) and all(r in routes for r in lasting)
+            if lasting and (not more or any(map(self._is_rare, routes))):
+                routes = lasting
         turned = (routes[first:] + routes[:first] for first in range(len(routes)))
-        return sum(min(turned), ())
+        return tuple(min(turned))
+
+    def _lasting(self) -> list[Route]:
+        """Return the few routes that come back, if most of the latest passes took one.
+
+        In the order in which they began.
+        """
+        habits = self._habits.values()
+        lasting = [habit.route for habit in habits if habit.lasts(self.passes)]
+        taken = sum(route in lasting for route in self._recent)
+        few = len(lasting) <= _CYCLE_ROUTES
+        return lasting if few and taken >= _MOST * len(self._recent) else []
+
+    def _is_rare(self, route: Route) -> bool:
+        habit = self._habits.get(route)
+        return habit is not None and habit.is_rare
+
+    def _following(self) -> list[Route]:
+        """Return the routes that have followed each other in a ring, or only this."""
+        routes: list[Route] = []
+        route = self._route
+        while route not in routes:
+            if len(routes) == _CYCLE_ROUTES:
+                return [self._route]
+            routes.append(route)
+            route = self._follower.get(route, route)
+        return routes[routes.index(route) :]
+
+    def cycle(self) -> Route:
+        """Return all uses of the routes that are expected to repeat."""
+        return sum(self.repeating(), ())
 
     def check(self) -> None:
         """Raise if an invariant is broken.

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 
 from stagehand.core.stopwatch import CopyTime, UseTime
 from stagehand.residency.blocks import Block
+from stagehand.residency.order import Route
 from stagehand.residency.plan import Plan, Workload, plan, smallest_budget
 from stagehand.residency.scheduler import Scheduler
 
@@ -12,15 +13,17 @@ __all__ = ["Steering"]
 _LINK_GUESS = 25e9  # bytes a second, until a copy has been timed
 _TIMED_BYTES = 1 << 20  # shorter ones tell of overhead more than of the link
 _TIMED_ROUNDS = 2  # the first run of a kernel can take long
+_SETTLED = 2  # passes in a row after which the same routes were expected to repeat
+_SETTLED_LIKE = 16  # the same, if those that are planned for only come in other numbers
 
 
 class Steering:
     """Keeps the scheduler's plan fit for what the model does.
 
-    A plan is made for the uses that are expected to repeat. It is made again when a
+    A plan is made for the routes that are expected to repeat. It is made again when a
     pass took another route, or began or ceased to read rows of experts (twice alike, so
     that an odd pass does not cost a plan),
-    when the budget changes, and once when the route's compute times are known.
+    when the budget changes, and once when the routes' compute times are known.
 
     Args:
         scheduler: Follows the plans.
@@ -47,16 +50,23 @@ class Steering:
         self._must_stay = frozenset(must_stay)
         self._budget_bytes = budget_bytes
         self._link = _LINK_GUESS
+        self._planned = scheduler.order.repeating()
         self._seconds: tuple[float, ...] | None = None
-        self._times: list[UseTime] = []  # of the planned route, newest last
-        self._planned: tuple[int, ...] = ()
-        self._seen: tuple[int, ...] = ()
+        # Of each route planned for, of each pass that was timed: of each use.
+        self._times: dict[Route, list[list[float]]] = {r: [] for r in self._planned}
+        self._pass: list[UseTime] = []  # what is known of the latest
+        self._seen: tuple[Route, ...] = ()
+        self._alike = 0  # passes in a row that saw the same
         self._picked = self._picks_seen = False  # what plan and latest pass have of it
         self._due = True
         self.plan = self._make()
 
     def __repr__(self) -> str:
-        return f"Steering({len(self._planned)} uses, {self.plan.limit})"
+        return f"Steering({self._uses()} uses, {self.plan.limit})"
+
+    def _uses(self) -> int:
+        """How many the planned routes have."""
+        return sum(map(len, self._planned))
 
     def wants_times(self, under_way: int) -> bool:
         """Whether the next pass should be timed.
@@ -69,7 +79,7 @@ class Steering:
             self.learns and self._scheduler.order.passes
         ):
             return False
-        return under_way < _TIMED_ROUNDS * len(self._planned)
+        return under_way < _TIMED_ROUNDS * self._uses()
 
     @property
     def link_bytes_per_second(self) -> float:
@@ -78,7 +88,7 @@ class Steering:
 
     @property
     def compute_seconds(self) -> float | None:
-        """What one cycle computes, once it is measured."""
+        """What one pass of each route computes, once all are measured."""
         return None if self._seconds is None else sum(self._seconds)
 
     @property
@@ -93,7 +103,6 @@ class Steering:
 
     def workload(self) -> Workload:
         """Return what is planned for."""
-        cycle = self._scheduler.order.cycle()
         slots = tuple(0 if b.hosted else b.slot_nbytes for b in self._blocks)
         share = self._picked_share()
         crossing = tuple(
@@ -101,9 +110,9 @@ class Steering:
             for b in self._blocks
         )
         return Workload(
-            order=cycle,
+            order=sum(self._planned, ()),
             nbytes=slots,
-            seconds=self._seconds if cycle == self._planned else None,
+            seconds=self._seconds,
             link_bytes_per_second=self._link,
             must_stay=self._must_stay,
             link_nbytes=None if crossing == slots else crossing,
@@ -161,29 +170,41 @@ class Steering:
         seconds = sum(copy.duration_ms for copy in large) / 1e3
         if seconds > 0:
             self._link = sum(copy.nbytes for copy in large) / seconds
-        order = self._planned
-        if self._seconds is not None or not (self.learns and order):
+        if self._seconds is not None or not (self.learns and self._planned):
             return
-        wanted = _TIMED_ROUNDS * order
-        self._times = [*self._times, *uses][-len(wanted) :]
-        times = _aligned(self._times, wanted)
-        if times is not None:
-            rounds = [times[i :: len(order)] for i in range(len(order))]
-            self._seconds = tuple(
-                min(use.compute_ms for use in timed) / 1e3 for timed in rounds
-            )
-            self._times = []
-            self._due = True
+        for use in uses:
+            self._pass.append(use)
+            if use.last:
+                self._note_pass(self._pass)
+                self._pass = []
+        self._seconds = self._measured()
+        self._due = self._due or self._seconds is not None
+
+    def _note_pass(self, uses: Sequence[UseTime]) -> None:
+        times = self._times.get(tuple(use.block for use in uses))
+        if times is not None and len(times) < _TIMED_ROUNDS:
+            times.append([use.compute_ms / 1e3 for use in uses])
+
+    def _measured(self) -> tuple[float, ...] | None:
+        """Return each use's shortest time; None if a route was timed too rarely."""
+        times = [self._times[route] for route in self._planned]
+        if any(len(rounds) < _TIMED_ROUNDS for rounds in times):
+            return None
+        return tuple(
+            min(found) for rounds in times for found in zip(*rounds, strict=True)
+        )
 
     def steer(self) -> bool:
         """Plan again if it is due; return whether it was.
 
         Call between passes, when nothing is in use.
         """
-        cycle = self._scheduler.order.cycle()
-        settled = cycle == self._seen
-        self._seen = cycle
-        if cycle != self._planned and (settled or self._scheduler.order.passes <= 1):
+        routes = self._scheduler.order.repeating()
+        self._alike = self._alike + 1 if routes == self._seen else 1
+        self._seen = routes
+        if routes != self._planned and (
+            self._alike >= self._enough(routes) or self._scheduler.order.passes <= 1
+        ):
             self._due = True
         picks = self._scheduler.picks
         if picks != self._picked and picks == self._picks_seen:
@@ -194,14 +215,27 @@ class Steering:
                 self._scheduler.follow(self.plan, fixed=self._must_stay)
                 return True
             return False
-        if cycle != self._planned:
-            self._seconds = None
-            self._times = []
+        if routes != self._planned:
+            self._plan_for(routes)
         self.plan = self._make()
-        self._planned, self._picked = cycle, picks
+        self._picked = picks
         self._scheduler.follow(self.plan, fixed=self._must_stay)
         self._due = False  # not before: what fails or is interrupted is half laid out
         return True
+
+    def _enough(self, routes: tuple[Route, ...]) -> int:
+        """How often routes are seen before they are planned for.
+
+        That a few routes in any order look regular for a while is no reason to plan.
+        """
+        return _SETTLED_LIKE if set(routes) == set(self._planned) else _SETTLED
+
+    def _plan_for(self, routes: tuple[Route, ...]) -> None:
+        """Forget the times of others; what these have is known still."""
+        self._planned = routes
+        self._times = {route: self._times.get(route, []) for route in routes}
+        self._pass = []
+        self._seconds = self._measured()
 
     def _make(self) -> Plan:
         return plan(
@@ -209,13 +243,3 @@ class Steering:
             budget_bytes=self._budget_bytes,
             max_lookahead=self.max_lookahead,
         )
-
-
-def _aligned(times: list[UseTime], order: Sequence[int]) -> list[UseTime] | None:
-    """Return the times turned to begin as the order does, or None if they cannot."""
-    for start, use in enumerate(times):
-        if use.block == order[0]:
-            turned = times[start:] + times[:start]
-            if tuple(use.block for use in turned) == order:
-                return turned
-    return None
