@@ -1,5 +1,7 @@
 """How long streamed passes take in virtual time, against bounds and policies."""
 
+import random
+
 import pytest
 import torch
 
@@ -278,6 +280,43 @@ def test_a_cycle_of_two_routes_is_planned_as_one(start):
     assert made.limit == "compute"
     assert step() <= 1.02 * case.compute
     assert loop.plan is made
+
+
+@waiting
+@pytest.mark.parametrize("few", [1, 24])
+def test_passes_of_few_blocks_and_of_all_in_any_number_are_planned_as_one(
+    start, few, waits
+):
+    """Drafts by the first layers, or steps that a cache skips but for the first."""
+    case = equal(48, 1e-3, 1.5e-3)
+    loop = start(case, 34 * BLOCK)
+    part = loop.model.first if few == 24 else loop.model.first[0]
+    x = torch.ones(BATCH, WIDTH, device="hpu")
+    pick = random.Random(0)
+    plans = []
+
+    def step():
+        """Some of few blocks, and one of all; return what all compute."""
+        times = pick.randint(1, 7)
+        with torch.no_grad():
+            for number in range(times + 1):
+                (part if number < times else loop.model)(x)
+                plans.append(loop.plan)
+                if waits:
+                    wait()
+        return (times * few + 48) * 1e-3
+
+    for _ in range(4):
+        for _ in range(4):
+            step()
+        wait()
+    made = len(plans)
+    began = loop.sim.host_seconds()
+    expected = sum(step() for _ in range(12))
+    wait()
+    assert loop.sim.host_seconds() - began <= 1.03 * expected
+    assert loop.plan.limit == "compute"
+    assert plans[made:] == [loop.plan] * (len(plans) - made)
 
 
 def test_a_block_that_begins_and_ends_the_pass_keeps_its_plan(start):

@@ -79,7 +79,8 @@ class Steering:
             self.learns and self._scheduler.order.passes
         ):
             return False
-        return under_way < _TIMED_ROUNDS * self._uses()
+        # Of several routes, one may come many times before another does.
+        return under_way < _TIMED_ROUNDS * len(self._planned) * self._uses()
 
     @property
     def link_bytes_per_second(self) -> float:
