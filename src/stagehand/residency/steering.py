@@ -13,8 +13,8 @@ __all__ = ["Steering"]
 _LINK_GUESS = 25e9  # bytes a second, until a copy has been timed
 _TIMED_BYTES = 1 << 20  # shorter ones tell of overhead more than of the link
 _TIMED_ROUNDS = 2  # the first run of a kernel can take long
-_SETTLED = 2  # passes in a row after which the same routes were expected to repeat
-_SETTLED_LIKE = 16  # the same, if those that are planned for only come in other numbers
+_SETTLED = 1  # more passes after which the same routes are expected to repeat
+_SETTLED_LIKE = 15  # the same, if those that are planned for only come in other numbers
 
 
 class Steering:
@@ -56,7 +56,7 @@ class Steering:
         self._times: dict[Route, list[list[float]]] = {r: [] for r in self._planned}
         self._pass: list[UseTime] = []  # what is known of the latest
         self._seen: tuple[Route, ...] = ()
-        self._alike = 0  # passes in a row that saw the same
+        self._seen_since = 0  # the number of the first of the passes that saw it
         self._picked = self._picks_seen = False  # what plan and latest pass have of it
         self._due = True
         self.plan = self._make()
@@ -200,11 +200,12 @@ class Steering:
 
         Call between passes, when nothing is in use.
         """
-        routes = self._scheduler.order.repeating()
-        self._alike = self._alike + 1 if routes == self._seen else 1
-        self._seen = routes
+        order = self._scheduler.order
+        routes = order.repeating()
+        if routes != self._seen:
+            self._seen, self._seen_since = routes, order.passes
         if routes != self._planned and (
-            self._alike >= self._enough(routes) or self._scheduler.order.passes <= 1
+            order.passes - self._seen_since >= self._enough(routes) or order.passes <= 1
         ):
             self._due = True
         picks = self._scheduler.picks
@@ -225,7 +226,7 @@ class Steering:
         return True
 
     def _enough(self, routes: tuple[Route, ...]) -> int:
-        """How often routes are seen before they are planned for.
+        """How many more passes have to see the same routes before a plan is made.
 
         That a few routes in any order look regular for a while is no reason to plan.
         """
