@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import weakref
+from collections import defaultdict
 from copy import deepcopy
 from pathlib import Path
 from typing import NamedTuple
@@ -251,6 +252,81 @@ def test_inputs_are_moved_whatever_attributes_their_containers_have(place):
     stagehand.layer(model, vram_budget=BUDGET, device=place)
     with torch.no_grad():
         found = model(Willing(x=batch()), Proxy(), Pair(batch(), batch()))
+    assert_bitwise_equal(found, expected, "output")
+    runtime_of(model).shutdown()
+
+
+def test_what_tokenizers_make_is_moved_as_a_whole(place):
+    """Sentence encoders give it to their parts, which read it beside what they add."""
+
+    class Encoder(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = stack()
+
+        def forward(self, features):
+            features["hidden"] = self.layers(features["x"])
+            return features
+
+    class Masked(nn.Module):
+        def forward(self, features):
+            assert type(features) is transformers.BatchEncoding
+            assert features.n_sequences == 1
+            assert features["words"] == ["a", "cat"]
+            return features["hidden"] * features["mask"]
+
+    model = nn.Sequential(Encoder(), Masked())
+    named = {"x": batch(), "mask": batch(), "words": ["a", "cat"]}
+    given = transformers.BatchEncoding(named, n_sequences=1)
+    expected = run_resident(model[0].layers, place, batch()) * batch().to(place)
+    stagehand.layer(model, vram_budget=BUDGET, device=place)
+    with torch.no_grad():
+        found = model(given)
+    assert_bitwise_equal(found, expected, "output")
+    assert given["x"].device.type == "cpu"
+    runtime_of(model).shutdown()
+
+
+def test_dicts_with_defaults_are_moved(place):
+    class Named(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = stack()
+
+        def forward(self, named):
+            assert named["others"] == []
+            return self.layers(named["x"])
+
+    model = Named()
+    expected = run_resident(model.layers, place, batch())
+    stagehand.layer(model, vram_budget=BUDGET, device=place)
+    with torch.no_grad():
+        found = model(defaultdict(list, x=batch()))
+    assert_bitwise_equal(found, expected, "output")
+    runtime_of(model).shutdown()
+
+
+@pytest.mark.parametrize("source", ["cpu", "place"])
+def test_packed_sequences_are_moved(place, source):
+    """Their batch sizes are on the host wherever the sequences are."""
+
+    class Read(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.read = nn.GRU(WIDTH, WIDTH, 2)
+            self.layers = stack()
+
+        def forward(self, packed):
+            return self.layers(self.read(packed)[0].data)
+
+    packed = nn.utils.rnn.pack_sequence([batch(), batch()[:1]])
+    model = Read()
+    resident = deepcopy(model).to(place)
+    with torch.no_grad():
+        expected = resident(packed.to(place))
+    stagehand.layer(model, vram_budget="1MB", device=place)
+    with torch.no_grad():
+        found = model(packed.to(place if source == "place" else source))
     assert_bitwise_equal(found, expected, "output")
     runtime_of(model).shutdown()
 

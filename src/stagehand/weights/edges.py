@@ -19,10 +19,13 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections import UserDict, defaultdict
+from copy import copy
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn.utils.rnn import PackedSequence
 
 from stagehand.core.turn import HERE, Turn, host_while, runs_library
 from stagehand.errors import DeadlockError, StagehandError
@@ -612,16 +615,22 @@ def move_inputs(tree: Any, device: torch.device) -> Any:
     """
     if isinstance(tree, torch.Tensor):
         return tree if tree.device == device else tree.to(device)
+    if isinstance(tree, PackedSequence):  # whose batch sizes stay on the host
+        return tree.to(device)  # type: ignore[arg-type]
     named = isinstance(tree, tuple) and hasattr(tree, "_fields")
     if named or type(tree) in (tuple, list):
         items = [move_inputs(item, device) for item in tree]
         if all(new is old for new, old in zip(items, tree, strict=True)):
             return tree
         return type(tree)(*items) if named else type(tree)(items)
-    if isinstance(tree, dict):
+    if isinstance(tree, dict | UserDict):  # as the batches of tokenizers are
         moved = {key: move_inputs(value, device) for key, value in tree.items()}
         if all(moved[key] is value for key, value in tree.items()):
             return tree
+        if isinstance(tree, UserDict | defaultdict):  # which are more than their items
+            like = copy(tree)
+            like.update(moved)
+            return like
         return moved if type(tree) is dict else type(tree)(moved)
     return tree
 
