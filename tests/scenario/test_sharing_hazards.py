@@ -1014,6 +1014,43 @@ def test_passes_keep_the_room_they_were_promised_when_the_largest_budget_leaves(
     some.run(0, 1)
 
 
+def test_a_pass_in_which_tensors_join_takes_nothing_that_was_promised(crowd):
+    """The model is planned anew with them, for what others leave of its budget."""
+    some = crowd("hpu", [6, 7], [3 * ONE, 5 * ONE])
+    some.run(0, 1)
+    some.device._seats.run_at_once()
+    for runtime in some.runtimes:
+        runtime._tenancy.give_up(0)
+    inside, over = threading.Event(), threading.Event()
+
+    def stop(*_):
+        inside.set()
+        assert over.wait(timeout=120)
+
+    def look(*_):
+        tenancy = some.runtimes[1]._tenancy
+        assert tenancy.account.peak_bytes <= tenancy.limit_bytes < 5 * ONE
+
+    def join():
+        assert inside.wait(timeout=120)
+        some.models[1][0].register_parameter("scale", nn.Parameter(torch.ones(8)))
+        some.runtimes[1]._parts.weights.reset_peak()
+        try:
+            some.run(1)
+        finally:
+            over.set()
+
+    hooks = [
+        some.models[0][0].register_forward_pre_hook(stop),
+        some.models[1][0].register_forward_pre_hook(look),
+    ]
+    in_threads(lambda: some.run(0), join)
+    for hook in hooks:
+        hook.remove()
+    some.run(0, 1)
+    del some.models[1][0].scale  # which is on the device
+
+
 @pytest.mark.parametrize("ends", ["its budget is lowered", "it leaves"])
 def test_a_pass_keeps_its_room_beside_what_an_idle_model_trains(sim, ends):
     """Norms that train stay there, beside their optimizer's state. The cap that sinks
