@@ -207,6 +207,8 @@ class Passing(PassListener):
         if taken:
             if self._edges.is_busy:
                 self._hands_over = self._tenancy.begin()
+                self._make_room()  # others were promised what it does not leave
+                self._parts.steering.steer()
             self._place_rest()
             self._measure.know(self._parts.scheduler.blocks)
 

@@ -187,7 +187,9 @@ class Runtime(Passing, Sharing, Storing, Conduct):
         additions = Additions(model, parts, self._wires, self._home)
         self._additions = weakref.ref(additions)  # see `Moves`
         ends = _weakly(self._let_go)
-        self._finalizer = weakref.finalize(model, _end, self._saved, parts, ends)
+        self._finalizer = weakref.finalize(
+            model, _end, self._saved, parts, telemetry, ends
+        )
         # Not at exit: other exit functions may use the model; the system frees memory.
         self._finalizer.atexit = False
         # Before this the model and the device are unchanged: there is nothing to undo.
@@ -792,10 +794,13 @@ def _twice(rest: ExitStack, call: Callable[..., object], *args: object) -> None:
         rest.callback(call, *args)
 
 
-def _end(saved: SavedTensors, parts: Parts, ends: Callable[[], None]) -> None:
+def _end(
+    saved: SavedTensors, parts: Parts, telemetry: Telemetry, ends: Callable[[], None]
+) -> None:
     """Free what a collected model had, even if somebody keeps its runtime."""
     saved.pop_left_hooks()
     take_off_dead()
+    telemetry.close()
     parts.close()
     ends()
 

@@ -140,7 +140,12 @@ class Wires:
             parts.plan_within(limit)
             parts.steering.steer()
         if wired:
-            self._open_ring()
+            parts.engine.open_wires(
+                parts.device_arena,
+                count=self._count,
+                nbytes=self._nbytes,
+                scratch_nbytes=self._scratch,
+            )
 
     def plan_within(self, limit_bytes: int) -> None:
         """Plan for a limit, with one piece of memory if it is too small for two.
@@ -160,16 +165,8 @@ class Wires:
                 self._count = 2
                 parts.wire_bytes += self._nbytes
             raise
-        if shrinks and parts.engine.wires is not None:
-            self._open_ring()
-
-    def _open_ring(self) -> None:
-        self._parts.engine.open_wires(
-            self._parts.device_arena,
-            count=self._count,
-            nbytes=self._nbytes,
-            scratch_nbytes=self._scratch,
-        )
+        if shrinks:
+            parts.engine.resize_wires(self._count)
 
     def _taken_by(self, wires: Iterable[Wire | None]) -> tuple[int, int]:
         """Return the device memory of the longest wire, and of what decodes it."""

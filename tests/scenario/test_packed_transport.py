@@ -558,6 +558,22 @@ def test_packed_models_take_turns_on_one_device(streamed, sim):
             assert_passes_equal(model, right, x, passes=2)
 
 
+def test_budget_can_be_lowered_while_another_model_has_the_decoders_memory(streamed):
+    """It comes back as one piece then, where it was two: two would have no room."""
+    model, other, x = net(), net(8), batch()
+    expected = resident(model, x)
+    least = smallest(model, transport="packed")
+    streamed(model, 8 * BLOCK)
+    run(model, x)
+    streamed(other, 8 * BLOCK, transport="plain")
+    run(other, x)
+    assert runtime_of(model)._parts.engine.wires is None
+    runtime_of(model).set_budget(least)
+    for _ in range(3):
+        assert_passes_equal(model, expected.to("hpu"), x)
+        assert runtime_of(model)._parts.weights.held_bytes <= least
+
+
 def test_pool_that_is_kept_holds_nothing_of_the_packed_bytes(streamed, sim):
     model, x = net(), batch()
     streamed(model)

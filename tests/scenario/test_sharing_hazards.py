@@ -1014,6 +1014,72 @@ def test_passes_keep_the_room_they_were_promised_when_the_largest_budget_leaves(
     some.run(0, 1)
 
 
+def test_a_pass_in_which_tensors_join_takes_nothing_that_was_promised(crowd):
+    """The model is planned anew with them, for what others leave of its budget."""
+    some = crowd("hpu", [6, 7], [3 * ONE, 5 * ONE])
+    some.run(0, 1)
+    some.device._seats.run_at_once()
+    for runtime in some.runtimes:
+        runtime._tenancy.give_up(0)
+    inside, over = threading.Event(), threading.Event()
+
+    def stop(*_):
+        inside.set()
+        assert over.wait(timeout=120)
+
+    def look(*_):
+        tenancy = some.runtimes[1]._tenancy
+        assert tenancy.account.peak_bytes <= tenancy.limit_bytes < 5 * ONE
+
+    def join():
+        assert inside.wait(timeout=120)
+        some.models[1][0].register_parameter("scale", nn.Parameter(torch.ones(8)))
+        some.runtimes[1]._parts.weights.reset_peak()
+        try:
+            some.run(1)
+        finally:
+            over.set()
+
+    hooks = [
+        some.models[0][0].register_forward_pre_hook(stop),
+        some.models[1][0].register_forward_pre_hook(look),
+    ]
+    in_threads(lambda: some.run(0), join)
+    for hook in hooks:
+        hook.remove()
+    some.run(0, 1)
+    del some.models[1][0].scale  # which is on the device
+
+
+@pytest.mark.parametrize("ends", ["its budget is lowered", "it leaves"])
+def test_a_pass_keeps_its_room_beside_what_an_idle_model_trains(sim, ends):
+    """Norms that train stay there, beside their optimizer's state. The cap that sinks
+    in mid-pass, with the largest budget, leaves room for both until the pass is over.
+    """
+    trains = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH // 2))
+    model, largest = nn.Sequential(*varied(4, 1)), nn.Sequential(*varied(4, 2))
+    expected = run_resident(model, "hpu", batch())
+    for one, budget in ((trains, ONE), (model, ONE), (largest, 6 * ONE)):
+        stagehand.layer(one, vram_budget=budget, device="hpu")
+    trains(batch()).sum().backward()
+    account = runtime_of(model)._tenancy.shared.ledger.device
+
+    def sink(*_):
+        if ends == "it leaves":
+            runtime_of(largest).shutdown()
+        else:
+            runtime_of(largest).set_budget(ONE)
+
+    hook = model[0].register_forward_pre_hook(sink)
+    with torch.no_grad():
+        assert_bitwise_equal(model(batch()), expected, "output")
+    hook.remove()
+    assert account.limit_bytes == ONE
+    for one in (trains, model, *([largest] if ends != "it leaves" else [])):
+        runtime_of(one).shutdown()
+    trains.zero_grad()  # its gradients lie in pinned memory
+
+
 @pytest.mark.parametrize("asks", ["a pass", "a block"])
 def test_a_pass_whose_end_was_interrupted_is_waited_for_by_nobody(
     crowd, monkeypatch, asks

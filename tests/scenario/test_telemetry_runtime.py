@@ -1,7 +1,9 @@
 """What a runtime says that it did, held against what the simulated device saw."""
 
+import gc
 import itertools
 import json
+import os
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -261,6 +263,21 @@ def test_every_line_of_the_file_is_the_record_with_the_names_that_readers_know(
         assert line["host_pool_in_use"] == record.pool_used_bytes
         unmeasured = {name for name, value in line.items() if value is None}
         assert unmeasured <= {"nan_count", "inf_count", "dtype_promotions"}
+
+
+def test_the_file_is_closed_with_a_model_that_is_dropped(sim, tmp_path):
+    """Not by the interpreter, which warns of a file that nobody has closed."""
+    before = set(os.listdir("/proc/self/fd"))
+    model = stagehand.layer(
+        stack(), vram_budget=BUDGET, telemetry=tmp_path / "steps.jsonl"
+    )
+    runtime = runtime_of(model)
+    for _ in range(2):
+        run(model)
+    del model
+    gc.collect()
+    assert runtime.telemetry.records
+    assert set(os.listdir("/proc/self/fd")) == before
 
 
 def test_no_file_is_written_unless_a_path_is_given(sim, tmp_path, monkeypatch):

@@ -159,7 +159,7 @@ class TransferEngine:
         """Set while copies are to be timed."""
         self.wires: WireRing | None = None
         """Memory for wires on the device; None while nothing is decoded there."""
-        self._new_wires: Callable[[], WireRing] | None = None
+        self._new_wires: Callable[..., WireRing] | None = None
         self._wire_stream: Stream | None = None
         self._priority = priority
         self.device = device
@@ -355,6 +355,19 @@ class TransferEngine:
             scratch_nbytes=scratch_nbytes,
         )
         self.wires = self._new_wires()
+
+    def resize_wires(self, count: int) -> None:
+        """Have so many pieces of that memory from now on, if there is to be any.
+
+        Raises:
+            StagehandOOMError: If the arena has no room.
+        """
+        if self._new_wires is None:
+            return
+        self._new_wires = partial(self._new_wires, count=count)
+        if self.wires is not None:  # else the next load that needs it makes it
+            self.rest_wires()
+            self.wires = self._new_wires()
 
     def rest_wires(self) -> None:
         """Give that memory back until the next load that needs it."""

@@ -206,15 +206,25 @@ class Seats:
         """Set the cap anew, for tenants or their budgets have changed.
 
         It is the largest budget, but not less than what passes under way were promised,
-        until these have ended.
+        beside what the others do not give up for them, until these have ended.
         """
         for seat in self._seats.values():
             seat.claim = seat.tenant.claim()
         cap = max((seat.claim.budget for seat in self._seats.values()), default=0)
-        promised = sum(seat.limit for seat in self._seats.values() if seat.running)
+        promised = 0
+        if any(seat.running for seat in self._seats.values()):
+            promised = sum(map(self._firm_bytes, self._seats.values()))
         self._sinks = promised > cap
         self.account.set_limit(max(cap, promised))
         self._shares = None
+
+    def _firm_bytes(self, seat: Seat) -> int:
+        """Return what a tenant was promised, or has and does not give up for others."""
+        if seat.running or (seat.thread is not None and not seat.waits):
+            return max(seat.limit, seat.held)
+        if seat.waits or seat.number in self.holds.held:
+            return seat.held
+        return min(seat.claim.bound, seat.held)
 
     def run_at_once(self) -> None:
         """Note that two tenants run at once: each needs a ring of its own."""
