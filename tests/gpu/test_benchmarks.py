@@ -217,6 +217,36 @@ def test_what_a_saved_tensor_costs_is_explained_where_caches_copy_it(
     assert (row.ok, bool(row.why)) == (is_met, is_explained)
 
 
+@pytest.mark.parametrize(("own", "is_explained"), [(50.0, True), (61.0, False)])
+def test_what_gradients_cost_is_explained_by_as_much_as_it_was_seen_to_be(
+    own, is_explained
+):
+    """A regression of trained blocks is no known miss: 61 us over bare ones of 30."""
+    from benchmarks import depths, training
+    from benchmarks.timing import Times
+
+    cost = depths.Cost(Times(own, own), Times(30.0, 30.0))
+    assert bool(training._why(cost)) == is_explained
+
+
+@pytest.mark.parametrize(("loads", "is_explained"), [(2.9, True), (3.1, False)])
+def test_pass_is_explained_by_a_few_loads_of_its_largest_layer_and_no_more(
+    monkeypatch, loads, is_explained
+):
+    """A planner that got worse is no known miss, whatever the largest layer has."""
+    from benchmarks import schedules
+
+    largest = 108 << 20
+    lost = loads * largest / schedules._RATE
+    monkeypatch.setattr(schedules, "_pass", lambda *_: (0.1 + lost, 0.1))
+    rows = {row.name: row for row in schedules._as_cut("flux.1")}
+    row = rows["pass over its bound, flux.1, a third on the device, layers"]
+    assert not row.ok
+    assert bool(row.why) == is_explained
+    if is_explained:
+        assert "the largest has 108 MiB" in row.why
+
+
 @pytest.mark.parametrize(
     ("met_after", "rounds"), [(1, 4), (6, 6), (None, 12)], ids=["met", "late", "never"]
 )
