@@ -958,6 +958,24 @@ def test_names_of_cells_are_printed_and_unique(capsys):
     assert all(pick(cells, names=[name]) for name in SHORT)
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--cells", *ONE[1:], "inference/llama3/*"], "'inference/llama3/*'"),
+        (["--short", *ONE], "--cells: not allowed with argument --short"),
+        (["--kinds", "full", "--ways", "mmgp"], "no cell is all that is asked for"),
+        (["--dry", "--cells", "*/sdxl/*/mmgp"], "no cell is all that is asked for"),
+    ],
+)
+def test_nothing_is_measured_if_no_cell_is_what_is_asked_for(capsys, options, said):
+    """A slip in a name in the minutes that a device is lent: all of them would pass."""
+    from benchmarks.gpu.__main__ import main
+
+    with pytest.raises(SystemExit, match="2"):
+        main(options)
+    assert said in capsys.readouterr().err
+
+
 def test_command_says_what_it_takes(capsys):
     from benchmarks.gpu.__main__ import main
     from benchmarks.gpu.suite import SHORT
