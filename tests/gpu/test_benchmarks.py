@@ -326,6 +326,9 @@ REVISIONS = {
     "slower, but has no target": (2.0, 2.4, None, 0),
     "hardly slower": (2.0, 2.2, 2.0, 0),
     "new": (None, 2.4, 2.0, 0),
+    "nothing, as before": (0.0, 0.0, 0.0, 0),
+    "not nothing any more": (0.0, 1.0, 0.0, 1),
+    "less than nothing": (-0.1, 0.1, 2.0, 0),
 }
 
 
@@ -343,13 +346,17 @@ def test_two_revisions_are_measured_in_turns_and_a_worse_one_fails(
         order.append(tree == tmp_path)
         value = before if tree == tmp_path else now
         if value is not None:
-            yield {"name": "one", "value": value, "target": target}
+            yield {"name": "one", "value": value, "target": target, "unit": "us"}
+            yield {"name": "left out", "value": 0.0, "target": None, "unit": ""}
 
     monkeypatch.setattr(compare, "_checked_out", lambda _: nullcontext(tmp_path))
     monkeypatch.setattr(compare, "_measured", measured)
     assert compare.main(["other", "--rounds", "2"]) == status
     assert order == [True, False, False, True]
-    assert "round 1 of 2, here:       2." in told[2]
+    assert f"round 1 of 2, here: {now:9.3g}" in told[2]
+    table = capsys.readouterr().out
+    assert "left out" not in table
+    assert ("new" in table) == (before is None)
 
 
 def test_a_revision_is_checked_out_measured_and_gone_again(
