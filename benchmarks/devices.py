@@ -41,6 +41,7 @@ _OVER_OTHER = {  # the same phases of two ways of ours: all, or those after the 
     ("stagehand-reserved", "stagehand-alone"): (1, 1.05),
 }
 _NO_PEERS = ("none",)
+_NAIVE = "naive-pinned"  # nothing of what it copies overlaps
 
 
 def device_section(name: str, lines: Sequence[Line]) -> Iterator[str]:
@@ -182,19 +183,29 @@ def _table(group: Group) -> Iterator[str]:
     yield f"#### {name}{f', about {blocks} blocks' if blocks else ''}\n"
     yield (
         "| way | step, ms (10 % to 90 %; how many) | over bound | over resident |"
-        " allocated | reserved | device | pinned | host | copies | stall, ms |"
-        " first output, s | all pinned, s |"
+        " overlap | allocated | reserved | device | pinned | host | copies |"
+        " stall, ms | first output, s | all pinned, s |"
     )
-    yield "|" + "---|" * 13
+    yield "|" + "---|" * 14
+    steps = {line["cell"]["way"]: line["step"] for line in group if "step" in line}
+    naive = steps.get(_NAIVE, {}).get("median")
     for line in group:
-        yield f"| {line['cell']['way']} | {' | '.join(_cells(line))} |"
+        yield f"| {line['cell']['way']} | {' | '.join(_cells(line, naive))} |"
     yield ""
 
 
-def _cells(line: Line) -> list[str]:
+def _overlap(line: Line, naive: float | None) -> str:
+    """Of what can be saved of naive moves' time, the part that is."""
+    if naive is None or naive <= line["bound"]:
+        return ""
+    saved = (naive - line["step"]["median"]) / (naive - line["bound"])
+    return f"{saved:.1%}"
+
+
+def _cells(line: Line, naive: float | None) -> list[str]:
     for name, word in (("left_out", "left out"), ("failed", "failed")):
         if name in line:
-            return [f"{word}: {line[name].replace('|', '/')}", *[""] * 11]
+            return [f"{word}: {line[name].replace('|', '/')}", *[""] * 12]
     step = {name: value * 1e3 for name, value in line["step"].items()}
     memory = ("allocated", "reserved", "device", "pinned", "host")
     stall, copies = line["stall_ms"], line["h2d_copies"]
@@ -203,6 +214,7 @@ def _cells(line: Line) -> list[str]:
         f" {line['timed_steps']} steps)" + ("" if line["equal"] else ", other bits"),
         f"{line['over_bound']:.3f}",
         f"{line['over_resident']:.3f}",
+        _overlap(line, naive),
         *(format_bytes(line[f"{name}_bytes"]) for name in memory),
         "" if copies is None else f"{copies} + {line['d2h_copies']}",
         "" if stall is None else f"{stall:.2f}",

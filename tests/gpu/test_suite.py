@@ -66,6 +66,7 @@ MEASURED = {
     "pinned_bytes",
     "host_bytes",
     "stall_ms",
+    "planned_h2d_bytes",
     "h2d_copies",
     "d2h_copies",
     "h2d_bytes",
@@ -331,6 +332,7 @@ def test_adapters_are_trained_and_frozen_weights_never_come_home(rehearse):
         assert line["equal"]
         assert line["over_bound"] > 0.999
         assert line["d2h_bytes"] == 0
+        assert line["h2d_bytes"] == line["planned_h2d_bytes"] > 0
 
 
 def test_saved_tensors_leave_under_a_budget_and_save_memory(rehearse):
