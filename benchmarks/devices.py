@@ -161,19 +161,20 @@ def _over_others(ours: dict[str, Line]) -> Iterator[str]:
 def _advantages(
     line: Line, ours: Sequence[Line], pool: Sequence[Line]
 ) -> Iterator[str]:
-    """What another way does better than all of ours."""
-    if line["cell"]["way"] in _NO_PEERS or not line["equal"]:
+    """What another way does better than all of ours, be its outcome another or not."""
+    if line["cell"]["way"] in _NO_PEERS:
         return
+    bits = "" if line["equal"] else f"; other bits, off by {line['difference']:.3g}"
     step, size = line["step"]["median"], line["device_bytes"]
     here = [own["step"]["median"] for own in ours if "step" in own]
     best = min(here, default=None)
     if best is None or step < best:
         than = "nothing of ours" if best is None else f"{best * 1e3:.2f} ms of ours"
-        yield f"faster: {step * 1e3:.2f} ms against {than}"
+        yield f"faster: {step * 1e3:.2f} ms against {than}{bits}"
     elif not any(
         own["step"]["median"] <= step and own["device_bytes"] <= size for own in pool
     ):
-        yield f"smaller: {format_bytes(size)}, in which ours is not as fast"
+        yield f"smaller: {format_bytes(size)}, in which ours is not as fast{bits}"
 
 
 def _table(group: Group) -> Iterator[str]:

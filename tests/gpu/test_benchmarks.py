@@ -421,6 +421,7 @@ def _cell(way, over_bound=1.0, *, seconds=1.0, device_bytes=10**9, **options):
         "over_bound": over_bound,
         "over_resident": 3.0,
         "equal": True,
+        "difference": 0.0,
         "device_bytes": device_bytes,
         **{f"{name}_bytes": 10**9 for name in sizes},
         "h2d_copies": 5,
@@ -480,6 +481,14 @@ LOST = {
     "faster": (
         [_cell("stagehand"), _cell("naive-pinned", seconds=0.9)],
         "naive-pinned: faster: 900.00 ms against 1000.00 ms of ours",
+    ),
+    "faster, with other sums": (
+        [
+            _cell("stagehand"),
+            _cell("save_on_cpu", seconds=0.9, equal=False, difference=0.125),
+        ],
+        "save_on_cpu: faster: 900.00 ms against 1000.00 ms of ours; other bits, off by"
+        " 0.125",
     ),
     "smaller": (
         [_cell("stagehand"), _cell("ramtorch", seconds=1.1, device_bytes=10**8)],
