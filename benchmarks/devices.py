@@ -73,13 +73,18 @@ def _link(line: Line) -> str:
 
 
 def _groups(lines: Sequence[Line]) -> list[Group]:
-    """Put lines together that differ in the way only; of each, the newest."""
+    """Put lines together that differ in the way only; of each, the newest.
+
+    By however many steps: a line of ten takes the place of one of five.
+    """
     groups: dict[str, dict[str, Line]] = {}
     for line in lines:
         if line.get("kind") != "cell":
             continue
         cell = dict(line["cell"])
         way = cell.pop("way")
+        for steps in ("steps", "settling"):
+            cell.pop(steps, None)
         groups.setdefault(json.dumps(cell, sort_keys=True), {})[way] = line
     return [list(group.values()) for group in groups.values()]
 

@@ -514,6 +514,14 @@ def test_other_way_is_beaten_by_ours_in_less_memory_and_by_the_newest_line():
     assert "faster" in _lost(_cell("stagehand"), other, less, late)[0]
 
 
+def test_line_of_more_steps_takes_the_place_of_an_older_one():
+    """Five steps of a short run were lost; ten of a later revision are not."""
+    lines = [_cell("stagehand", over) for over in (1.4, 1.0)]
+    for line, steps in zip(lines, (5, 10), strict=True):
+        line["cell"]["steps"] = steps
+    assert _lost(*lines) == ["None."]
+
+
 def test_way_without_a_result_is_on_the_page_with_its_reason():
     from benchmarks.devices import device_section
 
