@@ -417,6 +417,7 @@ def test_no_step_is_timed_while_weights_are_pinned(sim, monkeypatch):
     from benchmarks.gpu.ways.base import Way
 
     left, begun = [4096] * 5, []
+    plan = SimpleNamespace(streamed_bytes=0)
 
     def prepare(at):
         model = at.task.models[0].to(at.place)
@@ -427,6 +428,7 @@ def test_no_step_is_timed_while_weights_are_pinned(sim, monkeypatch):
             end_step=lambda: None,
             telemetry=SimpleNamespace(totals=lambda: {"stall_time_ms": 0.0}),
             _measure=SimpleNamespace(timed=True),
+            _parts=SimpleNamespace(steering=SimpleNamespace(plan=plan)),
         )
 
     plain = module.time_phases
