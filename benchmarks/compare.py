@@ -1,10 +1,10 @@
 """Run the benchmarks of two revisions in turns: `python -m benchmarks.compare BASE`.
 
-Each round runs every suite once with the working tree and once with the other revision,
+Each round runs the suites once with the working tree and once with the other revision,
 in processes of their own and in alternating order, so that both meet the machine's
 moods. Each figure is told on stderr as it is found; the smallest of each are compared
 at the end. The exit status is 1 where one that has a target became worse by more than
-the tolerance.
+the tolerance, or is not nothing any more.
 """
 
 import argparse
@@ -37,7 +37,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 for line in _measured(trees[name], options):
                     told = f"{line['value']:9.3g}  {line['name']}"
                     print(f"{turn}: {told}", file=sys.stderr)
-                    _keep_smallest(found[name], line)
+                    if line["unit"]:  # else it only says something
+                        _keep_smallest(found[name], line)
                     if line["target"] is not None:
                         targets.add(line["name"])
     worse = _print_table(found, targets, options.tolerance)
@@ -52,8 +53,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("base", help="the revision to compare with")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--only", nargs="+", metavar="SUITE", default=["overhead"])
-    parser.add_argument("--quick", action="store_true")
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        metavar="SUITE",
+        default=["overhead"],
+        help="which suites of python -m benchmarks (default: overhead)",
+    )
+    parser.add_argument("--quick", action="store_true", help="fewer blocks")
     parser.add_argument(
         "--tolerance",
         type=float,
@@ -113,14 +120,15 @@ def _print_table(
     width = max(map(len, [*base, *here]), default=0)
     for name, value in here.items():
         before = base.get(name)
-        if before is None or before <= 0:
+        if before is None:
             print(f"{name:{width}}  {value:9.3g}  new")
             continue
-        ratio = value / before
-        grew = name in targets and ratio > tolerance
+        # Below nothing is what costs less than the machine's moods.
+        grew = name in targets and value > tolerance * before >= 0
         worse |= grew
+        ratio = f"{value / before:6.3f}x" if before > 0 else " " * 7
         note = "  worse" if grew else ""
-        print(f"{name:{width}}  {before:9.3g}  {value:9.3g}  {ratio:6.3f}x{note}")
+        print(f"{name:{width}}  {before:9.3g}  {value:9.3g}  {ratio}{note}")
     return worse
 
 

@@ -29,9 +29,6 @@ _NO_TIME = Times(0.0, 0.0)
 # Parts of all blocks' bytes; with none, only the ring of slots is left.
 SHARES = {"all": 2.0, "a third": 1 / 3, "none": 0.0}
 
-RowOf = Callable[[str, int, Times], Result]
-"""Of the name of a share, a depth, and a block's cost."""
-
 
 @dataclass(frozen=True, slots=True)
 class Cost:
@@ -42,6 +39,8 @@ class Cost:
     bare: Times
 
 
+RowOf = Callable[[str, int, Cost], Result]
+"""Of the name of a share, a depth, and a block's cost."""
 Grown = Callable[[str, Mapping[int, Cost]], Iterable[Result]]
 """Of the name of a share, and a block's cost at all depths."""
 
@@ -128,7 +127,7 @@ def over_bare(
                 if pair.depth == part:
                     yield _alone(pair, partial(row_of, share, part), rounds=rounds)
                 else:
-                    yield row_of(share, pair.depth, pair.cost(times).own)
+                    yield row_of(share, pair.depth, pair.cost(times))
             yield from growths(times)
     finally:
         for pair in pairs:
@@ -148,9 +147,9 @@ def alone(pair: Pair, row_of: RowOf, *, rounds: int) -> Iterator[Result]:
         pair.runtime.shutdown()
 
 
-def _alone(pair: Pair, row_of: Callable[[Times], Result], *, rounds: int) -> Result:
+def _alone(pair: Pair, row_of: Callable[[Cost], Result], *, rounds: int) -> Result:
     def rows(times: Mapping[str, Times]) -> Iterator[Result]:
-        yield row_of(pair.cost(times).own)
+        yield row_of(pair.cost(times))
 
     (row,) = rows(
         take_turns(

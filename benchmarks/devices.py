@@ -41,6 +41,7 @@ _OVER_OTHER = {  # the same phases of two ways of ours: all, or those after the 
     ("stagehand-reserved", "stagehand-alone"): (1, 1.05),
 }
 _NO_PEERS = ("none",)
+_NAIVE = "naive-pinned"  # nothing of what it copies overlaps
 
 
 def device_section(name: str, lines: Sequence[Line]) -> Iterator[str]:
@@ -72,13 +73,18 @@ def _link(line: Line) -> str:
 
 
 def _groups(lines: Sequence[Line]) -> list[Group]:
-    """Put lines together that differ in the way only; of each, the newest."""
+    """Put lines together that differ in the way only; of each, the newest.
+
+    By however many steps: a line of ten takes the place of one of five.
+    """
     groups: dict[str, dict[str, Line]] = {}
     for line in lines:
         if line.get("kind") != "cell":
             continue
         cell = dict(line["cell"])
         way = cell.pop("way")
+        for steps in ("steps", "settling"):
+            cell.pop(steps, None)
         groups.setdefault(json.dumps(cell, sort_keys=True), {})[way] = line
     return [list(group.values()) for group in groups.values()]
 
@@ -160,19 +166,20 @@ def _over_others(ours: dict[str, Line]) -> Iterator[str]:
 def _advantages(
     line: Line, ours: Sequence[Line], pool: Sequence[Line]
 ) -> Iterator[str]:
-    """What another way does better than all of ours."""
-    if line["cell"]["way"] in _NO_PEERS or not line["equal"]:
+    """What another way does better than all of ours, be its outcome another or not."""
+    if line["cell"]["way"] in _NO_PEERS:
         return
+    bits = "" if line["equal"] else f"; other bits, off by {line['difference']:.3g}"
     step, size = line["step"]["median"], line["device_bytes"]
     here = [own["step"]["median"] for own in ours if "step" in own]
     best = min(here, default=None)
     if best is None or step < best:
         than = "nothing of ours" if best is None else f"{best * 1e3:.2f} ms of ours"
-        yield f"faster: {step * 1e3:.2f} ms against {than}"
+        yield f"faster: {step * 1e3:.2f} ms against {than}{bits}"
     elif not any(
         own["step"]["median"] <= step and own["device_bytes"] <= size for own in pool
     ):
-        yield f"smaller: {format_bytes(size)}, in which ours is not as fast"
+        yield f"smaller: {format_bytes(size)}, in which ours is not as fast{bits}"
 
 
 def _table(group: Group) -> Iterator[str]:
@@ -182,19 +189,29 @@ def _table(group: Group) -> Iterator[str]:
     yield f"#### {name}{f', about {blocks} blocks' if blocks else ''}\n"
     yield (
         "| way | step, ms (10 % to 90 %; how many) | over bound | over resident |"
-        " allocated | reserved | device | pinned | host | copies | stall, ms |"
-        " first output, s | all pinned, s |"
+        " overlap | allocated | reserved | device | pinned | host | copies |"
+        " stall, ms | first output, s | all pinned, s |"
     )
-    yield "|" + "---|" * 13
+    yield "|" + "---|" * 14
+    steps = {line["cell"]["way"]: line["step"] for line in group if "step" in line}
+    naive = steps.get(_NAIVE, {}).get("median")
     for line in group:
-        yield f"| {line['cell']['way']} | {' | '.join(_cells(line))} |"
+        yield f"| {line['cell']['way']} | {' | '.join(_cells(line, naive))} |"
     yield ""
 
 
-def _cells(line: Line) -> list[str]:
+def _overlap(line: Line, naive: float | None) -> str:
+    """Of what can be saved of naive moves' time, the part that is."""
+    if naive is None or naive <= line["bound"]:
+        return ""
+    saved = (naive - line["step"]["median"]) / (naive - line["bound"])
+    return f"{saved:.1%}"
+
+
+def _cells(line: Line, naive: float | None) -> list[str]:
     for name, word in (("left_out", "left out"), ("failed", "failed")):
         if name in line:
-            return [f"{word}: {line[name].replace('|', '/')}", *[""] * 11]
+            return [f"{word}: {line[name].replace('|', '/')}", *[""] * 12]
     step = {name: value * 1e3 for name, value in line["step"].items()}
     memory = ("allocated", "reserved", "device", "pinned", "host")
     stall, copies = line["stall_ms"], line["h2d_copies"]
@@ -203,6 +220,7 @@ def _cells(line: Line) -> list[str]:
         f" {line['timed_steps']} steps)" + ("" if line["equal"] else ", other bits"),
         f"{line['over_bound']:.3f}",
         f"{line['over_resident']:.3f}",
+        _overlap(line, naive),
         *(format_bytes(line[f"{name}_bytes"]) for name in memory),
         "" if copies is None else f"{copies} + {line['d2h_copies']}",
         "" if stall is None else f"{stall:.2f}",

@@ -8,7 +8,6 @@ import torch
 from benchmarks.depths import Cost, Pair, alone, growth, over_bare
 from benchmarks.models import Stack, make_runtime, make_stack
 from benchmarks.results import Result
-from benchmarks.timing import Times
 
 __all__ = ["measure"]
 
@@ -28,10 +27,10 @@ def measure(
     """
     few, thousand, many = depths
 
-    def row(share: str, depth: int, times: Times, kind: str = "blocks") -> Result:
+    def row(share: str, depth: int, cost: Cost, kind: str = "blocks") -> Result:
         return Result.of(
             f"host overhead a block, {depth:,} {kind}, {share} resident",
-            times,
+            cost.own,
             "us",
             scale=1e6,
             target=_TARGET_US if (depth, kind) == (thousand, "blocks") else None,

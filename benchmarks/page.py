@@ -125,6 +125,11 @@ def _page(found: dict[str, list[Line]], pictures: Path) -> Iterator[str]:
             "No device was measured yet: all above is host work, virtual time and what"
             " the planner\ncalculates.\n"
         )
+    else:
+        yield (
+            "Overlap is the part that is saved of what naive moves from pinned memory"
+            " take\nbeyond the bound, where they were measured, too.\n"
+        )
     for name, lines in devices.items():
         stem = Path(name).stem
         yield from device_section(stem, lines)

@@ -38,8 +38,14 @@ _FEWEST_SECONDS = 60.0  # in which no cell of a true size is done
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print and write; return the exit status."""
-    options = _parser().parse_args(arguments)
-    cells = _cells(options)
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    try:
+        cells = _cells(options)
+    except ValueError as error:
+        parser.error(str(error))
+    if not cells:
+        parser.error("no cell is all that is asked for; --list prints names")
     if options.list:
         print("\n".join(cell.name for cell in cells))
         return 0
@@ -118,8 +124,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--dry", action="store_true", help="tiny, and simulated")
     add("--list", action="store_true", help="print the cells' names and do nothing")
     headlines = ", ".join(SHORT).replace("%", "%%")
-    add("--short", action="store_true", help="a few cells: " + headlines)
-    add("--cells", nargs="+", default=[], help='patterns of names, such as "lora/*"')
+    named = parser.add_mutually_exclusive_group().add_argument
+    named("--short", action="store_true", help="a few cells: " + headlines)
+    named("--cells", nargs="+", default=[], help='patterns of names, such as "lora/*"')
     add("--kinds", nargs="+", choices=KINDS, default=[], help="what is done")
     add("--ways", nargs="+", choices=WAYS, default=[], help="by whom")
     add("--blocks", type=int, help="fewer blocks of the true shape")

@@ -197,6 +197,7 @@ def _away(
         **_memory(setting, card, found),
         "host_bytes": card.resident_bytes() - nbytes_of([*first, *found.outcome]),
         "stall_ms": stall_ms,
+        "planned_h2d_bytes": _planned_bytes(task),
         "freed_share": _freed_share(task.tally),
         "prepared": prepared,
         "startup": startup,
@@ -268,6 +269,16 @@ def _runtimes(task: Task) -> list[Runtime]:
     """This library's, where it streams a model."""
     found = [getattr(m, "_stagehand_layer_runtime", None) for m in task.models]
     return [runtime for runtime in found if runtime is not None]
+
+
+def _planned_bytes(task: Task) -> int | None:
+    """What plans let cross to the device in a step; None if nobody plans.
+
+    Beside that come rows of tables, what was spilled, and what stays but was stepped on
+    the host or gave way to another model.
+    """
+    plans = [runtime._parts.steering.plan for runtime in _runtimes(task)]
+    return sum(plan.streamed_bytes for plan in plans) if plans else None
 
 
 def _pinned(task: Task, device: Device, began: float) -> float | None:

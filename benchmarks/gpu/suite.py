@@ -161,13 +161,19 @@ def pick(
         names: Patterns as in a shell, "lora/*" or "*/sdxl/*"; they give the order.
         kinds: What is done.
         ways: Who keeps weights elsewhere.
+
+    Raises:
+        ValueError: If there is no cell of a name.
     """
-    found = [
+    cells = list(cells)
+    named = []
+    for name in names or "*":
+        found = [cell for cell in cells if fnmatch(cell.name, name)]
+        if not found:
+            raise ValueError(f"no cell is named {name!r}: --list prints the names")
+        named += found
+    return [
         cell
-        for cell in cells
+        for cell in dict.fromkeys(named)
         if (not kinds or cell.kind in kinds) and (not ways or cell.way in ways)
     ]
-    named = (
-        cell for name in names or "*" for cell in found if fnmatch(cell.name, name)
-    )
-    return list(dict.fromkeys(named))

@@ -217,6 +217,36 @@ def test_what_a_saved_tensor_costs_is_explained_where_caches_copy_it(
     assert (row.ok, bool(row.why)) == (is_met, is_explained)
 
 
+@pytest.mark.parametrize(("own", "is_explained"), [(50.0, True), (61.0, False)])
+def test_what_gradients_cost_is_explained_by_as_much_as_it_was_seen_to_be(
+    own, is_explained
+):
+    """A regression of trained blocks is no known miss: 61 us over bare ones of 30."""
+    from benchmarks import depths, training
+    from benchmarks.timing import Times
+
+    cost = depths.Cost(Times(own, own), Times(30.0, 30.0))
+    assert bool(training._why(cost)) == is_explained
+
+
+@pytest.mark.parametrize(("loads", "is_explained"), [(2.9, True), (3.1, False)])
+def test_pass_is_explained_by_a_few_loads_of_its_largest_layer_and_no_more(
+    monkeypatch, loads, is_explained
+):
+    """A planner that got worse is no known miss, whatever the largest layer has."""
+    from benchmarks import schedules
+
+    largest = 108 << 20
+    lost = loads * largest / schedules._RATE
+    monkeypatch.setattr(schedules, "_pass", lambda *_: (0.1 + lost, 0.1))
+    rows = {row.name: row for row in schedules._as_cut("flux.1")}
+    row = rows["pass over its bound, flux.1, a third on the device, layers"]
+    assert not row.ok
+    assert bool(row.why) == is_explained
+    if is_explained:
+        assert "the largest has 108 MiB" in row.why
+
+
 @pytest.mark.parametrize(
     ("met_after", "rounds"), [(1, 4), (6, 6), (None, 12)], ids=["met", "late", "never"]
 )
@@ -296,6 +326,9 @@ REVISIONS = {
     "slower, but has no target": (2.0, 2.4, None, 0),
     "hardly slower": (2.0, 2.2, 2.0, 0),
     "new": (None, 2.4, 2.0, 0),
+    "nothing, as before": (0.0, 0.0, 0.0, 0),
+    "not nothing any more": (0.0, 1.0, 0.0, 1),
+    "less than nothing": (-0.1, 0.1, 2.0, 0),
 }
 
 
@@ -313,13 +346,17 @@ def test_two_revisions_are_measured_in_turns_and_a_worse_one_fails(
         order.append(tree == tmp_path)
         value = before if tree == tmp_path else now
         if value is not None:
-            yield {"name": "one", "value": value, "target": target}
+            yield {"name": "one", "value": value, "target": target, "unit": "us"}
+            yield {"name": "left out", "value": 0.0, "target": None, "unit": ""}
 
     monkeypatch.setattr(compare, "_checked_out", lambda _: nullcontext(tmp_path))
     monkeypatch.setattr(compare, "_measured", measured)
     assert compare.main(["other", "--rounds", "2"]) == status
     assert order == [True, False, False, True]
-    assert "round 1 of 2, here:       2." in told[2]
+    assert f"round 1 of 2, here: {now:9.3g}" in told[2]
+    table = capsys.readouterr().out
+    assert "left out" not in table
+    assert ("new" in table) == (before is None)
 
 
 def test_a_revision_is_checked_out_measured_and_gone_again(
@@ -384,6 +421,7 @@ def _cell(way, over_bound=1.0, *, seconds=1.0, device_bytes=10**9, **options):
         "over_bound": over_bound,
         "over_resident": 3.0,
         "equal": True,
+        "difference": 0.0,
         "device_bytes": device_bytes,
         **{f"{name}_bytes": 10**9 for name in sizes},
         "h2d_copies": 5,
@@ -444,6 +482,14 @@ LOST = {
         [_cell("stagehand"), _cell("naive-pinned", seconds=0.9)],
         "naive-pinned: faster: 900.00 ms against 1000.00 ms of ours",
     ),
+    "faster, with other sums": (
+        [
+            _cell("stagehand"),
+            _cell("save_on_cpu", seconds=0.9, equal=False, difference=0.125),
+        ],
+        "save_on_cpu: faster: 900.00 ms against 1000.00 ms of ours; other bits, off by"
+        " 0.125",
+    ),
     "smaller": (
         [_cell("stagehand"), _cell("ramtorch", seconds=1.1, device_bytes=10**8)],
         "ramtorch: smaller: 100.00 MB, in which ours is not as fast",
@@ -468,6 +514,14 @@ def test_other_way_is_beaten_by_ours_in_less_memory_and_by_the_newest_line():
     assert "faster" in _lost(_cell("stagehand"), other, less, late)[0]
 
 
+def test_line_of_more_steps_takes_the_place_of_an_older_one():
+    """Five steps of a short run were lost; ten of a later revision are not."""
+    lines = [_cell("stagehand", over) for over in (1.4, 1.0)]
+    for line, steps in zip(lines, (5, 10), strict=True):
+        line["cell"]["steps"] = steps
+    assert _lost(*lines) == ["None."]
+
+
 def test_way_without_a_result_is_on_the_page_with_its_reason():
     from benchmarks.devices import device_section
 
@@ -481,6 +535,24 @@ def test_way_without_a_result_is_on_the_page_with_its_reason():
     assert "| mmgp | left out: not installed |" in text
     assert "| fsdp2 | failed: TypeError |" in text
     assert _lost(*lines) == ["None."]
+
+
+def test_page_says_which_part_of_a_naive_step_is_saved_of_what_can_be():
+    """A naive step takes 3 s where 1 s must be; ours takes 1.5, another one 3.5."""
+    from benchmarks.devices import device_section
+
+    seconds = {"stagehand": 1.5, "naive-pinned": 3.0, "ramtorch": 3.5}
+    lines = [_cell(way, each, seconds=each) for way, each in seconds.items()]
+    rows = [line.split(" | ") for line in device_section("card", lines)]
+    found = {row[0]: row[4] for row in rows if len(row) == 14}
+    assert found == {
+        "| way": "overlap",
+        "| stagehand": "75.0%",
+        "| naive-pinned": "0.0%",
+        "| ramtorch": "-25.0%",
+    }
+    alone = "\n".join(device_section("card", lines[:1]))
+    assert "%" not in alone.split("| stagehand |")[1]
 
 
 def test_page_is_made_from_results_alone(tmp_path):

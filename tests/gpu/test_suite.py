@@ -66,6 +66,7 @@ MEASURED = {
     "pinned_bytes",
     "host_bytes",
     "stall_ms",
+    "planned_h2d_bytes",
     "h2d_copies",
     "d2h_copies",
     "h2d_bytes",
@@ -331,6 +332,7 @@ def test_adapters_are_trained_and_frozen_weights_never_come_home(rehearse):
         assert line["equal"]
         assert line["over_bound"] > 0.999
         assert line["d2h_bytes"] == 0
+        assert line["h2d_bytes"] == line["planned_h2d_bytes"] > 0
 
 
 def test_saved_tensors_leave_under_a_budget_and_save_memory(rehearse):
@@ -415,6 +417,7 @@ def test_no_step_is_timed_while_weights_are_pinned(sim, monkeypatch):
     from benchmarks.gpu.ways.base import Way
 
     left, begun = [4096] * 5, []
+    plan = SimpleNamespace(streamed_bytes=0)
 
     def prepare(at):
         model = at.task.models[0].to(at.place)
@@ -425,6 +428,7 @@ def test_no_step_is_timed_while_weights_are_pinned(sim, monkeypatch):
             end_step=lambda: None,
             telemetry=SimpleNamespace(totals=lambda: {"stall_time_ms": 0.0}),
             _measure=SimpleNamespace(timed=True),
+            _parts=SimpleNamespace(steering=SimpleNamespace(plan=plan)),
         )
 
     plain = module.time_phases
@@ -956,6 +960,24 @@ def test_names_of_cells_are_printed_and_unique(capsys):
     cells = list(all_cells())
     assert len({cell.name for cell in cells}) == len(cells)
     assert all(pick(cells, names=[name]) for name in SHORT)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--cells", *ONE[1:], "inference/llama3/*"], "'inference/llama3/*'"),
+        (["--short", *ONE], "--cells: not allowed with argument --short"),
+        (["--kinds", "full", "--ways", "mmgp"], "no cell is all that is asked for"),
+        (["--dry", "--cells", "*/sdxl/*/mmgp"], "no cell is all that is asked for"),
+    ],
+)
+def test_nothing_is_measured_if_no_cell_is_what_is_asked_for(capsys, options, said):
+    """A slip in a name in the minutes that a device is lent: all of them would pass."""
+    from benchmarks.gpu.__main__ import main
+
+    with pytest.raises(SystemExit, match="2"):
+        main(options)
+    assert said in capsys.readouterr().err
 
 
 def test_command_says_what_it_takes(capsys):
