@@ -51,7 +51,11 @@ class Lines:
         if self._path is None or not self._path.exists():
             return []
         text = self._path.read_text(encoding="utf-8")
-        return [json.loads(line) for line in text.splitlines() if line]
+        lines = text.splitlines(keepends=True)
+        if lines and not lines[-1].endswith("\n"):  # cut off while it was written
+            self._path.write_text("".join(lines[:-1]), encoding="utf-8")
+            del lines[-1]
+        return [json.loads(line) for line in lines if line.strip()]
 
     def write(self, line: dict[str, Any]) -> None:
         """Add a line."""

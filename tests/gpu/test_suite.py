@@ -578,6 +578,22 @@ def test_page_takes_what_the_suite_writes(rehearse):
     assert "| mmgp | left out: " in text
 
 
+def test_a_line_that_a_kill_cut_off_is_measured_again(tmp_path):
+    from benchmarks.gpu.cells import Cell
+    from benchmarks.gpu.lines import Lines
+
+    cell = Cell(kind="inference", shape="sdxl", way="stagehand")
+    Lines("card", tmp_path).write({"kind": "cell", "cell": cell.line()})
+    (path,) = tmp_path.iterdir()
+    whole = path.read_text()
+    path.write_text(whole + whole[:-9])
+    lines = Lines("card", tmp_path)
+    assert cell in lines
+    lines.write({"kind": "link"})
+    read = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [line["kind"] for line in read] == ["cell", "link"]
+
+
 @pytest.mark.parametrize("way", ["stagehand", "mmgp"])
 def test_what_failed_is_tried_again_and_what_is_left_out_is_not(tmp_path, way):
     from benchmarks.gpu.cells import Cell
