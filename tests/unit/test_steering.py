@@ -77,7 +77,7 @@ class Rig:
 
     def note(self, route, seconds, cut=()):
         """Tell of uses that computed so long, of passes that ended with the last or cut
-        after so many uses."""
+        after so many uses; and of a copy."""
         ends = {len(route), *cut}
         times = [
             UseTime(
@@ -91,7 +91,7 @@ class Rig:
                 zip(route, seconds, strict=True), 1
             )
         ]
-        self.steering.note(times, [])
+        self.steering.note(times, [copy(2 * MIB, 0.5)])
 
 
 def copy(nbytes, seconds, lane="H2D"):
@@ -302,6 +302,43 @@ def test_link_rate_comes_from_large_copies_to_the_device():
 
 
 # -------------------------------------------------------------------------- the budget
+
+
+def uses(*route):
+    return [UseTime(n, 0.0, 0.0, 1e3, last=n == route[-1]) for n in route]
+
+
+def test_link_of_a_model_that_fitted_at_first_is_measured_when_it_streams():
+    rig = Rig(budget=50).settled()
+    for _ in range(2):
+        rig.steering.note(uses(1, 2, 3, 4), [])
+    assert rig.steering.steer()
+    assert not rig.steering.wants_times(0)  # nothing to measure
+    basis = rig.steering.basis
+    rig.steering.set_budget(30)
+    assert rig.run(1, 2, 3, 4)
+    assert rig.steering.basis == basis
+    assert rig.steering.wants_times(0)
+    assert not rig.steering.wants_times(1)  # one pass is enough
+    rig.steering.note(uses(1, 2, 3, 4), [copy(2 * MIB, 2.0)])
+    assert not rig.steering.wants_times(0)
+    assert rig.steering.steer()
+    assert rig.steering.workload().link_bytes_per_second == pytest.approx(MIB)
+    assert rig.steering.basis != basis  # others ask what room it could use
+
+
+def test_link_that_is_never_used_is_not_looked_for_without_end():
+    rig = Rig().settled()
+    for _ in range(2):
+        rig.steering.note(uses(1, 2, 3, 4), [])
+    assert rig.steering.steer()
+    passes = 0
+    while rig.steering.wants_times(0):
+        rig.steering.note([], [])
+        rig.steering.note(uses(1, 2, 3, 4), [])
+        passes += 1
+    assert 2 <= passes <= 20
+    assert not rig.steering.steer()
 
 
 def test_smallest_budget_is_what_stays_and_the_largest_of_the_others():

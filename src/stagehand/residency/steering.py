@@ -13,6 +13,7 @@ __all__ = ["Steering"]
 _LINK_GUESS = 25e9  # bytes a second, until a copy has been timed
 _TIMED_BYTES = 1 << 20  # shorter ones tell of overhead more than of the link
 _TIMED_ROUNDS = 2  # the first run of a kernel can take long
+_TRIES = 8  # passes that are timed for their copies alone, if there are none in them
 _SETTLED = 1  # more passes after which the same routes are expected to repeat
 _SETTLED_LIKE = 15  # the same, if those that are planned for only come in other numbers
 
@@ -50,6 +51,8 @@ class Steering:
         self._must_stay = frozenset(must_stay)
         self._budget_bytes = budget_bytes
         self._link = _LINK_GUESS
+        self._planned_link = _LINK_GUESS
+        self._tries = _TRIES  # left to time a copy; none once that was done
         self._planned = scheduler.order.repeating()
         self._seconds: tuple[float, ...] | None = None
         # Of each route planned for, of each pass that was timed: of each use.
@@ -75,10 +78,10 @@ class Steering:
             under_way: Uses that are timed but whose times are not known yet. A host
                 that runs ahead of the device would time pass after pass.
         """
-        if self._seconds is not None or not (
-            self.learns and self._scheduler.order.passes
-        ):
+        if not (self.learns and self._scheduler.order.passes):
             return False
+        if self._seconds is not None:  # a model that fitted at first had no copies then
+            return bool(self._tries and self.plan.loads) and not under_way
         # Of several routes, one may come many times before another does.
         return under_way < _TIMED_ROUNDS * len(self._planned) * self._uses()
 
@@ -94,8 +97,8 @@ class Steering:
 
     @property
     def basis(self) -> tuple[object, ...]:
-        """What plans are made from: each is the same object until it changes."""
-        return self._planned, self._seconds, self._must_stay
+        """What plans are made from: each stays equal until it changes."""
+        return self._planned, self._seconds, self._must_stay, self._planned_link
 
     @property
     def must_stay(self) -> frozenset[int]:
@@ -170,7 +173,11 @@ class Steering:
         large = [copy for copy in loads if copy.nbytes >= _TIMED_BYTES] or loads
         seconds = sum(copy.duration_ms for copy in large) / 1e3
         if seconds > 0:
+            self._due = self._due or bool(self._tries and self._seconds is not None)
+            self._tries = 0
             self._link = sum(copy.nbytes for copy in large) / seconds
+        elif uses and self._seconds is not None:
+            self._tries = max(0, self._tries - 1)
         if self._seconds is not None or not (self.learns and self._planned):
             return
         for use in uses:
@@ -220,7 +227,7 @@ class Steering:
         if routes != self._planned:
             self._plan_for(routes)
         self.plan = self._make()
-        self._picked = picks
+        self._picked, self._planned_link = picks, self._link
         self._scheduler.follow(self.plan, fixed=self._must_stay)
         self._due = False  # not before: what fails or is interrupted is half laid out
         return True
