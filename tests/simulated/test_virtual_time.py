@@ -260,6 +260,18 @@ def test_one_slow_pass_does_not_spoil_the_measured_times(start, sim):
     assert seconds == pytest.approx(case.seconds, rel=0.05)
 
 
+def test_inputs_that_grow_later_are_planned_for(settled):
+    """A first image in a low resolution: then a pass was its loads, now it computes."""
+    small, large = equal(24, 0.03e-3, 1e-3), equal(24, 1e-3, 1e-3)
+    budget = 5 * BLOCK
+    loop = settled(small, budget)
+    assert loop.plan.limit in {"link", "budget"}
+    configure(loop.sim, large)
+    loop.run(140, waits=True)
+    assert loop.plan.limit == "compute"
+    assert loop.seconds(waits=True) <= 1.02 * large.compute
+
+
 def test_a_cycle_of_two_routes_is_planned_as_one(start):
     """Halves that are called by turns: each entry is a pass of its own."""
     case = equal(48, 1e-3, 1.5e-3)

@@ -280,6 +280,51 @@ def test_step_of_a_route_that_comes_twice_is_planned_for_once_it_is_sure():
     assert orders == [forward + backward, 2 * forward + backward]
 
 
+def test_times_of_a_route_that_is_planned_for_later_count():
+    rig = Rig().settled()
+    for _ in range(2):
+        rig.note((1, 2), (5.0, 6.0))
+    for route in [(1, 2), (1, 2, 3, 4)] * 4:
+        rig.run(*route)
+    for _ in range(2):
+        rig.note((1, 2, 3, 4), (1.0, 2.0, 3.0, 4.0))
+    assert rig.steering.workload().seconds == (5.0, 6.0, 1.0, 2.0, 3.0, 4.0)
+
+
+def test_times_of_a_few_routes_are_kept_at_once():
+    rig = Rig().settled()
+    rig.note((1, 2, 3, 4), (1.0,) * 4)
+    for number in range(5, 100):
+        rig.note((1, number), (1.0,) * 2)
+    assert len(rig.steering._times) <= 8
+
+
+@pytest.mark.parametrize(("second", "plans"), [(1.2, 0), (1.3, 1), (0.7, 1)])
+def test_times_are_measured_again_now_and_then(second, plans):
+    """Of larger inputs, say: it is planned for again where compute takes other time."""
+    rig = Rig().settled()
+    for _ in range(2):
+        rig.note((1, 2, 3, 4), (1.0,) * 4)
+    assert rig.steering.steer()
+    basis = rig.steering.basis
+    quiet = 0
+    while not rig.steering.wants_times(0):
+        rig.note((1, 2, 3, 4), (9.0,) * 4)  # nobody asked
+        assert not rig.run(1, 2, 3, 4)
+        quiet += 1
+    assert 100 <= quiet <= 200
+    assert not rig.steering.wants_times(8)
+    made = 0
+    for _ in range(2):
+        assert rig.steering.basis == basis
+        rig.note((1, 2, 3, 4), (second,) * 4)
+        made += rig.run(1, 2, 3, 4)
+    assert made == plans
+    assert (rig.steering.basis == basis) == (not plans)
+    assert rig.steering.workload().seconds == (second if plans else 1.0,) * 4
+    assert not rig.steering.wants_times(0)
+
+
 def test_passes_of_a_few_routes_in_any_order_cost_no_plan():
     rig = Rig().settled()
     pick = random.Random(0)

@@ -13,6 +13,9 @@ __all__ = ["Steering"]
 _LINK_GUESS = 25e9  # bytes a second, until a copy has been timed
 _TIMED_BYTES = 1 << 20  # shorter ones tell of overhead more than of the link
 _TIMED_ROUNDS = 2  # the first run of a kernel can take long
+_TIMED_ROUTES = 8  # at once
+_AGAIN = 128  # passes after which compute times are measured again
+_ALIKE = 1.25  # compute that takes no more of what it took is no reason for a plan
 _TRIES = 8  # passes that are timed for their copies alone, if there are none in them
 _SETTLED = 1  # more passes after which the same routes are expected to repeat
 _SETTLED_LIKE = 15  # the same, if those that are planned for only come in other numbers
@@ -24,7 +27,8 @@ class Steering:
     A plan is made for the routes that are expected to repeat. It is made again when a
     pass took another route, or began or ceased to read rows of experts (twice alike, so
     that an odd pass does not cost a plan),
-    when the budget changes, and once when the routes' compute times are known.
+    when the budget changes, when the routes' compute times are known, and when they
+    have become others: they are measured again now and then.
 
     Args:
         scheduler: Follows the plans.
@@ -55,9 +59,12 @@ class Steering:
         self._tries = _TRIES  # left to time a copy; none once that was done
         self._planned = scheduler.order.repeating()
         self._seconds: tuple[float, ...] | None = None
-        # Of each route planned for, of each pass that was timed: of each use.
-        self._times: dict[Route, list[list[float]]] = {r: [] for r in self._planned}
-        self._pass: list[UseTime] = []  # what is known of the latest
+        self._known: dict[Route, tuple[float, ...]] = {}  # the same by routes
+        self._measured_at = 0  # so many passes
+        # What is being measured: of each pass by a route, the seconds of each use. Also
+        # of routes that may be planned for soon.
+        self._times: dict[Route, list[list[float]]] = {}
+        self._pass: list[UseTime] = []
         self._seen: tuple[Route, ...] = ()
         self._seen_since = 0  # the number of the first of the passes that saw it
         self._picked = self._picks_seen = False  # what plan and latest pass have of it
@@ -80,10 +87,16 @@ class Steering:
         """
         if not (self.learns and self._scheduler.order.passes):
             return False
-        if self._seconds is not None:  # a model that fitted at first had no copies then
-            return bool(self._tries and self.plan.loads) and not under_way
-        # Of several routes, one may come many times before another does.
-        return under_way < _TIMED_ROUNDS * len(self._planned) * self._uses()
+        if self._measures():
+            # Of several routes, one may come many times before another does.
+            return under_way < _TIMED_ROUNDS * len(self._planned) * self._uses()
+        # A model that fitted at first had no copies then.
+        return bool(self._tries and self.plan.loads) and not under_way
+
+    def _measures(self) -> bool:
+        """Whether compute times are being measured, for the first time or again."""
+        since = self._scheduler.order.passes - self._measured_at
+        return self._seconds is None or since >= _AGAIN
 
     @property
     def link_bytes_per_second(self) -> float:
@@ -178,29 +191,40 @@ class Steering:
             self._link = sum(copy.nbytes for copy in large) / seconds
         elif uses and self._seconds is not None:
             self._tries = max(0, self._tries - 1)
-        if self._seconds is not None or not (self.learns and self._planned):
+        if not (self.learns and self._measures()):
             return
         for use in uses:
             self._pass.append(use)
             if use.last:
                 self._note_pass(self._pass)
                 self._pass = []
-        self._seconds = self._measured()
-        self._due = self._due or self._seconds is not None
+        self._take_times()
 
     def _note_pass(self, uses: Sequence[UseTime]) -> None:
-        times = self._times.get(tuple(use.block for use in uses))
-        if times is not None and len(times) < _TIMED_ROUNDS:
-            times.append([use.compute_ms / 1e3 for use in uses])
+        route = tuple(use.block for use in uses)
+        if route not in self._times and len(self._times) == _TIMED_ROUTES:
+            del self._times[next(iter(self._times))]
+        rounds = self._times.setdefault(route, [])
+        if len(rounds) < _TIMED_ROUNDS:
+            rounds.append([use.compute_ms / 1e3 for use in uses])
 
-    def _measured(self) -> tuple[float, ...] | None:
-        """Return each use's shortest time; None if a route was timed too rarely."""
-        times = [self._times[route] for route in self._planned]
-        if any(len(rounds) < _TIMED_ROUNDS for rounds in times):
-            return None
-        return tuple(
-            min(found) for rounds in times for found in zip(*rounds, strict=True)
-        )
+    def _take_times(self) -> None:
+        """Plan with the shortest time of each use, once each route is known."""
+        known = self._known if self._seconds is None else {}
+        known = known | {
+            route: tuple(map(min, *rounds))
+            for route, rounds in self._times.items()
+            if len(rounds) == _TIMED_ROUNDS
+        }
+        if not all(route in known for route in self._planned):
+            return
+        self._known = {route: known[route] for route in self._planned}
+        self._times = {}
+        self._measured_at = self._scheduler.order.passes
+        seconds = sum((known[route] for route in self._planned), ())
+        if self._seconds is None or _differ(sum(seconds), sum(self._seconds)):
+            self._seconds = seconds
+            self._due = True
 
     def steer(self) -> bool:
         """Plan again if it is due; return whether it was.
@@ -240,11 +264,11 @@ class Steering:
         return _SETTLED_LIKE if set(routes) == set(self._planned) else _SETTLED
 
     def _plan_for(self, routes: tuple[Route, ...]) -> None:
-        """Forget the times of others; what these have is known still."""
-        self._planned = routes
-        self._times = {route: self._times.get(route, []) for route in routes}
+        """Forget the times of others; what is known of these is known still."""
+        self._planned, self._seconds = routes, None
+        self._known = {r: found for r, found in self._known.items() if r in routes}
         self._pass = []
-        self._seconds = self._measured()
+        self._take_times()
 
     def _make(self) -> Plan:
         return plan(
@@ -252,3 +276,7 @@ class Steering:
             budget_bytes=self._budget_bytes,
             max_lookahead=self.max_lookahead,
         )
+
+
+def _differ(seconds: float, others: float) -> bool:
+    return max(seconds, others) > _ALIKE * min(seconds, others)
