@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from stat import S_ISDIR, S_ISREG
 
 import torch
 
@@ -297,12 +298,24 @@ def _listing(names: Sequence[str]) -> str:
     return ", ".join(names[:_LISTED]) + more
 
 
+def _mode(path: Path) -> int:
+    """Return what kind of file is there, or 0.
+
+    Raises:
+        OSError: If the system refuses to say. `Path.is_file()` says no, from Python 3.14.
+    """
+    try:
+        return path.stat().st_mode
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        return 0
+
+
 def _chosen(given: Path) -> Path:
     """Return which file or index of a folder is the model, or the folder: all are."""
-    if not given.is_dir():
+    if not S_ISDIR(_mode(given)):
         return given
     for name in _MODEL_NAMES:
-        if (given / name).is_file():
+        if S_ISREG(_mode(given / name)):
             return given / name
     found = sorted(given.glob(f"*{_INDEX_SUFFIX}"))
     if len(found) > 1:
@@ -315,7 +328,7 @@ def _chosen(given: Path) -> Path:
 
 def _find_files(root: Path) -> tuple[dict[str, Path], list[Path]]:
     """Return which file the index says holds which tensor, and all files."""
-    if root.is_dir():
+    if S_ISDIR(_mode(root)):
         paths = sorted(root.glob("*.safetensors"))
         if not paths:
             raise CheckpointError(_no_weights(root))
@@ -360,7 +373,7 @@ def read_index(path: Path) -> dict[str, Path]:
     files = {name: path.parent / shard for name, shard in listed.items()}
     paths = sorted(set(files.values()))
     try:
-        absent = [shard.name for shard in paths if not shard.is_file()]
+        absent = [shard.name for shard in paths if not S_ISREG(_mode(shard))]
     except OSError as error:
         raise ReadError(f"a file of index {path} cannot be read: {error}") from error
     if absent:
