@@ -10,12 +10,15 @@ from tracing import traced
 
 __all__ = ["interrupted_at"]
 
+_QUIET = ("with ", "try:")
+
 
 @contextmanager
 def interrupted_at(number: int, *where: str | Callable[..., Any]) -> Iterator[None]:
     """Raise KeyboardInterrupt at the so many-th line that some code runs, from 1 on.
 
-    Not where a `with` ends: no signal comes between a block and its `__exit__`.
+    Not where a `with` ends: no signal comes between a block and its `__exit__`. Nor at a
+    `try`, which does nothing: what is around it may not see what is raised there.
 
     Args:
         number: Of the line.
@@ -31,7 +34,7 @@ def interrupted_at(number: int, *where: str | Callable[..., Any]) -> Iterator[No
         if not inside:
             return None
         line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
-        left -= event == "line" and not line.lstrip().startswith("with ")
+        left -= event == "line" and not line.lstrip().startswith(_QUIET)
         if not left:
             raise KeyboardInterrupt
         return trace
