@@ -238,7 +238,8 @@ class Steering:
         if routes != self._planned and (
             order.passes - self._seen_since >= self._enough(routes) or order.passes <= 1
         ):
-            self._due = True
+            self._due = True  # first: what follows may be interrupted
+            self._plan_for(routes)
         picks = self._scheduler.picks
         if picks != self._picked and picks == self._picks_seen:
             self._due = True
@@ -248,8 +249,6 @@ class Steering:
                 self._scheduler.follow(self.plan, fixed=self._must_stay)
                 return True
             return False
-        if routes != self._planned:
-            self._plan_for(routes)
         self.plan = self._make()
         self._picked, self._planned_link = picks, self._link
         self._scheduler.follow(self.plan, fixed=self._must_stay)
