@@ -17,8 +17,8 @@ _QUIET = ("with ", "try:")
 def interrupted_at(number: int, *where: str | Callable[..., Any]) -> Iterator[None]:
     """Raise KeyboardInterrupt at the so many-th line that some code runs, from 1 on.
 
-    Not where a `with` ends: no signal comes between a block and its `__exit__`. Nor at a
-    `try`, which does nothing: what is around it may not see what is raised there.
+    Not where a `with` ends: no signal comes between a block and its `__exit__`. Nor at
+    a `try`, which does nothing: what is around it may not see what is raised there.
 
     Args:
         number: Of the line.

@@ -260,6 +260,32 @@ def test_one_slow_pass_does_not_spoil_the_measured_times(start, sim):
     assert seconds == pytest.approx(case.seconds, rel=0.05)
 
 
+@pytest.mark.parametrize("count", [20, 28])
+def test_what_a_decoder_uses_for_each_token_stays(start, count):
+    """Its encoder, which is used once for each sentence, streams beside it."""
+    case = equal(48, 0.1e-3, 1.5e-3)
+    loop = start(case, count * BLOCK)
+    x = torch.ones(BATCH, WIDTH, device="hpu")
+    plans = []
+
+    def sentence():
+        with torch.no_grad():
+            for part in [loop.model.first] + [loop.model.second] * 20:
+                part(x)
+                wait()
+                plans.append(loop.plan)
+
+    for _ in range(4):
+        sentence()
+    made, before = len(plans), loop.sim.h2d_copies()
+    for _ in range(3):
+        sentence()
+    assert plans[made:] == [loop.plan] * (len(plans) - made)
+    each_token = max(0, 24 - count + 2)  # with two slots through which all streams
+    copies = loop.sim.h2d_copies() - before
+    assert copies <= 3 * (24 + 20 * each_token + 8)
+
+
 def test_inputs_that_grow_later_are_planned_for(settled):
     """A first image in a low resolution: then a pass was its loads, now it computes."""
     small, large = equal(24, 0.03e-3, 1e-3), equal(24, 1e-3, 1e-3)

@@ -323,6 +323,21 @@ def test_blocks_that_are_used_often_stay():
     assert made.step_seconds == pytest.approx(80)
 
 
+@pytest.mark.parametrize("room", [12, 16, 24])
+def test_of_blocks_that_are_used_often_as_many_stay_as_fit(room):
+    """What a decoder uses for each token, beside what its encoder uses once."""
+    encoder, decoder = tuple(range(24)), tuple(range(24, 48))
+    workload = Workload(
+        order=encoder + 4 * decoder,
+        nbytes=(BLOCK,) * 48,
+        seconds=(0.1,) * 120,
+        link_bytes_per_second=BLOCK,
+    )
+    made = plan(workload, budget_bytes=room * BLOCK, max_lookahead=3)
+    assert made.resident <= {*decoder}
+    assert made.loads <= 24 + 4 * (24 - room + 2)
+
+
 # Regions that are computed again
 
 REGIONS = {

@@ -13,7 +13,10 @@ on demand.
 
 What is planned for are the routes that *repeat*, whichever comes next: some drafts of a
 few layers and then all of them, however many drafts there are. A route that has come
-back does so again, unless it has been away for twice as long as ever before.
+back does so again, unless it has been away for twice as long as ever before, or has
+come many times in a row and gave way to one that does not use the same blocks. Routes
+that come far more often than others count several times: so what a decoder uses for
+each token stays, and its encoder streams.
 """
 
 from bisect import bisect_right
@@ -29,6 +32,8 @@ _CYCLE_ROUTES = 4
 _RECENT = 2 * _CYCLE_ROUTES
 _MOST = 0.75  # of the latest passes
 _LONGEST_AWAY = 64  # passes; a rarer route is not worth the room of its blocks
+_PHASE = 8  # passes in a row
+_OFTEN = 4  # more often than the rarest makes no difference to what should stay
 
 Route = tuple[int, ...]
 
@@ -43,18 +48,21 @@ class _Habit:
         away: The most passes of other routes from one to the next; None if it has not
             come back soon.
         is_rare: Whether it has come back, but never soon.
+        run: How many of the latest passes that took it came in a row.
     """
 
     route: Route
     latest: int
     away: int | None = None
     is_rare: bool = False
+    run: int = 1
 
     def note(self, number: int) -> None:
         """Note that a pass takes it again."""
         others = number - self.latest - 1
         if others <= _LONGEST_AWAY:
             self.away = max(self.away or 0, others)
+        self.run = 1 if others else self.run + 1
         self.latest = number
         self.is_rare = self.away is None
 
@@ -250,7 +258,7 @@ class Order:
         routes = list(self._repeated)
         if not routes or not all(route in routes for route in lasting):
             routes = self._following()
-            more = len(routes) > len(lasting) and all(r in routes for r in lasting)
+            more = len(routes) > len(set(lasting)) and all(r in routes for r in lasting)
             if lasting and (not more or any(map(self._is_rare, routes))):
                 routes = lasting
         turned = (routes[first:] + routes[:first] for first in range(len(routes)))
@@ -259,13 +267,25 @@ class Order:
     def _lasting(self) -> list[Route]:
         """Return the few routes that come back, if most of the latest passes took one.
 
-        In the order in which they began.
+        In rounds in the order in which they began, each in as many as it counts.
         """
-        habits = self._habits.values()
-        lasting = [habit.route for habit in habits if habit.lasts(self.passes)]
+        habits = [h for h in self._habits.values() if self._lasts(h)]
+        lasting = [habit.route for habit in habits]
         taken = sum(route in lasting for route in self._recent)
-        few = len(lasting) <= _CYCLE_ROUTES
-        return lasting if few and taken >= _MOST * len(self._recent) else []
+        if len(habits) > _CYCLE_ROUTES or taken < _MOST * len(self._recent):
+            return []
+        gaps = [1 + (habit.away or 0) for habit in habits]
+        counts = [min(_OFTEN, max(gaps) // gap) for gap in gaps]
+        each = list(zip(lasting, counts, strict=True))
+        return [r for n in range(_OFTEN) for r, count in each if count > n]
+
+    def _lasts(self, habit: _Habit) -> bool:
+        """Whether a route comes back soon, and has no phase of its own that is over."""
+        if not habit.lasts(self.passes):
+            return False
+        if habit.run < _PHASE or habit.latest == self.passes:
+            return True
+        return set(habit.route) <= set(self._recent[-1])
 
     def _is_rare(self, route: Route) -> bool:
         habit = self._habits.get(route)

@@ -103,18 +103,24 @@ class Walk:
         return sum(self._nbytes[block] for block in blocks)
 
     def _keep_often_used(self, streams: list[bool], room: int) -> int:
-        """Keep whole classes of blocks that save as much; returns their bytes."""
+        """Keep classes of blocks that save as much, of the last what fits.
+
+        Returns:
+            Their bytes.
+        """
         kept = 0
         for saved in self._classes:
             alike = [b for b in self.blocks if streams[b] and self._saved[b] == saved]
             if kept + sum(self._nbytes[block] for block in alike) > room:
-                break
+                return kept + self._keep_evenly(streams, room - kept, alike)
             kept += self._keep(alike, streams)
         return kept
 
-    def _keep_evenly(self, streams: list[bool], room: int) -> int:
+    def _keep_evenly(
+        self, streams: list[bool], room: int, among: Sequence[int] | None = None
+    ) -> int:
         """Keep what fits so that the rest streams evenly; returns the bytes kept."""
-        walk = [block for block in self.blocks if streams[block]]
+        walk = [b for b in (among or self.blocks) if streams[b]]
         sizes = {self._nbytes[block] for block in walk}
         if len(sizes) == 1:
             # Bytes that no whole block comes to would only blur where residents are.
@@ -124,7 +130,7 @@ class Walk:
         over = 0
         for _ in range(_ROUNDINGS):
             crossing += over
-            kept = self._diffused(walk, self._water_level(streams, crossing))
+            kept = self._diffused(walk, self._water_level(walk, crossing))
             over = sum(self._nbytes[block] for block in kept) - room
             if over <= 0:
                 break
@@ -132,16 +138,17 @@ class Walk:
             over -= self._nbytes[kept.pop()]
         return self._keep(kept, streams)
 
-    def _water_level(self, streams: list[bool], crossing: int) -> float:
+    def _water_level(self, walk: Sequence[int], crossing: int) -> float:
         """The rate r, in bytes per second of compute, at which `crossing` bytes stream.
 
         Block i streams min(nbytes[i], r * compute[i]) bytes: those with few bytes for
         their compute stream whole, the others share evenly what is left.
         """
         left = float(crossing)
-        open_seconds = sum(self._compute[b] for b in self._by_rate if streams[b])
+        moves = set(walk)
+        open_seconds = sum(self._compute[b] for b in self._by_rate if b in moves)
         for block in self._by_rate:
-            if streams[block]:
+            if block in moves:
                 seconds = self._compute[block]
                 level = left / max(open_seconds, seconds)
                 if self._nbytes[block] > level * seconds:

@@ -302,7 +302,7 @@ def _mode(path: Path) -> int:
     """Return what kind of file is there, or 0.
 
     Raises:
-        OSError: If the system refuses to say. `Path.is_file()` says no, from Python 3.14.
+        OSError: If the system refuses to say; from Python 3.14 on, `is_file()` says no.
     """
     try:
         return path.stat().st_mode
