@@ -21,6 +21,23 @@ _SETTLED = 1  # more passes after which the same routes are expected to repeat
 _SETTLED_LIKE = 15  # the same, if those that are planned for only come in other numbers
 
 
+class _Rate:
+    """Bytes and seconds of copies."""
+
+    def __init__(self) -> None:
+        self._nbytes = 0
+        self._seconds = 0.0
+
+    def add(self, copy: CopyTime) -> None:
+        self._nbytes += copy.nbytes
+        self._seconds += copy.duration_ms / 1e3
+
+    @property
+    def rate(self) -> float:
+        """Bytes a second; 0 if it is not known."""
+        return self._nbytes / self._seconds if self._seconds > 0 else 0.0
+
+
 class Steering:
     """Keeps the scheduler's plan fit for what the model does.
 
@@ -65,6 +82,8 @@ class Steering:
         # of routes that may be planned for soon.
         self._times: dict[Route, list[list[float]]] = {}
         self._pass: list[UseTime] = []
+        # Of short and of long copies; also beside others, as they come in a step.
+        self._rates = _Rate(), _Rate()
         self._seen: tuple[Route, ...] = ()
         self._seen_since = 0  # the number of the first of the passes that saw it
         self._picked = self._picks_seen = False  # what plan and latest pass have of it
@@ -183,12 +202,13 @@ class Steering:
     def note(self, uses: Sequence[UseTime], copies: Sequence[CopyTime]) -> None:
         """Take in the times of finished passes."""
         loads = [copy for copy in copies if copy.lane == "H2D" and copy.nbytes]
-        large = [copy for copy in loads if copy.nbytes >= _TIMED_BYTES] or loads
-        seconds = sum(copy.duration_ms for copy in large) / 1e3
-        if seconds > 0:
+        for copy in loads:
+            self._rates[copy.nbytes >= _TIMED_BYTES].add(copy)
+        if loads:
             self._due = self._due or bool(self._tries and self._seconds is not None)
             self._tries = 0
-            self._link = sum(copy.nbytes for copy in large) / seconds
+            short, long = self._rates
+            self._link = long.rate or short.rate or self._link
         elif uses and self._seconds is not None:
             self._tries = max(0, self._tries - 1)
         if not (self.learns and self._measures()):
