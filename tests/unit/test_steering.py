@@ -295,6 +295,18 @@ def test_times_of_a_route_that_is_planned_for_later_count():
     assert rig.steering.workload().seconds == (5.0, 6.0, 1.0, 2.0, 3.0, 4.0)
 
 
+def test_a_route_that_is_measured_leaves_the_times_of_others():
+    """An encoder's second pass is before its decoder's."""
+    rig = Rig().settled()
+    rig.note((1, 2), (5.0, 6.0))
+    for _ in range(2):
+        rig.note((1, 2, 3, 4), (1.0, 2.0, 3.0, 4.0))
+    for route in [(1, 2), (1, 2, 3, 4)] * 4:
+        rig.run(*route)
+    rig.note((1, 2), (6.0, 5.0))
+    assert rig.steering.workload().seconds == (5.0, 5.0, 1.0, 2.0, 3.0, 4.0)
+
+
 def test_times_of_a_few_routes_are_kept_at_once():
     rig = Rig().settled()
     rig.note((1, 2, 3, 4), (1.0,) * 4)

@@ -239,7 +239,8 @@ class Steering:
         if not all(route in known for route in self._planned):
             return
         self._known = {route: known[route] for route in self._planned}
-        self._times = {}
+        for route in self._planned:
+            self._times.pop(route, None)
         self._measured_at = self._scheduler.order.passes
         seconds = sum((known[route] for route in self._planned), ())
         if self._seconds is None or _differ(sum(seconds), sum(self._seconds)):
