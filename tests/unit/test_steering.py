@@ -72,7 +72,7 @@ class Rig:
     def settled(self):
         """Go on until the plan for the guessed route is there."""
         assert self.steering.steer()
-        assert not self.run(*self.scheduler.order.cycle())
+        assert not self.run(*sum(self.scheduler.order.repeating(), ()))
         return self
 
     def note(self, route, seconds, cut=()):

@@ -302,10 +302,6 @@ class Order:
             route = self._follower.get(route, route)
         return routes[routes.index(route) :]
 
-    def cycle(self) -> Route:
-        """Return all uses of the routes that are expected to repeat."""
-        return sum(self.repeating(), ())
-
     def check(self) -> None:
         """Raise if an invariant is broken.
 

@@ -91,7 +91,7 @@ class Walk:
         room -= self._keep(too_large, streams)
         if often_first:
             room -= self._keep_often_used(streams, room)
-        room -= self._keep_evenly(streams, room - min(held, room))
+        room -= self._keep_evenly(streams, room - min(held, room), self.blocks)
         for block in self._small_first if held else self.movable:
             if streams[block] and self._nbytes[block] <= room:
                 room -= self._keep([block], streams)
@@ -116,11 +116,9 @@ class Walk:
             kept += self._keep(alike, streams)
         return kept
 
-    def _keep_evenly(
-        self, streams: list[bool], room: int, among: Sequence[int] | None = None
-    ) -> int:
+    def _keep_evenly(self, streams: list[bool], room: int, among: Sequence[int]) -> int:
         """Keep what fits so that the rest streams evenly; returns the bytes kept."""
-        walk = [b for b in (among or self.blocks) if streams[b]]
+        walk = [block for block in among if streams[block]]
         sizes = {self._nbytes[block] for block in walk}
         if len(sizes) == 1:
             # Bytes that no whole block comes to would only blur where residents are.

@@ -124,7 +124,7 @@ class Steering:
 
     @property
     def compute_seconds(self) -> float | None:
-        """What one pass of each route computes, once all are measured."""
+        """What all that is planned for computes, once it is measured."""
         return None if self._seconds is None else sum(self._seconds)
 
     @property
