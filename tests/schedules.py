@@ -12,6 +12,7 @@ import math
 from bisect import bisect_left
 from collections import deque
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
@@ -42,7 +43,9 @@ class _Execution:
         self.occupant_done: dict[int, float] = {}
         self.filled: dict[int, float] = {}
         self.queued_for: deque[int] = deque()
-        self.link_free = 0.0
+        self.link_free = self.home_free = self.began = 0.0
+        self.gradients = workload.gradient_nbytes or (0,) * len(workload.nbytes)
+        self.starts = [0, *accumulate(workload.steps or (self.period,))]
 
     def block(self, use: int) -> int:
         return self.work.order[use % self.period]
@@ -56,18 +59,51 @@ class _Execution:
     def run(self, steps: int) -> float:
         seconds, ends, clock = self.work.seconds, [], 0.0
         for use in range(self.period * steps):
+            if use % self.period in self.starts:
+                self.begin_step(clock)
             block = self.block(use)
-            if self.streams(block):
+            if self.streams(block) or self.gradients[block]:
                 if not self.present(block):
                     self.load(block, use)
                 clock = max(clock, self.filled[block])
             self.run_ahead(use)
             clock += seconds[use % self.period]
             self.occupant_done[self.plan.home[block]] = clock + self.homeward(block)
+            clock = self.send(use, clock)
             if (use + 1) % self.period == 0:
                 ends.append(clock)
         first = steps // 2
         return (ends[-1] - ends[first]) / (steps - 1 - first)
+
+    def begin_step(self, clock: float) -> None:
+        """An optimizer has changed what trains: copies of it are stale."""
+        stale = {s: b for s, b in self.occupant.items() if self.gradients[b]}
+        for slot in stale:
+            del self.occupant[slot]
+        if any(self.gradients):
+            self.queued_for.clear()
+        self.began = clock
+
+    def end_of_step(self, use: int) -> int:
+        """The first use of the step after that of a use."""
+        return (
+            use
+            - use % self.period
+            + next(start for start in self.starts if start > use % self.period)
+        )
+
+    def send(self, use: int, clock: float) -> float:
+        """Send gradients home that no later use of the step adds to; returns when the
+        next use may begin."""
+        block, end = self.block(use), self.end_of_step(use)
+        begin = max(s for s in self.starts if s <= use % self.period)
+        begin += use - use % self.period
+        blocks = [self.block(other) for other in range(begin, end)]
+        goes_back = len(set(blocks)) < len(blocks)
+        if goes_back and block not in blocks[use + 1 - begin :]:
+            seconds = self.gradients[block] / self.work.link_bytes_per_second
+            self.home_free = max(self.home_free, clock) + seconds
+        return max(clock, self.home_free) if use + 1 == end else clock
 
     def homeward(self, block: int) -> float:
         """Seconds until what the block's use has changed is home."""
@@ -78,10 +114,13 @@ class _Execution:
         slot = self.plan.home[block]
         assert self.work.nbytes[block] <= self.plan.slots[slot]
         start = max(self.link_free, self.occupant_done.get(slot, 0.0))
+        if self.gradients[block]:
+            start = max(start, self.began)
         seconds = self.work.nbytes[block] / self.work.link_bytes_per_second
         self.link_free = self.filled[block] = start + seconds
         self.occupant[slot] = block
-        self.queued_for.append(use)
+        if self.streams(block):
+            self.queued_for.append(use)
 
     def run_ahead(self, now: int) -> None:
         while self.queued_for and self.queued_for[0] <= now:
@@ -90,8 +129,10 @@ class _Execution:
         for use in range(now + 1, now + 1 + self.period):
             if len(self.queued_for) >= self.plan.lookahead:
                 return
-            block = self.block(use)
-            if self.streams(block) and not self.present(block):
+            block, trains = self.block(use), self.gradients[self.block(use)]
+            if trains and use >= self.end_of_step(now):
+                return
+            if (self.streams(block) or trains) and not self.present(block):
                 if self.occupant.get(self.plan.home[block]) in between:
                     return
                 self.load(block, use)

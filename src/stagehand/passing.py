@@ -385,7 +385,9 @@ class Passing(PassListener):
         if measure.stopwatch.is_over():
             parts.steering.note(*measure.collect())
             parts.steering.learns = parts.loader.pin_on is None
-        parts.scheduler.begin_pass(hands_over=self._hands_over)
+        parts.scheduler.begin_pass(
+            goes_back=self._saved.backward is not None, hands_over=self._hands_over
+        )
         if not parts.scheduler.in_use and parts.steering.steer():
             if parts.weights.overdraft_bytes:
                 parts.device_arena.trim()  # what was kept for reuse under the old limit

@@ -51,6 +51,18 @@ def test_two_alternating_routes_are_both_expected():
     assert order.line == A + B
 
 
+def test_what_repeats_begins_with_a_pass_that_does_not_go_back():
+    """Whatever the numbers of blocks are: a step begins there."""
+    order = Order(())
+    for _ in range(6):
+        for route, goes_back in ((B, False), (A, True)):
+            order.turn(goes_back=goes_back)
+            for block in route:
+                order.use(block)
+    assert order.repeating() == (B, A)
+    assert (order.goes_back(A), order.goes_back(B)) == (True, False)
+
+
 def test_three_routes_in_turn_are_all_expected():
     """Two inference passes of other inputs between two training passes."""
     order = Order(())

@@ -2,7 +2,7 @@
 
 import random
 from dataclasses import replace
-from itertools import combinations
+from itertools import chain, combinations
 
 import pytest
 from hypothesis import given, settings
@@ -565,6 +565,8 @@ def test_a_model_that_uses_no_block_is_planned_for():
         ({"seconds": (1.0, float("nan"))}, "negative or not finite"),
         ({"link_bytes_per_second": 0.0}, "link rate is 0.0"),
         ({"link_nbytes": (1,)}, "crosses the link for 1 blocks: expected 2"),
+        ({"gradient_nbytes": (1,)}, "bytes of gradients for 1 blocks: expected 2"),
+        ({"steps": (1, 2)}, "3 uses in its steps: expected 2"),
     ],
 )
 def test_a_workload_that_describes_no_model_is_refused(change, message):
@@ -689,6 +691,62 @@ def regions(draw):
 @given(st.data(), regions(), st.integers(1, 5))
 def test_plans_for_regions_are_sound_and_run_as_predicted(data, workload, lookahead):
     check_plan(workload, data.draw(budgets_for(workload)), lookahead)
+
+
+@st.composite
+def trainings(draw):
+    """Blocks of which some train: steps that go back or do not, or use what they like."""
+    nbytes = draw(
+        st.lists(st.sampled_from([10, 10, 23, 40, 100]), min_size=2, max_size=12)
+    )
+    there = range(len(nbytes))
+    step = st.sampled_from([[*there], [*there, *reversed(there)]])
+    any_uses = st.lists(st.integers(0, len(nbytes) - 1), min_size=1, max_size=12)
+    steps = draw(st.lists(step | any_uses, min_size=1, max_size=3))
+    sent = [draw(st.sampled_from([0, n // 2, n])) for n in nbytes]
+    uses = sum(map(len, steps))
+    return Workload(
+        order=tuple(chain.from_iterable(steps)),
+        nbytes=tuple(nbytes),
+        seconds=tuple(draw(st.lists(SECONDS, min_size=uses, max_size=uses))),
+        link_bytes_per_second=draw(RATES),
+        steps=tuple(map(len, steps)),
+        gradient_nbytes=tuple(sent),
+    )
+
+
+@more_examples
+@given(st.data(), trainings(), st.integers(0, 5))
+def test_plans_for_training_are_sound_and_run_as_predicted(data, workload, lookahead):
+    check_plan(workload, data.draw(budgets_for(workload)), lookahead)
+
+
+@pytest.mark.parametrize(
+    ("order", "seconds", "gradients", "least"),
+    [
+        # Block 1 may come while block 0 computes for the first time, and be sent home
+        # while it computes for the last one.
+        ((0, 0, 1), (1.0, 1.0, 0.0), (0, 1), 2.1),
+        ((1, 0, 1, 0, 0), (0.0, 0.0, 0.0, 0.0, 9.0), (0, 20), 11.0),
+        # It may not come before the step begins, and is home when it ends.
+        ((1, 0), (1.0, 1.0), (0, 20), 4.0),
+        ((0, 1, 1), (1.0, 1.0, 1.0), (0, 20), 6.0),
+    ],
+)
+def test_bound_of_a_step_that_trains_is_what_no_policy_can_do_without(
+    order, seconds, gradients, least
+):
+    workload = Workload(
+        order=order,
+        nbytes=(1, 20),
+        seconds=seconds,
+        link_bytes_per_second=10.0,
+        gradient_nbytes=gradients,
+    )
+    made = plan(workload, budget_bytes=21, max_lookahead=3)
+    assert made.step_seconds == pytest.approx(least)
+    assert made.bound_seconds <= least * (1 + 1e-9)
+    assert made.resident == {0, 1}
 
 
 @more_examples

@@ -4,6 +4,7 @@ import random
 from dataclasses import dataclass
 
 import pytest
+import torch
 
 from stagehand.core.stopwatch import CopyTime, UseTime
 from stagehand.errors import StagehandOOMError
@@ -25,6 +26,8 @@ class Piece:
     picks: bool = False
     runs_nbytes: int = 0
     nbytes: int = 10
+    trains: bool = False
+    tensors: tuple[torch.Tensor, ...] = ()
 
 
 class Follower:
@@ -43,10 +46,11 @@ class Follower:
         self.followed.append((plan, set(fixed)))
         self.strained = False
 
-    def run(self, *route):
+    def run(self, *route, goes_back=False):
+        """One pass; say whether the next one goes back."""
         for block in route:
             self.order.use(block)
-        self.order.turn()
+        self.order.turn(goes_back=goes_back)
 
 
 class Rig:
@@ -105,6 +109,23 @@ def uses(*route):
 
 
 # --------------------------------------------------------------------- when it is due
+
+
+def test_steps_are_forwards_with_their_backwards():
+    """And what they send home is what requires gradients in blocks that train."""
+    rig = Rig()
+    weights = torch.ones(2, requires_grad=True), torch.ones(3)
+    rig.blocks[1].tensors = rig.blocks[2].tensors = weights
+    rig.blocks[2].trains = True
+    there, back = (1, 2, 3, 4), (4, 3, 2, 1)
+    for _ in range(8):
+        for route, goes_back in ((there, True), (back, False), (there, False)):
+            rig.scheduler.run(*route, goes_back=goes_back)
+            rig.steering.steer()
+    workload = rig.steering.workload()
+    assert workload.order == there + there + back
+    assert workload.steps == (4, 8)
+    assert workload.gradient_nbytes == (0, 0, 8, 0, 0)
 
 
 def test_first_plan_is_for_the_order_of_definition():

@@ -123,11 +123,11 @@ class LookAhead:
 
     # Following the order
 
-    def turn(self) -> None:
-        """A pass begins."""
+    def turn(self, *, goes_back: bool) -> None:
+        """A pass begins, autograd's or another one."""
         order = self._order
         length = order.length if order.cursor >= 0 else 0
-        if order.turn() and not order.lost:
+        if order.turn(goes_back=goes_back) and not order.lost:
             self._front = max(self._front - length, -1)
             self._staged_front = max(self._staged_front - length, -1)
             self._claims = {s: (b, at - length) for s, (b, at) in self._claims.items()}

@@ -49,6 +49,7 @@ class _Habit:
             come back soon.
         is_rare: Whether it has come back, but never soon.
         run: How many of the latest passes that took it came in a row.
+        goes_back: Whether the latest of them was autograd's.
     """
 
     route: Route
@@ -56,6 +57,7 @@ class _Habit:
     away: int | None = None
     is_rare: bool = False
     run: int = 1
+    goes_back: bool = False
 
     def note(self, number: int) -> None:
         """Note that a pass takes it again."""
@@ -92,6 +94,7 @@ class Order:
         self._habits: dict[Route, _Habit] = {}  # in the order in which they began
         self._log: list[int] = []  # the uses of this pass, once one was not expected
         self._misses = 0
+        self._goes_back = False  # this pass
         self.followed = True
         """Whether all uses of this pass were expected. Who sees that the next one is,
         too, may move the cursor instead of calling `use`."""
@@ -182,13 +185,17 @@ class Order:
         none."""
         return max(self._find(block), default=-1)
 
-    def turn(self) -> bool:
+    def turn(self, *, goes_back: bool = False) -> bool:
         """Begin a pass; return whether positions after the last one's end stay valid.
 
         If so, a position `p` of the last pass is `p - length` now, `length` being the
         one before the call; but after a pass without uses they are what they were.
+
+        Args:
+            goes_back: Whether it is autograd that begins.
         """
         done = self._route[: self.cursor + 1] if self.followed else tuple(self._log)
+        went_back, self._goes_back = self._goes_back, goes_back
         if not done:
             return True
         self.followed = True
@@ -197,7 +204,7 @@ class Order:
             self.learned += 1
         if self._recent:
             self._follow(self._recent[-1], done)
-        done = self._note_habit(done)
+        done = self._note_habit(done, went_back)
         self._recent = [*self._recent[-_RECENT + 1 :], done]
         repeated = self._find_repeated()
         expected = repeated[0] if repeated else self._follower.get(done, done)
@@ -237,13 +244,14 @@ class Order:
         if len(self._follower) > _ROUTES_KEPT:
             del self._follower[next(iter(self._follower))]
 
-    def _note_habit(self, done: Route) -> Route:
+    def _note_habit(self, done: Route, went_back: bool) -> Route:
         """Note that a pass took a route; return the tuple that stands for all alike."""
         habit = self._habits.get(done)
         if habit is not None:
             habit.note(self.passes)
+            habit.goes_back = went_back
             return habit.route
-        self._habits[done] = _Habit(done, self.passes)
+        self._habits[done] = _Habit(done, self.passes, goes_back=went_back)
         if len(self._habits) > _ROUTES_KEPT:
             oldest = min(self._habits.values(), key=lambda habit: habit.latest)
             del self._habits[oldest.route]
@@ -252,7 +260,8 @@ class Order:
     def repeating(self) -> tuple[Route, ...]:
         """Return the routes of the passes that are expected to repeat for ever.
 
-        They are the same wherever among them the present pass is.
+        They are the same wherever among them the present pass is, and begin with one
+        that does not go back, if there is any.
         """
         lasting = self._lasting()
         routes = list(self._repeated)
@@ -262,7 +271,13 @@ class Order:
             if lasting and (not more or any(map(self._is_rare, routes))):
                 routes = lasting
         turned = (routes[first:] + routes[:first] for first in range(len(routes)))
-        return tuple(min(turned))
+        first = min(turned, key=lambda found: (self.goes_back(found[0]), found))
+        return tuple(first)
+
+    def goes_back(self, route: Route) -> bool:
+        """Whether passes that take a route are autograd's."""
+        habit = self._habits.get(route)
+        return habit is not None and habit.goes_back
 
     def _lasting(self) -> list[Route]:
         """Return the few routes that come back, if most of the latest passes took one.

@@ -426,6 +426,7 @@ class _Planner:
                 resident.append(block)
                 home[block] = len(slots)
                 slots.append(self._nbytes[block])
+        bound = self._timeline.bound_seconds(self._budget)
         return Plan(
             slots=tuple(slots),
             home=tuple(home),
@@ -434,19 +435,21 @@ class _Planner:
             # is early only if all slots are looked after.
             lookahead=len(shared) if self._lookahead else 0,
             step_seconds=draft.steady.step_seconds,
-            bound_seconds=self._timeline.bound_seconds(self._budget),
+            bound_seconds=bound,
             streamed_bytes=draft.steady.streamed_bytes,
             loads=draft.steady.loads,
-            limit=self._limit(draft.steady),
+            limit=self._limit(draft.steady, bound),
         )
 
-    def _limit(self, steady: Steady) -> str:
+    def _limit(self, steady: Steady, bound: float) -> str:
         step = steady.step_seconds
         if self._workload.seconds is None:
             return "unknown"
         if step <= _COMPUTE_LIMITED * self._timeline.compute_seconds:
             return "compute"
         busy = steady.streamed_bytes / self._workload.link_bytes_per_second
+        if self._workload.gradient_nbytes:  # it is busy in both directions
+            busy = max(busy, bound)
         return "link" if busy >= _LINK_LIMITED * step else "budget"
 
 

@@ -389,17 +389,18 @@ class Scheduler:
         """
         self._ahead.changes_follow = follow
 
-    def begin_pass(self, *, hands_over: bool = False) -> None:
+    def begin_pass(self, *, goes_back: bool = False, hands_over: bool = False) -> None:
         """The model is entered from outside, or autograd begins to go back through it.
 
         Args:
+            goes_back: Whether it is autograd.
             hands_over: Whether another model is expected to run next on the device:
                 nothing at all is loaded ahead for this one's next pass.
         """
         self.release_fetched()
         self._ahead.end_at(hands_over=hands_over)
         self._latest = None  # so a pass notes the same uses, whatever came before it
-        self._ahead.turn()
+        self._ahead.turn(goes_back=goes_back)
         self._mover.passed += 1
         blocks = [s.occupant for s in self._memory.slots if s.occupant is not None]
         bound = [block for block in blocks if block.bound]

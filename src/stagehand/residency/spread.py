@@ -172,12 +172,15 @@ class Walk:
 def _savings(workload: Workload, comes: Mapping[int, int]) -> list[float]:
     """How often each block's bytes cross in one period, which keeping them saves.
 
-    Where rows come by themselves, a block crosses in part. A wire makes less difference
-    than a block's place in the order does, and is not counted.
+    Not those that come because an optimizer has changed them. Where rows come by
+    themselves, a block crosses in part. A wire makes less difference than a block's
+    place in the order does, and is not counted.
     """
+    renewed = Counter(workload.order[use] for use in workload.renewals())
     pairs = zip(workload.nbytes, workload.crossing, strict=True)
     return [
-        comes[block] * (crosses / nbytes if 2 * crosses < nbytes else 1.0)
+        (comes[block] - renewed[block])
+        * (crosses / nbytes if 2 * crosses < nbytes else 1.0)
         for block, (nbytes, crosses) in enumerate(pairs)
     ]
 

@@ -153,6 +153,27 @@ class Steering:
             must_stay=self._must_stay,
             link_nbytes=None if crossing == slots else crossing,
             changing=frozenset(b.index for b in self._blocks if b.changes),
+            steps=self._steps(),
+            gradient_nbytes=self._gradient_nbytes(),
+        )
+
+    def _steps(self) -> tuple[int, ...]:
+        """How many uses a forward has, each with the backward that follows it."""
+        steps: list[int] = []
+        for route in self._planned:
+            if steps and self._scheduler.order.goes_back(route):
+                steps[-1] += len(route)
+            else:
+                steps.append(len(route))
+        return tuple(steps)
+
+    def _gradient_nbytes(self) -> tuple[int, ...] | None:
+        """What of each block goes home after backward; None if nothing does."""
+        if not any(block.trains for block in self._blocks):
+            return None
+        return tuple(
+            sum(t.nbytes for t in block.tensors if block.trains and t.requires_grad)
+            for block in self._blocks
         )
 
     def _picked_share(self) -> float:

@@ -7,12 +7,16 @@ link is free and that other block's compute is over, and its bytes are home if t
 were changed: that way the link is taken to be as fast, and free. The host is taken to
 run ahead of the device, so how far ahead a load is queued changes no time. What is left
 is a recurrence over the loads of a period, a few additions each.
+
+An optimizer changes blocks on the host between steps: the first use in a step of a
+block that trains loads it wherever it is, and not before the step begins. Gradients go
+home as backward leaves their blocks, and the step is over when all are there.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
@@ -40,6 +44,10 @@ class Workload:
         link_nbytes: The bytes of every block that cross the link, where they are not
             `nbytes`; None if they are everywhere.
         changing: The blocks that are changed where they are used.
+        steps: How many uses there are from each time when an optimizer may change
+            blocks to the next one; None if the period is one step.
+        gradient_nbytes: The bytes of gradients that each block sends home in a step
+            that goes back, zero where nothing of it trains; None if nothing does.
     """
 
     order: tuple[int, ...]
@@ -49,6 +57,8 @@ class Workload:
     must_stay: frozenset[int] = frozenset()
     link_nbytes: tuple[int, ...] | None = None
     changing: frozenset[int] = frozenset()
+    steps: tuple[int, ...] | None = None
+    gradient_nbytes: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         """Refuse what cannot describe a model."""
@@ -59,10 +69,18 @@ class Workload:
                     f"workload {name} names blocks {min(blocks)} to {max(blocks)}, "
                     f"but the blocks are 0 to {count - 1}: number them by `nbytes`"
                 )
-        if self.link_nbytes is not None and len(self.link_nbytes) != count:
+        for what, sizes in (
+            ("what crosses the link", self.link_nbytes),
+            ("the bytes of gradients", self.gradient_nbytes),
+        ):
+            if sizes is not None and len(sizes) != count:
+                raise StagehandInternalError(
+                    f"workload says {what} for {len(sizes)} blocks: expected {count}"
+                )
+        if self.steps is not None and sum(self.steps) != len(self.order):
             raise StagehandInternalError(
-                f"workload says what crosses the link for {len(self.link_nbytes)} "
-                f"blocks: expected {count}"
+                f"workload has {sum(self.steps)} uses in its steps: expected "
+                f"{len(self.order)}, those of its order"
             )
         if min(self.nbytes, default=0) < 0:
             raise StagehandInternalError(
@@ -91,6 +109,38 @@ class Workload:
         """The bytes of every block that cross the link for one load."""
         return self.nbytes if self.link_nbytes is None else self.link_nbytes
 
+    def spans(self) -> list[tuple[int, int]]:
+        """Return the first use of each step, and the use behind its last one."""
+        lengths = self.steps or (len(self.order),)
+        return list(pairwise(accumulate(lengths, initial=0)))
+
+    def renewals(self) -> dict[int, int]:
+        """Return the uses that load what has changed, and the first of their step."""
+        return {
+            use: start
+            for start, stop in self.spans()
+            for use in self._of_trained(reversed(range(start, stop)))
+        }
+
+    def sends(self) -> dict[int, int]:
+        """Return the uses after which gradients go home, and the end of their step.
+
+        A step goes back if it uses a block again.
+        """
+        return {
+            use: stop
+            for start, stop in self.spans()
+            if len(set(self.order[start:stop])) < stop - start
+            for use in self._of_trained(range(start, stop))
+        }
+
+    def _of_trained(self, uses: Iterable[int]) -> Iterable[int]:
+        """The last one of each block that trains."""
+        gradients = self.gradient_nbytes
+        if gradients is None:
+            return ()
+        return {b: use for use in uses if gradients[b := self.order[use]]}.values()
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Steady:
@@ -108,19 +158,28 @@ class Steady:
 
 
 @dataclass(slots=True)
-class _Loads:
-    """The loads of one period, in queue order, all times within the period.
+class _Step:
+    """The loads of one step, in queue order, all times within the period.
 
     `needed`: when its use would start without any stall. `free`: when the slot's
     occupant would be done, negative if that was in the period before. `lag`: how many
-    loads ago the stalls that delayed that occupant were complete.
+    loads ago the stalls that delayed that occupant were complete. `sends`: when the
+    uses after which gradients go home would be over, how many loads come before that,
+    and how long each copy takes. `stop`: when the last use would be.
     """
 
-    needed: list[float]
-    free: list[float]
-    lag: list[int]
-    seconds: list[float]
-    nbytes: int
+    stop: float
+    needed: list[float] = field(default_factory=list)
+    free: list[float] = field(default_factory=list)
+    lag: list[int] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    sends: list[tuple[float, int, float]] = field(default_factory=list)
+    nbytes: int = 0
+
+    @property
+    def delays(self) -> int:
+        """How many delays it has: one for each load, and one for all gradients."""
+        return len(self.lag) + bool(self.sends)
 
 
 class Timeline:
@@ -143,7 +202,11 @@ class Timeline:
         self.starts = list(accumulate(seconds, initial=0.0))
         # The loads of one period when every use needs one.
         self.link_seconds = sum(self._crossing[b] for b in workload.order) / self._rate
-        self._ways_to_cut = (_phases(workload.order), _covers(workload.order))
+        self._ways_to_cut = [_phases(workload.order), _covers(workload.order)]
+        if workload.gradient_nbytes is not None:
+            self._ways_to_cut.append(_turns(workload))
+        self._spans, self._gradients = workload.spans(), workload.gradient_nbytes or ()
+        self._renewals, self._sends = workload.renewals(), workload.sends()
 
     @property
     def compute_seconds(self) -> float:
@@ -156,19 +219,30 @@ class Timeline:
         In any stretch of uses, all its blocks' bytes but the `kept_bytes` that can be
         there when it starts must cross the link. Stretches are those without repetition
         (there, and back) or those that use every block (there, and back by regions that
-        are computed again).
+        are computed again). Where blocks train, a step's bytes all cross in its first
+        stretch, and its gradients in the last one.
         """
-        stretches = [
-            sum(
-                max(
-                    self.starts[stop] - self.starts[start],
-                    self._crossing_seconds(set(self._order[start:stop]), kept_bytes),
-                )
-                for start, stop in way
-            )
+        return max(
+            sum(self._stretch_seconds(start, stop, kept_bytes) for start, stop in way)
             for way in self._ways_to_cut
-        ]
-        return max(stretches)
+        )
+
+    def _stretch_seconds(self, start: int, stop: int, kept_bytes: int) -> float:
+        uses, blocks = range(start, stop), set(self._order[start:stop])
+        # Whatever is kept, these come after their step has begun.
+        renewed = {self._order[u] for u in uses if self._renewals.get(u, -1) >= start}
+        # And these are home when it is over.
+        sent = sum(
+            self._gradients[self._order[use]]
+            for use in uses
+            if use in self._sends and self._sends[use] <= stop
+        )
+        return max(
+            self.starts[stop] - self.starts[start],
+            self._crossing_seconds(renewed, 0)
+            + self._crossing_seconds(blocks - renewed, kept_bytes),
+            sent / self._rate,
+        )
 
     def _crossing_seconds(self, blocks: Iterable[int], kept_bytes: int) -> float:
         if self._crossing is self._nbytes:
@@ -194,54 +268,75 @@ class Timeline:
             home: The slot of every block that streams and occurs in the order.
             streams: Whether the block shares its slot, for every block.
         """
-        loads = self._loads(home, streams)
-        compute = self.compute_seconds
-        if not loads.needed:
+        steps = self._steps(home, streams)
+        compute, count = self.compute_seconds, sum(each.delays for each in steps)
+        if not count:
             return Steady(step_seconds=compute, streamed_bytes=0, loads=0)
-        delays = [0.0] * (2 * len(loads.needed) + 1)  # no lag reaches further back
+        delays = [0.0] * (2 * count + 1)  # no lag reaches further back
         link, before, last = 0.0, -1.0, -2.0
         for _ in range(_MAX_PERIODS):
             delay = delays[-1]
-            link = _run_period(loads, delays, link) - compute
+            for each in steps:
+                link = _run_step(each, delays, link)
+            link -= compute
             before, last = last, delays[-1] - delay
             if math.isclose(before, last, rel_tol=1e-6, abs_tol=1e-9 * compute):
                 break
-        # Should periods still differ, they take turns: the mean of two of them.
-        step = compute + (before + last) / 2
-        count = len(loads.needed)
-        return Steady(step_seconds=step, streamed_bytes=loads.nbytes, loads=count)
+        return Steady(
+            # Should periods still differ, they take turns: the mean of two of them.
+            step_seconds=compute + (before + last) / 2,
+            streamed_bytes=sum(each.nbytes for each in steps),
+            loads=sum(len(each.lag) for each in steps),
+        )
 
-    def _loads(self, home: Sequence[int], streams: Sequence[bool]) -> _Loads:
+    def _steps(self, home: Sequence[int], streams: Sequence[bool]) -> list[_Step]:
         order, nbytes = self._order, self._crossing
         rate, starts, homeward = self._rate, self.starts, self._homeward
         last = self._last_uses(home, streams)
-        loads = _Loads([], [], [], [], 0)
         uses = len(order)
-        # slot -> (block, its last use, loads issued up to that use)
+        # slot -> (block, its last use, delays up to that use)
         occupants = {slot: (order[use], use - uses, 0) for slot, use in last.items()}
-        borrowed: list[tuple[int, int]] = []
-        for use, block in enumerate(order):
-            if not streams[block]:
-                continue
-            slot = home[block]
-            occupant, freed, issued = occupants[slot]
-            if occupant != block:
-                count = len(loads.lag)
-                if freed < 0:
-                    borrowed.append((count, slot))
-                loads.needed.append(starts[use])
-                free = starts[freed + 1] + homeward.get(occupant, 0.0)
-                loads.free.append(free if freed >= 0 else freed)
-                loads.lag.append(count - issued + 1)
-                loads.seconds.append(nbytes[block] / rate)
-                loads.nbytes += nbytes[block]
-            occupants[slot] = (block, use, len(loads.lag))
-        for index, slot in borrowed:
+        steps: list[_Step] = []
+        borrowed: list[tuple[_Step, int, int, int]] = []
+        count = 0  # delays so far
+        for begin, end in self._spans:
+            loads, begun = _Step(starts[end]), count
+            steps.append(loads)
+            for use, block in enumerate(order[begin:end], begin):
+                comes = renews = use in self._renewals
+                slot = home[block]
+                if streams[block]:
+                    occupant, freed, issued = occupants[slot]
+                    comes = renews or occupant != block
+                    renews = renews and freed < begin
+                if comes:
+                    if renews:
+                        free, issued = starts[begin], begun
+                    elif freed < 0:
+                        borrowed.append((loads, len(loads.lag), count, slot))
+                        free = freed
+                    else:
+                        free = starts[freed + 1] + homeward.get(occupant, 0.0)
+                    loads.needed.append(starts[use])
+                    loads.free.append(free)
+                    loads.lag.append(count - issued + 1)
+                    loads.seconds.append(nbytes[block] / rate)
+                    loads.nbytes += nbytes[block]
+                    count += 1
+                if streams[block]:
+                    occupants[slot] = (block, use, count)
+                if use in self._sends:
+                    seconds = self._gradients[block] / rate
+                    loads.sends.append((starts[use + 1], count, seconds))
+            if loads.sends:
+                loads.sends = [(f, count - c + 1, s) for f, c, s in loads.sends]
+                count += 1
+        for loads, index, before, slot in borrowed:
             occupant, freed, issued = occupants[slot]
             free = starts[freed + 1] + homeward.get(occupant, 0.0)
             loads.free[index] = free - starts[-1]
-            loads.lag[index] = index + len(loads.lag) - issued + 1
-        return loads
+            loads.lag[index] = before + count - issued + 1
+        return steps
 
     def _last_uses(
         self, home: Sequence[int], streams: Sequence[bool]
@@ -254,8 +349,12 @@ class Timeline:
         return last
 
 
-def _run_period(loads: _Loads, delays: list[float], link: float) -> float:
-    """Append the stall so far after each load; returns when the link is free."""
+def _run_step(loads: _Step, delays: list[float], link: float) -> float:
+    """Append the stall so far after each load, and at the end if gradients go home.
+
+    Returns:
+        When the link is free.
+    """
     delay = delays[-1]
     needed, free, lag, seconds = loads.needed, loads.free, loads.lag, loads.seconds
     for index, ago in enumerate(lag):
@@ -265,6 +364,11 @@ def _run_period(loads: _Loads, delays: list[float], link: float) -> float:
         if late > delay:
             delay = late
         delays.append(delay)
+    if loads.sends:
+        home = 0.0
+        for left, ago, taken in loads.sends:
+            home = max(home, left + delays[-ago]) + taken
+        delays.append(max(delay, home - loads.stop))
     return link
 
 
@@ -291,3 +395,13 @@ def _covers(order: Sequence[int]) -> list[tuple[int, int]]:
             cuts.append(use + 1)
             seen.clear()
     return [(a, b) for a, b in pairwise([*cuts, len(order)]) if a < b]
+
+
+def _turns(workload: Workload) -> list[tuple[int, int]]:
+    """Cut each step behind the use that is the first of the last block that lacked."""
+    cuts = []
+    for start, stop in workload.spans():
+        first = {workload.order[use]: use for use in reversed(range(start, stop))}
+        turn = max(first.values(), default=stop - 1) + 1
+        cuts += [(start, turn), (turn, stop)]
+    return [(a, b) for a, b in cuts if a < b]
