@@ -320,7 +320,7 @@ def assemble(
     workers = WorkerGroup("reader", _READERS, device.claim_thread)
     loader: Loader
     if device.is_host:
-        loader = HostLoader(device, engine, workers, counters)
+        loader = HostLoader(engine, workers, counters)
     else:
         loader = LaneLoader(engine, pinned_arena, workers, counters)
     order = Order([block.index for block in blocks if block.index > 0])

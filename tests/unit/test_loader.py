@@ -73,7 +73,7 @@ class Rig:
         self.workers = WorkerGroup("reader", workers)
         parts = (self.engine, self.workers, self.counters)
         if on_host:
-            self.loader = HostLoader(self.device, *parts)
+            self.loader = HostLoader(*parts)
         else:
             parts = (self.engine, self.pinned, self.workers, self.counters)
             self.loader = LaneLoader(*parts)
@@ -758,6 +758,29 @@ def test_on_the_host_reads_are_timed_while_there_is_a_stopwatch(host, priority):
     _, [copy] = host.engine.stopwatch.resolve()
     assert (copy.block, copy.lane, copy.nbytes) == (1, "H2D", NBYTES)
     assert copy.duration_ms > 0
+
+
+@pytest.mark.parametrize("priority", [AHEAD, NOW])
+def test_on_the_host_timed_reads_use_events_again(priority, monkeypatch):
+    """A service whose steps are timed kept two more for every block that was read."""
+    rig = Rig(on_host=True, numbers=range(12))
+    made = []
+    new_event = rig.device.new_event
+
+    def count(**options):
+        made.append(1)
+        return new_event(**options)
+
+    monkeypatch.setattr(rig.device, "new_event", count)
+    watch = rig.engine.stopwatch = Stopwatch(rig.device)
+    watch.mark(rig.device.current_stream())
+    for block in rig.blocks:
+        rig.start(block, priority)
+        rig.on_device(block)
+        _, copies = watch.resolve()
+        assert [copy.block for copy in copies] == [block.index]
+    rig.close()
+    assert len(made) == 1 + 1 + 2  # zero, the mark above, those of a read
 
 
 def test_on_the_host_close_waits_for_the_readers(host):

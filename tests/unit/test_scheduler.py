@@ -183,7 +183,7 @@ class Rig:
 
     def new_loader(self, slabs):
         if self.device.is_host:
-            return HostLoader(self.device, self.engine, self.readers, self.counters)
+            return HostLoader(self.engine, self.readers, self.counters)
         loader = LaneLoader(self.engine, self.pinned, self.readers, self.counters)
         staged = [b.nbytes for b in self.blocks[1:] if b.image is None]
         loader.set_slabs(slabs if staged else 0, max(staged, default=0))

@@ -83,11 +83,13 @@ class Stopwatch:
         if self._zero is None:
             self._zero = self._device.new_event(timing=True)
             self._zero.record(stream)
-        event = (
-            self._spare.pop() if self._spare else self._device.new_event(timing=True)
-        )
+        event = self.new_mark()
         event.record(stream)
         return event
+
+    def new_mark(self) -> Event:
+        """Return an event that stands for no moment yet."""
+        return self._spare.pop() if self._spare else self._device.new_event(timing=True)
 
     def used(self, block: int, arrived: Event, begun: Event) -> None:
         """Note that compute arrived at a use, and the moment after its wait."""

@@ -15,13 +15,14 @@ from stagehand.residency.loader import store_of, write_back
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from stagehand.core.device import Device, Event
+    from stagehand.core.device import Event
     from stagehand.core.telemetry import Counters
     from stagehand.core.workers import WorkerGroup
     from stagehand.residency.blocks import Block
 
+    _Marks = tuple[Event, Event]
     # Bytes that came from disk, and when the read began and ended, if it was timed.
-    _Read = tuple[int, tuple[Event, Event] | None]
+    _Read = tuple[int, _Marks | None]
 
 __all__ = ["HostLoader"]
 
@@ -33,7 +34,6 @@ class HostLoader:
     """Fills slots in host memory: by a worker thread ahead of time, else at once.
 
     Args:
-        device: The host.
         engine: Whose stopwatch times the reads.
         workers: Threads that read ahead.
         counters: Where bytes are counted.
@@ -44,12 +44,10 @@ class HostLoader:
 
     def __init__(
         self,
-        device: Device,
         engine: TransferEngine,
         workers: WorkerGroup,
         counters: Counters,
     ) -> None:
-        self._device = device
         self._engine = engine
         self._workers = workers
         self._counters = counters
@@ -81,36 +79,40 @@ class HostLoader:
         block.versions = block.read_versions()
         if priority <= Priority.REQUIRED:
             self._jobs.pop(block.index, None)
-            self._count(block, self._read(block))
+            self._count(block, self._read(block, self._new_marks()))
         else:
             # The job holds no tensor of the slot: the slot's holders are counted.
             note = partial(self._jobs.__setitem__, block.index)
-            self._workers.hand(note, self._read, block)
+            self._workers.hand(note, self._read, block, self._new_marks())
         block.along(SENT)
         return True
 
-    def _read(self, block: Block) -> _Read:
-        """Fill a slot, in any thread."""
+    def _new_marks(self) -> _Marks | None:
+        watch = self._engine.stopwatch
+        return None if watch is None else (watch.new_mark(), watch.new_mark())
+
+    def _read(self, block: Block, marks: _Marks | None) -> _Read:
+        """Fill a slot, in any thread; set both marks, if the read is timed."""
         store, target = store_of(block), block.target
         if target is None:
             raise StagehandInternalError(f"block {block.name!r} has no place to go")
         fill = partial(store.read_into, target)
         if block.runs:
             fill = partial(store.read_rows_into, target, block.runs)
-        if self._engine.stopwatch is None:
+        if marks is None:
             return fill(), None
-        start, end = (self._device.new_event(timing=True) for _ in range(2))
+        start, end = marks
         start.record()
         nbytes = fill()
         end.record()
-        return nbytes, (start, end)
+        return nbytes, marks
 
     def _count(self, block: Block, read: _Read) -> None:
-        nbytes, times = read
+        nbytes, marks = read
         watch = self._engine.stopwatch
         crossed = block.runs_nbytes if block.runs else block.nbytes
-        if times is not None and watch is not None:
-            watch.copied(block.index, "H2D", crossed, *times)
+        if marks is not None and watch is not None:
+            watch.copied(block.index, "H2D", crossed, *marks)
         self._counters.disk_bytes += nbytes
         self._counters.h2d_bytes += crossed
         self._counters.h2d_copies += 1
@@ -126,7 +128,10 @@ class HostLoader:
             return
         failed = failure_of(job)  # if this is interrupted, there is a job to forget
         del self._jobs[block.index]
-        self._count(block, job.result() if failed is None else self._read(block))
+        self._count(
+            block,
+            job.result() if failed is None else self._read(block, self._new_marks()),
+        )
 
     def note_reads(self) -> None:
         """See `Loader.note_reads`. What was used was read before."""

@@ -276,7 +276,7 @@ class Pipeline:
     def _loader(self, parts: _Parts) -> Loader:
         engine, workers, counters = self._engine, parts.workers, self._counters
         if self._device.is_host:
-            return HostLoader(self._device, engine, workers, counters)
+            return HostLoader(engine, workers, counters)
         depths, is_pinned = self._depths, self._pieces.is_pinned
         arena = self._pinned_arena if is_pinned else self._host_arena
         batch = depths.batch_cpu_pinned if is_pinned else depths.batch_cpu
