@@ -20,6 +20,7 @@ from stagehand.errors import (
     StagehandOOMError,
     StagehandWarning,
 )
+from stagehand.torch_private import storage_use_count
 
 
 def new_arena(limit=100, **options):
@@ -178,6 +179,18 @@ def test_lease_ends_once(first, second):
     with pytest.raises(StagehandInternalError, match="40 bytes of pinned memory was"):
         getattr(lease, second)()
     assert arena.leased_bytes == 0
+
+
+def test_lease_that_is_let_go_leaves_its_buffer_to_who_else_refers_to_it():
+    arena, _ = new_arena()
+    for others in (False, True):
+        lease = arena.acquire(60, "slot")
+        alone = storage_use_count(lease.buffer.untyped_storage())
+        view = lease.buffer[:1] if others else None
+        lease.let_go(alone)
+        del view
+        assert arena.kept_bytes == (0 if others else 60)
+        arena.trim()
 
 
 def test_live_leases_counts_what_is_not_released():

@@ -124,6 +124,18 @@ def test_beside_a_floor_the_soft_limit_of_the_whole_holds():
     assert one.grant(20, "slot", mode=Mode.BURST)
 
 
+def test_what_comes_back_to_a_part_that_has_left_is_kept_by_nobody():
+    whole, one, _ = two_parts()
+    floor, grants = one.grant(30, "slot", mode=Mode.FLOOR), [one.grant(20, "slot")]
+    grants.append(one.grant(40, "other"))
+    one.detach()
+    for grant in grants:
+        grant.release()
+        assert whole.promised_bytes == 0
+    floor.release()
+    assert whole.promised_bytes == 0
+
+
 def test_a_part_that_leaves_takes_its_floors_along():
     whole, one, other = two_parts()
     floor = one.grant(40, "cache", mode=Mode.FLOOR)

@@ -382,6 +382,33 @@ def test_an_interrupt_anywhere_stops_nothing_for_ever(sim):
     assert line > 100
 
 
+def test_a_parcel_that_the_collector_sends_in_mid_copy_is_sent_once(sim):
+    rig = Rig(yielding())
+    parcel = rig.engine.send_group(
+        [(rig.made(value), rig.home()) for value in (1.0, 2.0)], makers=[rig.main]
+    )
+    copy, inside = parcel._copy, []
+
+    def collected(target, source):
+        if not inside:
+            inside.append(True)
+            rig.traffic.flush()
+        copy(target, source)
+
+    parcel._copy = collected
+    parcel.synchronize()
+    assert parcel.left == rig.traffic.backlog == 0
+
+
+def test_a_traffic_that_has_ended_limits_nothing(sim):
+    ended = traffic()
+    ended.bounds.post("test", Limits(suppress_speculative=True))
+    for _ in range(2):
+        ended.hold_slot(ended.h2d)
+    ended.end()
+    assert ended.deny_load(Priority.SPECULATIVE) is None
+
+
 def test_a_copy_that_fails_is_made_when_it_is_asked_for_again(sim, monkeypatch):
     rig = Rig(yielding())
     pairs = [(rig.made(float(number)), rig.home()) for number in range(1, 4)]

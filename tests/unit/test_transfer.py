@@ -235,6 +235,61 @@ def free_by_a_holder_on_the_stream_that_read_before_it_came_home(rig):
     free_by_a_holder_on_the_stream_that_read(rig, saves=2)
 
 
+def free_by_a_holder_on_a_stream_that_read_without_a_use(rig):
+    """It gave the slot up last, and is not the one that waited for it last."""
+    rig.load(1)
+    rig.read(rig.main)
+    rig.side.wait_stream(rig.main)
+    kept = rig.buffer[:100]
+    rig.engine.release(rig.slot, rig.side)
+    rig.engine.disown(rig.buffer, rig.slot)
+    rig.engine.retire(rig.slot)
+    rig.buffer = None
+    with rig.side:
+        kept.sum()
+    del kept
+
+
+def free_by_a_holder_of_what_was_in_no_slot(rig):
+    """Only the stream that is current when it is left to its holder has read it."""
+    with rig.side:
+        made = torch.ones(NBYTES, dtype=torch.uint8, device="hpu")
+    rig.main.wait_stream(rig.side)
+    made.sum()
+    rig.engine.disown(made)
+    del made
+    with rig.side:
+        other = torch.zeros(NBYTES, dtype=torch.uint8, device="hpu")
+    rig.device.synchronize()
+    del other
+
+
+def load_after_a_release_behind_a_copy_home(rig):
+    """By a stream that has read the slot, and has not waited for the lane since."""
+    home = rig.host(9)
+    rig.load(1)
+    rig.use(rig.main)
+    ticket = rig.engine.save(rig.slot, rig.buffer, home)
+    rig.engine.release(rig.slot, rig.main)
+    rig.load(2)
+    ticket.wait_host()
+    assert home.eq(1).all()
+
+
+def read_what_another_stream_has_written(rig):
+    """By a stream that has waited for the slot's bytes already, and by a new one."""
+    for waited in (True, False):
+        rig.load(1)
+        rig.use(rig.main)
+        if waited:
+            rig.use(rig.side)
+            rig.main.wait_stream(rig.side)
+        with rig.main:
+            rig.buffer.zero_()
+        rig.engine.note_write(rig.slot, rig.main)
+        assert is_filled_with(rig.use(rig.side), 0)
+
+
 def carry_home_what_a_stream_makes(rig):
     """The copy waits for the maker, and the memory for the copy."""
     home = rig.host(9)
@@ -326,6 +381,9 @@ HAZARDS = (
     *(read_after_reload_by_the_same_stream, read_by_a_second_stream, free_after_read),
     *(reuse_by_another_slot_after_read, free_by_a_holder_after_it_read),
     load_after_reads_without_a_use,
+    free_by_a_holder_on_a_stream_that_read_without_a_use,
+    *(free_by_a_holder_of_what_was_in_no_slot, read_what_another_stream_has_written),
+    load_after_a_release_behind_a_copy_home,
     load_after_a_reader_that_went_on_with_another_stream,
     *(load_after_a_release_on_another_stream, free_by_a_holder_on_the_stream_that_read),
 )
@@ -354,8 +412,12 @@ GUARDS = {
     ),
     ("disown", "buffer.record_stream(stream)"): (
         *(free_by_a_holder_after_it_read, free_by_a_holder_on_the_stream_that_read),
+        free_by_a_holder_of_what_was_in_no_slot,
     ),
-    ("disown", "streams |= "): (free_by_a_holder_on_the_stream_that_read,),
+    ("disown", "streams |= "): (
+        free_by_a_holder_on_the_stream_that_read,
+        free_by_a_holder_on_a_stream_that_read_without_a_use,
+    ),
     ("_send_home", "self.d2h.stream.wait_event(self._ready)"): (
         carry_home_what_a_stream_makes,
     ),
@@ -388,6 +450,11 @@ GUARDS = {
     ("release", "slot._drained.record(stream)"): (load_after_read,),
     ("save", "slot._drained.record(stream)"): (load_after_save,),
     ("save", "slot._filled.record(stream)"): (write_while_a_copy_home_is_under_way,),
+    ("note_write", "slot._filled.record(stream)"): (
+        read_what_another_stream_has_written,
+    ),
+    ("note_write", "slot.seen_by = "): (read_what_another_stream_has_written,),
+    ("save", "slot._reader = "): (load_after_a_release_behind_a_copy_home,),
     ("save", "slot.seen_by = "): (write_while_a_copy_home_is_under_way,),
     ("save", "slot._seen_before = "): (
         free_by_a_holder_on_the_stream_that_read_before_it_came_home,

@@ -394,6 +394,27 @@ def test_ring_without_room_is_refused_and_holds_nothing(sim):
     rig.close()
 
 
+def test_ring_whose_memory_cannot_be_made_holds_nothing(sim, monkeypatch):
+    """The budget has room for it, the device is full of others' memory."""
+    rig = Rig()
+    rig.engine.close_wires()
+    rig.arena.trim()
+    held, made = rig.account.held_bytes, []
+
+    def make(nbytes):
+        if made:
+            raise torch.OutOfMemoryError("full")
+        made.append(nbytes)
+        return rig.engine.allocate(nbytes)
+
+    monkeypatch.setattr(rig.arena, "_make", make)
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        rig.open()
+    rig.arena.trim()
+    assert rig.account.held_bytes == held
+    del caught
+
+
 def test_wire_longer_than_a_piece_is_a_bug_that_is_named(sim):
     rig = Rig()
     source = rig.device.pinned(WIRE + 16)

@@ -430,3 +430,34 @@ def test_who_runs_after_the_threads_have_ended_is_served():
         warnings.simplefilter("ignore")
         group.submit(str).result()
     """) == ["7"]
+
+
+def test_group_that_is_closed_while_it_is_given_a_job_drops_the_job():
+    """As the garbage collector may close it, in the middle of anything."""
+    group, done = WorkerGroup("reader", 1), []
+    future = group.hand(lambda _: group.close(), done.append, 1)
+    assert future.cancelled()
+    assert not done
+
+
+def test_group_keeps_no_job_that_ran_where_no_thread_could_start():
+    group = WorkerGroup("reader", 1)
+    with without_threads(), pytest.warns(StagehandWarning):
+        future = weakref.ref(group.submit(list))
+    gc.collect()
+    assert future() is None
+    group.close()
+
+
+def test_group_can_be_closed_after_an_interrupt_has_kept_a_thread_from_starting(
+    monkeypatch,
+):
+    def interrupted(_):
+        raise KeyboardInterrupt
+
+    group = WorkerGroup("reader", 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            group.submit(list)
+    group.close()

@@ -142,7 +142,6 @@ class Mover:
         block.runs = ()  # all of it: to be here whole is no loss but of time
         block.versions = block.read_versions()
         self.load(block, slot, _CRITICAL)
-        self._finish(block, slot)
 
     def evict(
         self,
