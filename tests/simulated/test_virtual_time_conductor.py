@@ -375,7 +375,9 @@ def test_spills_that_yield_to_weights_beat_first_come_by_six_percent(start):
 
 
 def test_a_link_that_is_full_anyway_loses_nothing_by_arbitration(start):
-    first_come = start(all_train, half_duplex=True, conducted=False).backward()
+    loop = start(all_train, half_duplex=True, conducted=False)
+    first_come = loop.backward()
+    loop.runtime.shutdown()  # or both would share the device
     link._known.clear()
     arbitrated = start(all_train, half_duplex=True, conducted=True).backward()
     assert arbitrated <= 1.001 * first_come

@@ -695,7 +695,7 @@ def test_plans_for_regions_are_sound_and_run_as_predicted(data, workload, lookah
 
 @st.composite
 def trainings(draw):
-    """Blocks of which some train: steps that go back or do not, or use what they like."""
+    """Blocks of which some train: steps that go back, or not, or use what they like."""
     nbytes = draw(
         st.lists(st.sampled_from([10, 10, 23, 40, 100]), min_size=2, max_size=12)
     )
