@@ -88,6 +88,13 @@ class Loader(Protocol):
     def forget(self, block: Block) -> None:
         """Drop what was staged or read ahead for a block."""
 
+    def recover(self) -> None:
+        """Mend what an interrupt has left, once all blocks are mended.
+
+        On return no copy is under way, with a mark or without, and a slab that stages
+        no block is free.
+        """
+
     def close(self) -> None:
         """Stop the threads and release what is staged. Idempotent."""
 
