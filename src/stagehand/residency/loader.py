@@ -14,6 +14,7 @@ import torch
 
 from stagehand.errors import StagehandInternalError
 from stagehand.stores.pages import some_elements
+from stagehand.torch_private import inference_mode
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -127,7 +128,7 @@ def store_of(block: Block) -> Store:
 
 def pageable(block: Block) -> torch.Tensor:
     """Return ordinary memory for a block's image."""
-    with torch.inference_mode(False):
+    with inference_mode(False):
         return torch.empty(block.nbytes, dtype=torch.uint8, device="cpu")
 
 
