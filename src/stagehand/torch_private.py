@@ -41,6 +41,8 @@
   mode that finds weights on top of others? And take those off that an interrupt has
   left. They are as old as all versions that are supported.
 - `torch.ops.aten._to_copy`: the operator of all casts, autocast's included.
+- `torch._C._InferenceMode`: switch inference mode, and gradients, without a moment at
+  which an interrupt would leave them so. Without it, one may.
 - `torch._C._SetExcludeDispatchKeyGuard`: what a dispatch mode keeps of a tensor tells
   whether the tensor was changed since. It came with selective checkpointing.
 - `torch.utils._python_dispatch.TorchDispatchMode`: see every operator of a thread. It
@@ -116,6 +118,7 @@ __all__ = [
     "graph_task",
     "has_more_hooks",
     "in_backward",
+    "inference_mode",
     "is_compiled_for",
     "is_last_hook",
     "is_on_top",
@@ -164,6 +167,13 @@ def _required(name: str, owner: Any = torch._C) -> Callable[..., Any]:
         )
     return found
 
+
+inference_mode: Callable[[bool], AbstractContextManager[Any]] = getattr(
+    torch._C, "_InferenceMode", torch.inference_mode
+)
+"""Does what `torch.inference_mode` does, and entering and leaving it is no Python code.
+
+It brings back how gradients were, too, whoever has switched them inside of it."""
 
 _device_stats: Callable[[int], dict[str, Any]] | None = getattr(
     torch._C, "_accelerator_getDeviceStats", None

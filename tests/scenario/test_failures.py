@@ -389,6 +389,34 @@ def test_an_interrupt_while_slots_get_their_memory_loses_nothing(sim, place):
     end(another)
 
 
+@pytest.mark.parametrize("way", ["forward", "backward"])
+def test_an_interrupt_where_modes_are_switched_leaves_gradients_as_they_were(
+    sim, place, way
+):
+    """When the traceback went, they were as in backward, or in the user's context."""
+    model = stagehand.layer(stack(12), vram_budget=3 * LAYER_BYTES, device=place)
+
+    def run(number):
+        with interrupted_at(number, "torch.autograd.grad_mode"):
+            model(batch())
+
+    def go_back(number):
+        loss = model(batch()).sum()
+        with interrupted_at(number, "torch.autograd.grad_mode"):
+            loss.backward()
+
+    for number in range(1, 40):
+        kept = None
+        try:
+            go_back(number) if way == "backward" else torch.inference_mode(run)(number)
+        except KeyboardInterrupt as error:
+            kept = error
+        del kept
+        assert torch.is_grad_enabled(), number
+        assert not torch.is_inference_mode_enabled(), number
+    runtime_of(model).shutdown()
+
+
 @pytest.mark.parametrize("leaves", ["park", "state_dict", "to"])
 def test_an_interrupt_while_all_is_brought_home_leaves_a_model_that_runs(
     sim, place, leaves

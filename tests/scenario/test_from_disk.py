@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import itertools
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,8 +16,10 @@ from torch import nn
 
 import stagehand
 from architectures.trees import assert_bitwise_equal
+from interrupts import interrupted_at
 from scenario.small import (
     LAYER_BYTES,
+    assert_passes_equal,
     batch,
     blocks_of,
     run_resident,
@@ -24,12 +27,20 @@ from scenario.small import (
     stack,
 )
 from stagehand.core.device import AcceleratorDevice
+from stagehand.core.transfer import TransferEngine
 from stagehand.errors import StagehandWarning
 from stagehand.residency import masters
+from stagehand.residency.lane_loader import LaneLoader
 from stagehand.runtime import Runtime
 from training import ALL, SOME, Run, Setting, assert_trains_equally, net, over
 
 DEPTH = 8
+_STAGING = (
+    LaneLoader._stage,
+    LaneLoader._start_staged,
+    LaneLoader._free,
+    TransferEngine.load,
+)
 
 
 @pytest.fixture
@@ -184,6 +195,34 @@ def test_memory_to_stage_is_there_again_after_a_first_pass_that_was_interrupted(
         with pytest.raises(KeyboardInterrupt):
             run(model)
     assert_bitwise_equal(run(model), run_resident(stack(DEPTH), "hpu", batch()), "next")
+    runtime_of(model).shutdown()
+
+
+@pytest.mark.parametrize("first", range(4))
+def test_an_interrupt_while_blocks_are_staged_and_sent_loses_no_slab(
+    sim, folder, first
+):
+    """A copy without a ticket was under way: its slab was filled again."""
+    model = from_disk(folder, ram_budget=2 * LAYER_BYTES)
+    expected = run_resident(stack(DEPTH), "hpu", batch())
+    run(model)
+    loader = runtime_of(model)._parts.loader
+    for number in itertools.count(1 + first, 4):
+        slabs = set(loader._slabs)
+        interrupted = False
+        try:
+            with interrupted_at(number, *_STAGING):
+                run(model)
+        except KeyboardInterrupt:
+            interrupted = True
+        assert_passes_equal(model, expected, batch(), passes=2)
+        assert sim.races() == [], number
+        assert set(loader._slabs) == slabs, number
+        blocks = {slab.block for slab in slabs} - {None}
+        assert blocks == set(loader.staged()), number
+        if not interrupted:
+            break
+    assert number > 100
     runtime_of(model).shutdown()
 
 

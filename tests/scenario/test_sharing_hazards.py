@@ -3,7 +3,7 @@
 import gc
 import itertools
 import threading
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from copy import deepcopy
 
 import pytest
@@ -565,6 +565,24 @@ def test_an_interrupt_while_a_model_joins_leaves_no_place_of_it(crowd):
 _JOINING = {
     *("stagehand.tenancy", "stagehand.residency.shared", "stagehand.residency.seats"),
 }
+
+
+def test_an_interrupt_where_locks_are_taken_and_given_back_leaves_none_taken(crowd):
+    """A condition gives its lock back in Python: backward, in another thread, hung."""
+    some = crowd("hpu", [6], 4 * LAYER_BYTES)
+    free = []
+
+    def ask():
+        free.append(some.device._lock.acquire(blocking=False))
+        if free[-1]:
+            some.device._lock.release()
+
+    for number in range(1, 30):
+        with suppress(KeyboardInterrupt), interrupted_at(number, "threading"):
+            some.run(0)
+        in_threads(ask)
+        assert all(free), number
+    some.run(0)
 
 
 class Topped(nn.Sequential):

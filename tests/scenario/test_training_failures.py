@@ -2,6 +2,7 @@
 
 import gc
 import pickle
+import signal
 import sys
 import threading
 import time
@@ -300,6 +301,19 @@ def test_an_interrupt_where_a_failed_backward_ends_stops_nobody(
     assert set(dropped) <= {KeyboardInterrupt}
     if setting.place == "cpu":  # elsewhere autograd's thread may be the last to hold it
         assert len(dropped) > 20
+    finish(run)
+
+
+def test_an_interrupt_that_comes_while_autograds_thread_works_is_raised(sim):
+    """Python dropped it where autograd let go of what tells the end."""
+    run = start(net, FEW[0])
+    for _ in range(3):
+        weight = run.model.blocks[1].up.weight
+        handle = weight.register_hook(lambda _: signal.raise_signal(signal.SIGINT))
+        with pytest.raises(KeyboardInterrupt):
+            run.loss().backward()
+        handle.remove()
+        run.model.zero_grad()
     finish(run)
 
 

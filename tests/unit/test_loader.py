@@ -1,6 +1,7 @@
 """Loaders: store -> pinned -> device and back, with threads that only read."""
 
 import concurrent.futures
+import itertools
 import threading
 import weakref
 from contextlib import contextmanager
@@ -8,6 +9,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
+from interrupts import interrupted_at
 from stagehand.core.arena import Arena
 from stagehand.core.device import AcceleratorDevice, HostDevice
 from stagehand.core.layout import layout_of
@@ -330,6 +332,29 @@ def test_slab_is_filled_again_only_after_its_copy_is_done(lane, sim):
     assert sim.races() == []
 
 
+def test_interrupted_note_of_reads_is_made_when_it_is_asked_for_again(lane, sim):
+    rig = lane()
+    block = rig.blocks[0]
+    rig.pin(block)
+    for number in itertools.count(1):
+        assert rig.start(block)
+        interrupted = False
+        try:
+            with interrupted_at(number, LaneLoader.note_reads):
+                rig.loader.note_reads()
+        except KeyboardInterrupt:
+            interrupted = True
+            rig.loader.note_reads()
+        rig.loader.await_reads()
+        block.image.fill_(number)
+        rig.on_device(block)
+        block.state = BlockState.UNLOADED
+        assert sim.races() == [], number
+        if not interrupted:
+            break
+    assert number == 4
+
+
 @pytest.mark.parametrize("staged", [False, True])
 def test_resized_slabs_wait_for_their_copies_and_drop_what_is_staged(lane, sim, staged):
     sim.configure(h2d_gbps=1e-3)
@@ -345,6 +370,27 @@ def test_resized_slabs_wait_for_their_copies_and_drop_what_is_staged(lane, sim, 
     lease.buffer.fill_(9)
     lease.release()
     assert rig.on_device(rig.blocks[0]) == 0
+
+
+def test_interrupted_copy_is_over_when_its_slab_is_given_back(lane):
+    """It had no ticket, so nobody knew that it reads the slab."""
+    sending = LaneLoader._start_staged, TransferEngine.load
+    for number in itertools.count(1):
+        rig = lane(slabs=1)
+        interrupted = False
+        try:
+            with interrupted_at(number, *sending):
+                rig.start(rig.blocks[0])
+        except KeyboardInterrupt:
+            interrupted = True
+        rig.loader.close()
+        lease = rig.pinned.acquire_nowait(NBYTES, "another")
+        lease.buffer.fill_(9)
+        rig.leases.append(lease)
+        rig.device.synchronize()
+        if not interrupted:
+            break
+    assert number > 20
 
 
 @pytest.mark.parametrize("kept", [False, True])

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from interrupts import interrupted_at
 from stagehand.core import transfer, wire_ring
 from stagehand.core.arena import Arena
 from stagehand.core.device import AcceleratorDevice
@@ -54,9 +55,10 @@ class Rig:
         slot.lease = self.arena.acquire_nowait(NBYTES, "slot")
         return slot
 
-    def load(self, value, number=0, priority=NOW, decode=decode):
+    def load(self, value, number=0, priority=NOW, decode=decode, source=None):
         slot = self.slots[number]
-        source = self.device.pinned(WIRE).fill_(value)
+        source = self.device.pinned(WIRE) if source is None else source
+        source.fill_(value)
         target = slot.lease.buffer[:NBYTES]
         return self.engine.load_wire(slot, target, source, decode, priority)
 
@@ -168,24 +170,40 @@ def wire_whose_decoder_failed(rig):
     assert is_filled_with(rig.use(), 2)
 
 
-def wire_that_was_interrupted(rig):
-    """It is on its way, and the lane does not wait for it."""
+def interrupted(rig, **load):
+    """A wire that is on its way, and the lane does not wait for it."""
 
     def interrupt(_):
         raise KeyboardInterrupt
 
-    for piece in rig.engine.wires._pieces:
+    pieces = rig.engine.wires._pieces
+    marks = [piece.arrived for piece in pieces]
+    for piece in pieces:
         piece.arrived = SimpleNamespace(record=interrupt)
     with pytest.raises(KeyboardInterrupt):
-        rig.load(1)
+        rig.load(1, **load)
+    for piece, mark in zip(pieces, marks, strict=True):
+        piece.arrived = mark
+
+
+def wire_that_was_interrupted(rig):
+    interrupted(rig)
     slot_in_memory_that_the_ring_had(rig, loads=0)
+
+
+def memory_of_a_wire_that_was_interrupted(rig):
+    source = rig.device.pinned(WIRE)
+    interrupted(rig, source=source)
+    rig.engine.drain()
+    rig.load(2, source=source)
+    assert is_filled_with(rig.use(), 2)
 
 
 HAZARDS = (
     *(read_after_decode, decode_after_read, wire_over_wire_that_is_decoded),
     *(plain_load_over_decoded, scratch_is_shared, ring_in_memory_that_a_slot_had),
     *(slot_in_memory_that_the_ring_had, wire_whose_decoder_failed),
-    wire_that_was_interrupted,
+    *(wire_that_was_interrupted, memory_of_a_wire_that_was_interrupted),
 )
 
 # The line that closes each hazard, by its class and method.
@@ -204,6 +222,9 @@ GUARDS = {
     ),
     (WireRing, "close", "self._lane.wait_event(self._order)"): (
         wire_that_was_interrupted,
+    ),
+    (TransferEngine, "await_loads", "self._wire_stream.synchronize()"): (
+        memory_of_a_wire_that_was_interrupted,
     ),
     # Marks that waits rely on.
     (WireRing, "close", "self._order.record(self.stream)"): (
@@ -279,6 +300,19 @@ def test_host_waits_for_nothing(sim):
     assert sim.syncs() == before
     rig.close()
     rig.device.synchronize()
+
+
+def test_interrupt_while_a_piece_is_taken_loses_none(sim):
+    rig = Rig()
+    pieces = set(rig.engine.wires._pieces)
+    for number in range(1, 6):
+        with (
+            contextlib.suppress(KeyboardInterrupt),
+            interrupted_at(number, WireRing.take),
+        ):
+            rig.engine.wires.take(WIRE)
+        assert set(rig.engine.wires._pieces) == pieces
+    rig.close()
 
 
 def test_next_wire_crosses_while_one_is_decoded(sim):

@@ -21,7 +21,7 @@ import torch
 
 from stagehand.core.machine import free_host_bytes
 from stagehand.errors import ConfigError, StagehandWarning
-from stagehand.torch_private import allocated_on, reserved_on, stream_on
+from stagehand.torch_private import allocated_on, inference_mode, reserved_on, stream_on
 from stagehand.units import rounded_up
 
 __all__ = [
@@ -197,14 +197,14 @@ class AcceleratorDevice:
     def empty(self, nbytes: int) -> torch.Tensor:
         """See `Device.empty`."""
         if torch.is_inference_mode_enabled():
-            with torch.inference_mode(False):  # takes as long as the rest
+            with inference_mode(False):  # takes as long as the rest
                 return self.empty(nbytes)
         return torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)
 
     def empty_like(self, host: torch.Tensor) -> torch.Tensor:
         """See `Device.empty_like`."""
         if torch.is_inference_mode_enabled():
-            with torch.inference_mode(False):
+            with inference_mode(False):
                 return self.empty_like(host)
         return torch.empty_like(host, device=self.torch_device)
 
@@ -228,12 +228,12 @@ class AcceleratorDevice:
             return self.page_locked(nbytes)
         except RuntimeError as error:
             self._warn_unpinned(nbytes, error)
-            with torch.inference_mode(False):
+            with inference_mode(False):
                 return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
     def page_locked(self, nbytes: int) -> torch.Tensor:
         """See `Device.page_locked`."""
-        with torch.inference_mode(False):
+        with inference_mode(False):
             if not (self._is_cuda and nbytes):
                 return torch.empty(
                     nbytes, dtype=torch.uint8, device="cpu", pin_memory=True
@@ -470,7 +470,7 @@ def host_memory(nbytes: int) -> torch.Tensor:
     a piece begins at one: what is left out before it costs addresses, not memory.
     """
     if torch.is_inference_mode_enabled():
-        with torch.inference_mode(False):  # takes longer than the rest
+        with inference_mode(False):  # takes longer than the rest
             return host_memory(nbytes)
     if nbytes < _HUGE_PAGE:
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
@@ -534,7 +534,7 @@ class HostDevice:
     def empty_like(self, host: torch.Tensor) -> torch.Tensor:
         """See `Device.empty_like`."""
         if torch.is_inference_mode_enabled():
-            with torch.inference_mode(False):
+            with inference_mode(False):
                 return self.empty_like(host)
         return torch.empty_like(host)
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from stagehand.core.turn import HERE
-from stagehand.torch_private import around_compiling, without_modes
+from stagehand.torch_private import around_compiling, inference_mode, without_modes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -96,7 +96,7 @@ def take_along(tensor: torch.Tensor) -> None:
     """Let the gradient of a leaf lie where the leaf lies now."""
     grad = tensor.grad if tensor.is_leaf else None
     if grad is not None and grad.device != tensor.device:
-        with torch.inference_mode(False):  # more is added to it later
+        with inference_mode(False):  # more is added to it later
             tensor.grad = grad.to(tensor.device)
 
 

@@ -8,7 +8,7 @@ from functools import cache
 
 import torch
 
-from stagehand.torch_private import dispatch_modes, without_modes
+from stagehand.torch_private import dispatch_modes, inference_mode, without_modes
 
 __all__ = ["Kept", "emptied", "ghost_of", "modified", "unchanged", "versioned"]
 
@@ -60,7 +60,7 @@ def ghost_of(tensor: torch.Tensor) -> torch.Tensor:
 @cache
 def _nothing(device: torch.device) -> torch.Tensor:
     """Return a tensor without memory; one serves all, for nobody writes to it."""
-    with torch.inference_mode(False), without_modes():
+    with inference_mode(False), without_modes():
         return torch.empty(0, device=device)
 
 

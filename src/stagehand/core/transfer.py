@@ -675,8 +675,14 @@ class TransferEngine:
     def drain(self) -> None:
         """Block the host until both lanes are idle: no host memory is in use then."""
         self.flush_home()
-        self.h2d.stream.synchronize()
+        self.await_loads()
         self.await_home()
+
+    def await_loads(self) -> None:
+        """Block the host until all loads so far are done, with a mark or without."""
+        if self._wire_stream is not None:  # an interrupt may keep the lane from waiting
+            self._wire_stream.synchronize()
+        self.h2d.stream.synchronize()
 
     def await_home(self) -> None:
         """Block the host until what was sent home is there."""

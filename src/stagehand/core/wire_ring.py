@@ -113,8 +113,8 @@ class WireRing:
             raise StagehandInternalError(
                 f"a wire of {nbytes} bytes for a ring of {self.nbytes} bytes a piece"
             )
-        piece = self._pieces.pop(0)
-        self._pieces.append(piece)
+        piece, *others = self._pieces
+        self._pieces = [*others, piece]
         if piece.used:
             self.stream.wait_event(piece.decoded)
         return piece

@@ -11,6 +11,7 @@ import torch
 from stagehand.residency.residency import Residency
 from stagehand.torch_private import (
     WRAPPERS,
+    inference_mode,
     sequence_number,
     storage_key,
     use_count_of,
@@ -488,7 +489,7 @@ def _fitting(tensor: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
     """
     if not tensor.is_inference() or place.is_inference():
         return place
-    with torch.inference_mode(), without_modes():
+    with inference_mode(True), without_modes():
         alias = torch.empty(0, dtype=place.dtype, device=place.device)
         start = place.storage_offset()
         storage = place.untyped_storage()

@@ -157,6 +157,9 @@ class HostLoader:
             self._workers.drop(job)
             self._jobs[block.index] = _DROPPED
 
+    def recover(self) -> None:
+        """See `Loader.recover`. `forget` does it block by block."""
+
     def save(self, block: Block, *, only_if_different: bool = False) -> None:
         """See `Loader.save`."""
         if block.target is None:

@@ -340,7 +340,7 @@ class LaneLoader:
         if priority > Priority.REQUIRED:
             return False
         self.forget(block)
-        self._engine.h2d.stream.synchronize()  # no copy reads the wire any more
+        self._engine.await_loads()  # no copy reads the wire any more
         if not wire.renew():
             self._give_up(block)
         return True
@@ -421,8 +421,8 @@ class LaneLoader:
         slab.job = None
         if slab.keeps:
             return
-        self._slabs.remove(slab)
-        self._slabs.append(slab)  # the copies from those before it end sooner
+        # The copies from those before it end sooner.
+        self._slabs = [*(other for other in self._slabs if other is not slab), slab]
 
     def finish(self, block: Block) -> None:
         """See `Loader.finish`. Streams wait for streams: nothing to do."""
@@ -430,8 +430,8 @@ class LaneLoader:
     def note_reads(self) -> None:
         """See `Loader.note_reads`."""
         if self._has_read:
-            self._has_read = False
             self._reads.record(self._engine.h2d.stream)
+            self._has_read = False
 
     def await_reads(self) -> None:
         """See `Loader.await_reads`."""
@@ -439,7 +439,7 @@ class LaneLoader:
 
     def await_copies(self) -> None:
         """See `Loader.await_copies`."""
-        self._engine.h2d.stream.synchronize()
+        self._engine.await_loads()
 
     def staged(self) -> list[Block]:
         """See `Loader.staged`."""
@@ -455,6 +455,13 @@ class LaneLoader:
         self._free(slab)
         block.seal = None
         block.to(BlockState.UNLOADED)
+
+    def recover(self) -> None:
+        """See `Loader.recover`."""
+        self._engine.drain()
+        for slab in self._slabs:
+            if slab.block and self._staged.get(slab.block.index) is not slab:
+                slab.block = None
 
     def save(self, block: Block, *, only_if_different: bool = False) -> None:
         """See `Loader.save`."""
@@ -483,6 +490,8 @@ class LaneLoader:
 
     def close(self) -> None:
         """See `Loader.close`."""
+        if self._slabs:
+            self.await_copies()  # one that was interrupted may have no ticket
         self._empty_slabs()
 
     def _empty_slabs(self) -> None:

@@ -14,6 +14,7 @@ import torch
 
 from stagehand.errors import StagehandInternalError
 from stagehand.stores.pages import some_elements
+from stagehand.torch_private import inference_mode
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -88,6 +89,13 @@ class Loader(Protocol):
     def forget(self, block: Block) -> None:
         """Drop what was staged or read ahead for a block."""
 
+    def recover(self) -> None:
+        """Mend what an interrupt has left, once all blocks are mended.
+
+        On return no copy is under way, with a mark or without, and a slab that stages
+        no block is free.
+        """
+
     def close(self) -> None:
         """Stop the threads and release what is staged. Idempotent."""
 
@@ -120,7 +128,7 @@ def store_of(block: Block) -> Store:
 
 def pageable(block: Block) -> torch.Tensor:
     """Return ordinary memory for a block's image."""
-    with torch.inference_mode(False):
+    with inference_mode(False):
         return torch.empty(block.nbytes, dtype=torch.uint8, device="cpu")
 
 

@@ -329,6 +329,7 @@ class Scheduler:
         for slot in self._memory.slots:
             if slot.occupant is not None and slot.occupant.slot is not slot:
                 slot.occupant = None
+        self._loader.recover()
 
     def _bring(self, block: Block, stream: Stream) -> None:
         if block.trains and not self._ahead.changes_follow:

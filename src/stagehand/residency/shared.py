@@ -76,7 +76,9 @@ class SharedDevice:
             device.new_stream(priority),
         )
         # Reentrant: a tenant that gives up memory may find that its pass was left.
-        self._changed = threading.Condition(threading.RLock())
+        self._lock = threading.RLock()
+        # Not entered: it does so in Python, where an interrupt leaves the lock taken.
+        self._changed = threading.Condition(self._lock)
         self._seats = Seats(self.ledger.device, device.torch_device)
         self._gone: deque[int] = deque()  # numbers of tenants to be forgotten
         self._refusing: list[Seat] = []  # that gave nothing: another thread has them
@@ -112,7 +114,7 @@ class SharedDevice:
 
     def name_for(self, name: str) -> str:
         """Return the name, with a number if it is taken."""
-        with self._changed:
+        with self._lock:
             taken = {seat.tenant.name for seat in self._seats.all()}
         number, free = 1, name
         while free in taken:
@@ -130,7 +132,7 @@ class SharedDevice:
         Raises:
             StagehandOOMError: If reservations leave it less than it needs to run.
         """
-        with self._changed:
+        with self._lock:
             self._let_go()
             if not len(self._seats):
                 self.ledger.device.reset_peak()
@@ -150,15 +152,15 @@ class SharedDevice:
         here, the tenant is forgotten at the next occasion.
         """
         self._gone.append(number)
-        if not self._is_inside() and self._changed.acquire(blocking=False):
+        if not self._is_inside() and self._lock.acquire(blocking=False):
             try:
                 self._let_go()
             finally:
-                self._changed.release()
+                self._lock.release()
 
     def _is_inside(self) -> bool:
         """Whether this thread has the device's lock."""
-        return self._changed._is_owned()  # type: ignore[attr-defined, no-any-return]
+        return self._lock._is_owned()  # type: ignore[attr-defined, no-any-return]
 
     def _let_go(self) -> None:
         """Forget tenants that have left."""
@@ -168,7 +170,7 @@ class SharedDevice:
 
     def renew(self) -> None:
         """Set the cap anew, for a tenant's budget has changed."""
-        with self._changed:
+        with self._lock:
             self._seats.renew()
 
     # Passes
@@ -187,7 +189,7 @@ class SharedDevice:
             StagehandOOMError: If what others hold, and need not give up, leaves less
                 than the tenant needs to run; it names them.
         """
-        with self._changed:
+        with self._lock:
             seats = self._seats
             seat = seats[number]
             if len(seats) == 1:
@@ -200,7 +202,7 @@ class SharedDevice:
 
     def end(self, number: int, *, failed: bool) -> None:
         """End a tenant's pass. Idempotent."""
-        with self._changed:
+        with self._lock:
             seat = self._seats.get(number)
             if seat is None or not seat.running:
                 return
@@ -276,7 +278,7 @@ class SharedDevice:
             Whether they are free now.
         """
         may_wait = not self._is_inside()
-        with self._changed:
+        with self._lock:
             seat = self._seats.get(number)
             if seat is None or seat.tenant.account.limit_bytes < seat.held + nbytes:
                 return False
@@ -300,31 +302,31 @@ class SharedDevice:
         Yields:
             False if passes of others, in other threads, were promised that room.
         """
-        with self._changed:
+        with self._lock:
             seat = self._seats.get(number)
         if seat is None or seat.thread is not None:  # in a pass it has its room
             yield True
             return
         try:
-            with self._changed:
+            with self._lock:
                 promised = self._seats.promised(seat)
                 there = promised <= 0 or self._free(seat, promised + nbytes)
                 seat.limit, seat.thread = seat.held + nbytes * there, HERE.thread
             yield there
         finally:
-            with self._changed:
+            with self._lock:
                 seat.thread = None
                 self._changed.notify_all()
 
     def budget_for(self, number: int, nbytes: int) -> int:
         """Return the smallest budget that lets a tenant have so many bytes."""
-        with self._changed:
+        with self._lock:
             seat = self._seats.get(number)
             return nbytes if seat is None else self._seats.budget_for(seat, nbytes)
 
     def are_others_busy(self, number: int) -> bool:
         """Whether another thread is in any other tenant than this one."""
-        with self._changed:
+        with self._lock:
             seats = [seat for seat in self._seats.all() if seat.number != number]
             return bool(self._threads_in(seats, but=HERE.thread))
 
@@ -447,12 +449,12 @@ class SharedDevice:
 
     def keep(self, number: int) -> None:
         """Take nothing of a tenant until `end_keep`."""
-        with self._changed:
+        with self._lock:
             self._seats.keep(number)
 
     def end_keep(self, number: int) -> None:
         """End what `keep` began."""
-        with self._changed:
+        with self._lock:
             self._seats.keep(number, ends=True)
 
     def reserve(
@@ -476,7 +478,7 @@ class SharedDevice:
                 holds them.
             ConfigError: If the tenant is a guest.
         """
-        with self._changed:
+        with self._lock:
             self._let_go()
             return self._seats.reserve(
                 self._seats[number], priority, asked_for=asked_for
@@ -484,7 +486,7 @@ class SharedDevice:
 
     def release(self, number: int) -> None:
         """End a reservation; without one nothing happens."""
-        with self._changed:
+        with self._lock:
             self._seats.release(number)
 
     def begin_guest(self, number: int) -> None:
@@ -494,7 +496,7 @@ class SharedDevice:
             StagehandOOMError: If that is less than it needs to run.
             ConfigError: If it has a reservation.
         """
-        with self._changed:
+        with self._lock:
             self._let_go()
             self._seats.begin_guest(self._seats[number])
 
@@ -504,7 +506,7 @@ class SharedDevice:
         If it runs, it leaves when its pass ends. If another thread has its lock for
         anything else, this waits.
         """
-        with self._changed:
+        with self._lock:
             over, seat = self._seats.end_guest(number), self._seats.get(number)
             if not over or seat is None:
                 return
@@ -516,13 +518,13 @@ class SharedDevice:
 
     def holdings(self) -> list[Holding]:
         """Return what each tenant holds, and why."""
-        with self._changed:
+        with self._lock:
             self._let_go()
             return [self._seats.holding(seat) for seat in self._seats.all()]
 
     def why(self, number: int) -> str:
         """Return why a tenant's blocks stay."""
-        with self._changed:
+        with self._lock:
             return self._seats.holds.why(number)
 
 

@@ -12,6 +12,7 @@ from stagehand.core.layout import plain_tensors
 from stagehand.errors import StagehandInternalError
 from stagehand.stores.squareq_layout import QuantizedLayout, QuantizedPlace
 from stagehand.stores.unpacking import has_kernels
+from stagehand.torch_private import inference_mode
 
 __all__ = ["decoder_of", "dequantize_image", "scratch_nbytes"]
 
@@ -69,7 +70,7 @@ def dequantize_image(
     """
     form.check_ends(wire, image)
     # Memory that was allocated in inference mode may only be written in it.
-    with plain_tensors(), torch.inference_mode(image.is_inference()):
+    with plain_tensors(), inference_mode(image.is_inference()):
         for run in form.raw:
             image[run.offset :][: run.nbytes].copy_(wire[run.source :][: run.nbytes])
         decode = decoder_of(image.device.type)

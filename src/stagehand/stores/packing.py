@@ -13,6 +13,7 @@ from stagehand.core.layout import BlockLayout, plain_tensors
 from stagehand.errors import StagehandInternalError
 from stagehand.stores.packed_layout import PackedLayout, packable, packed_layout_of
 from stagehand.stores.packed_stream import ESCAPE, HEAD_NBYTES, SMALLEST, PackedHeader
+from stagehand.torch_private import inference_mode
 
 __all__ = ["LARGEST_SHARE", "PackedTensor", "pack", "pack_image"]
 
@@ -108,7 +109,7 @@ def pack_image(
     layout.check_image(wire)
     headers: list[PackedHeader | None] = []
     used = 0
-    with plain_tensors(), torch.inference_mode(wire.is_inference()):
+    with plain_tensors(), inference_mode(wire.is_inference()):
         for place, may in zip(layout.entries, packable(layout), strict=True):
             header = None
             if may:

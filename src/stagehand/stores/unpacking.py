@@ -14,6 +14,7 @@ from stagehand.core.layout import plain_tensors
 from stagehand.errors import StagehandInternalError
 from stagehand.stores.packed_layout import PackedLayout
 from stagehand.stores.packed_stream import HEAD_NBYTES, PAIRS_OFFSET, PackedHeader
+from stagehand.torch_private import inference_mode
 
 __all__ = [
     "SCRATCH_BYTES_PER_PAIR",
@@ -133,7 +134,7 @@ def unpack_image(
             f"expected at least {SCRATCH_BYTES_PER_PAIR}"
         )
     # Memory that was allocated in inference mode may only be written in it.
-    with plain_tensors(), torch.inference_mode(image.is_inference()):
+    with plain_tensors(), inference_mode(image.is_inference()):
         for run in packed.raw:
             image[run.offset :][: run.nbytes].copy_(wire[run.source :][: run.nbytes])
         decode = decoder_of(image.device.type)

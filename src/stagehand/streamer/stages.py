@@ -247,7 +247,9 @@ class ReadAhead:
         self._keeps = buffers >= layers
         self._workers = workers
         # Reentrant: the garbage collector may stop this in the middle of anything.
-        self._changed = threading.Condition(threading.RLock())
+        self._lock = threading.RLock()
+        # Not entered: it does so in Python, where an interrupt leaves the lock taken.
+        self._changed = threading.Condition(self._lock)
         self._takers = 0  # threads that copy a layer out: then its memory is free
         self._next = 0  # the first layer that is not asked for
         self._jobs: dict[int, Future[dict[int, int]]] = {}
@@ -257,7 +259,7 @@ class ReadAhead:
         self._stopped = False
         for _ in range(buffers):
             self._free.append(arena.acquire(nbytes, "layers read ahead"))
-        with self._changed:
+        with self._lock:
             self._read_on()
 
     def __repr__(self) -> str:
@@ -303,13 +305,13 @@ class ReadAhead:
         try:
             return self._hand_on(layer, job, image)
         finally:
-            with self._changed:
+            with self._lock:
                 self._takers -= 1
                 self._changed.notify_all()
 
     def _job_for(self, layer: int) -> Future[dict[int, int]] | None:
         """Return the job that reads a layer, for one more taker; None if none does."""
-        with self._changed:
+        with self._lock:
             # Its batch may be waiting for the memory of what others are taking now.
             while self._takers and not self._stopped and self._lies_ahead(layer):
                 self._changed.wait()
@@ -332,7 +334,7 @@ class ReadAhead:
             self._give_back(layer, failed=True)
             return self._source.take(layer, image)
         image.copy_(self._place(layer)[: image.numel()])
-        with self._changed:
+        with self._lock:
             if layer in self._uncounted:
                 self._uncounted.remove(layer)
             else:
@@ -341,7 +343,7 @@ class ReadAhead:
         return read
 
     def _give_back(self, layer: int, *, failed: bool) -> None:
-        with self._changed:
+        with self._lock:
             if (self._keeps and not failed) or layer not in self._held:
                 return
             del self._jobs[layer]
@@ -351,13 +353,13 @@ class ReadAhead:
 
     def stop(self) -> None:
         """Read no further ahead."""
-        with self._changed:
+        with self._lock:
             self._stopped = True
             self._changed.notify_all()
 
     def close(self) -> None:
         """Release the memory. Its workers must be closed before."""
-        with self._changed:
+        with self._lock:
             leases = [*self._free, *self._held.values()]
             self._free.clear()
             self._held.clear()

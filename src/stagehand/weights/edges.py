@@ -96,6 +96,11 @@ class _Frame:
         self.context: AbstractContextManager[Any] | None = None
 
 
+class _Told:
+    """What has told that a call of autograd has succeeded: Python runs nothing when it
+    goes, for it would drop an interrupt there that came while autograd was at work."""
+
+
 class _Backward:
     """One call of autograd that goes through the model, and those inside of it.
 
@@ -114,6 +119,7 @@ class _Backward:
     def __call__(self) -> None:
         if not self.over:
             self._tell(self, failed=False)
+            self.__class__ = _Told  # type: ignore[assignment]
 
     def __del__(self) -> None:
         if not self.over:
