@@ -81,9 +81,11 @@ def _parser() -> argparse.ArgumentParser:
 def _measure(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for name, module in _SOURCES.items():
-        with (folder / name).open("w", encoding="utf-8") as file:
-            command = [sys.executable, "-m", *module]
+        command = [sys.executable, "-m", *module]
+        made = folder / f"{name}.new"  # what is there stays until all is measured
+        with made.open("w", encoding="utf-8") as file:
             subprocess.run(command, cwd=ROOT, check=True, stdout=file)
+        made.replace(folder / name)
 
 
 def _read(path: Path) -> list[Line]:

@@ -253,7 +253,7 @@ def _overhead(
     if importlib.util.find_spec(package) is None:
         return "it is not installed"
     depth = len(bare.blocks)
-    model = make_stack(depth, _LAYERS)
+    model, end = make_stack(depth, _LAYERS), _nothing
     try:
         step, end = make(model)
         timed = {
@@ -268,7 +268,8 @@ def _overhead(
         times = in_turns(timed, rounds=max(2, blocks_timed // depth))
     except (RuntimeError, AssertionError, ValueError, OSError) as error:
         return f"it fails without a GPU ({str(error).splitlines()[0]})"
-    end()
+    finally:
+        end()
     return times["other"].over(times["bare"], depth)
 
 

@@ -274,8 +274,8 @@ def _runtimes(task: Task) -> list[Runtime]:
 def _planned_bytes(task: Task) -> int | None:
     """What plans let cross to the device in a step; None if nobody plans.
 
-    Beside that come rows of tables, what was spilled, and what stays but was stepped on
-    the host or gave way to another model.
+    Beside that come rows of tables, what was spilled, and what gave way to another
+    model.
     """
     plans = [runtime._parts.steering.plan for runtime in _runtimes(task)]
     return sum(plan.streamed_bytes for plan in plans) if plans else None

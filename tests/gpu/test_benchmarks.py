@@ -387,6 +387,36 @@ def test_committed_page_is_that_of_the_committed_results(tmp_path):
     assert (tmp_path / name).read_text() == (ROOT / "docs" / name).read_text()
 
 
+def test_results_stay_where_measuring_them_anew_fails(tmp_path, monkeypatch):
+    from benchmarks import page
+
+    sources = {"host.jsonl": ["no_such_module"]}
+    monkeypatch.setattr(page, "_SOURCES", sources)
+    host = tmp_path / "host.jsonl"
+    host.write_text("what was measured", encoding="utf-8")
+    with pytest.raises(subprocess.CalledProcessError):
+        page.main(["--measure", "--results", str(tmp_path), "--docs", str(tmp_path)])
+    assert host.read_text(encoding="utf-8") == "what was measured"
+
+
+def test_peer_that_fails_in_a_step_is_ended():
+    """It may hold threads and pinned memory, and the next one is measured after it."""
+    from benchmarks import peers
+
+    ended = []
+
+    def make(model):
+        def step():
+            raise RuntimeError("no such device")
+
+        return step, lambda: ended.append(model)
+
+    bare = peers.make_stack(2, 1)
+    found = peers._overhead("some", "torch", make, bare, lambda: None, 2)
+    assert "no such device" in found
+    assert len(ended) == 1
+
+
 def test_committed_predictions_are_those_of_the_planner():
     from benchmarks.schedules import predictions
 
