@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-if TYPE_CHECKING:
-    from pathlib import Path
+import stagehand
 
+if TYPE_CHECKING:
     from benchmarks.gpu.cells import Cell
 
-__all__ = ["Lines"]
+__all__ = ["Lines", "source_of"]
 
 
 class Lines:
@@ -24,7 +26,11 @@ class Lines:
     """
 
     def __init__(self, device: str, folder: Path | None) -> None:
-        self._about = {"device": device, "torch": torch.__version__}
+        self._about = {
+            "device": device,
+            "torch": torch.__version__,
+            "source": source_of(Path(stagehand.__file__).parent),
+        }
         name = f"{device.replace(' ', '-')}.jsonl"
         self._path = None if folder is None else folder / name
         read = self._read()
@@ -66,6 +72,18 @@ class Lines:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         with self._path.open("a", encoding="utf-8") as file:
             file.write(text + "\n")
+
+
+def source_of(package: Path) -> str:
+    """Return what tells one text of a package from another: of its files, a hash.
+
+    Machines that are lent have no history of revisions.
+    """
+    found = hashlib.sha256()
+    for path in sorted(package.rglob("*.py")):
+        found.update(path.relative_to(package).as_posix().encode())
+        found.update(path.read_bytes())
+    return found.hexdigest()[:12]
 
 
 def _key(line: dict[str, Any]) -> str:

@@ -594,6 +594,22 @@ def test_a_line_that_a_kill_cut_off_is_measured_again(tmp_path):
     assert [line["kind"] for line in read] == ["cell", "link"]
 
 
+def test_a_line_says_which_text_of_the_library_was_measured(tmp_path):
+    from benchmarks.gpu.lines import Lines, source_of
+
+    Lines("card", tmp_path).write({"kind": "link"})
+    line = json.loads((tmp_path / "card.jsonl").read_text(encoding="utf-8"))
+    package = tmp_path / "package"
+    (package / "part").mkdir(parents=True)
+    found = [line["source"]]
+    for name, text in (("a.py", "1"), ("part/a.py", "1"), ("a.py", "2")):
+        (package / name).write_text(text, encoding="utf-8")
+        found.append(source_of(package))
+    assert len(set(found)) == 4
+    assert found[-1] == source_of(package)
+    assert {len(source) for source in found} == {12}
+
+
 @pytest.mark.parametrize("way", ["stagehand", "mmgp"])
 def test_what_failed_is_tried_again_and_what_is_left_out_is_not(tmp_path, way):
     from benchmarks.gpu.cells import Cell
