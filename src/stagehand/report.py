@@ -7,6 +7,10 @@ from stagehand.units import format_bytes
 
 __all__ = ["Report", "advise"]
 
+_TRAINED = (
+    "what trains crosses in each step, as its gradients do; a larger vram_budget saves"
+    " it the second load, that of backward, and other weights both"
+)
 _ADVICE = {
     "compute": "weights arrive in time; a faster device would help, more memory not",
     "link": "weights arrive late; a larger vram_budget keeps more of them there",
@@ -16,9 +20,9 @@ _ADVICE = {
 }
 
 
-def advise(limit: str) -> str:
-    """Return what would help against a limit."""
-    return _ADVICE[limit]
+def advise(limit: str, *, trains: bool = False) -> str:
+    """Return what would help against a limit, of a model of which blocks train."""
+    return _TRAINED if trains and limit == "link" else _ADVICE[limit]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -639,7 +639,7 @@ class Runtime(Passing, Sharing, Storing, Conduct):
             compact_link_bytes=sum(b.link_nbytes for b in parts.blocks if b.wire),
             decoder_bytes=parts.wire_bytes,
             limit=limit,
-            advice=advise(limit),
+            advice=advise(limit, trains=any(b.trains for b in parts.streamed)),
         )
 
     def export_trace(self, path: str | Path) -> None:

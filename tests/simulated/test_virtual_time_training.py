@@ -224,6 +224,8 @@ def test_full_training_is_within_ten_percent_of_its_bound(
     assert loop.plan.step_seconds == pytest.approx(found.whole, rel=1e-3)
     assert loop.plan.bound_seconds == pytest.approx(bound, rel=0.05)
     assert loop.plan.limit != "budget"
+    if loop.plan.limit == "link":
+        assert "its gradients do" in loop.runtime.report().advice
 
 
 @some_cases
