@@ -517,11 +517,18 @@ class Passing(PassListener):
     def _place_rest(self) -> None:
         """Bring what stays to the device, as far as it has values.
 
-        Before the first pass that is the small rest only, which is never pinned.
+        Before the first pass that is the small rest only, which is never pinned. What
+        trains comes with its first use, as in each step.
         """
         parts = self._parts
         staying = parts.scheduler.staying() if self._ready else parts.blocks[:1]
-        parts.scheduler.settle(b for b in staying if b.store is not None and b.tensors)
+        parts.scheduler.settle(
+            block
+            for block in staying
+            if block.store is not None
+            and block.tensors
+            and (block.index in parts.scheduler.fixed or not block.trains)
+        )
         parts.place_odd()
         parts.take_gradients_along()
 

@@ -8,7 +8,7 @@ from math import ceil
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import stagehand
 from simulated.steps import (
@@ -205,6 +205,38 @@ def test_frozen_weights_never_cross_the_link_to_the_host(start, checkpoints):
 # A trained base
 
 
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")
+def test_a_tied_table_that_trains_is_used_alike_in_all_steps(sim, monkeypatch):
+    """After each plan it was there already, without a use: another route, and a plan
+    for it again, in twenty steps and more."""
+    monkeypatch.setattr(finding, "_SMALL_BYTES", 1024)
+    monkeypatch.setattr(finding, "_COPY_EFFICIENT_BYTES", 1)
+    torch.manual_seed(1)
+    config = GPT2Config(
+        n_embd=64, n_layer=12, n_head=4, vocab_size=256, n_positions=64, use_cache=False
+    )
+    model = GPT2LMHeadModel(config)
+    weights = sum(p.nbytes for p in model.parameters())
+    rate = 2 * weights / 0.4 / 1e9
+    sim.configure(h2d_gbps=rate, d2h_gbps=rate, tflops=2e-4, hbm_gbps=1e12)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    stagehand.layer(model.train(), vram_budget=weights // 4)
+    runtime = model._stagehand_layer_runtime
+    steering, order = runtime._parts.steering, runtime._parts.scheduler.order
+    tokens = torch.randint(0, 256, (1, 16), device="hpu")
+    plans = []
+    for _ in range(12):
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        wait()
+        if steering.plan not in plans:
+            plans.append(steering.plan)
+    assert order.learned == 2  # there and back
+    assert len(plans) <= 3
+    assert steering.compute_seconds is not None
+    assert sim.races() == []
+    runtime.shutdown()
+
+
 def stepped(start, name, *, checkpoints="inside"):
     case = replace(CASES[name], checkpoints=checkpoints)
     return case, start(Unit, case)
@@ -217,13 +249,17 @@ def test_full_training_is_within_ten_percent_of_its_bound(
 ):
     """Gradients go home beside backward; what the optimizer takes comes on top."""
     case, loop = stepped(start, name, checkpoints=checkpoints)
-    bound = full_bound(case, resident(Unit, case))
+    alone = resident(Unit, case)
+    bound = full_bound(case, alone)
     found = loop.phases()
     assert found.whole <= 1.02 * bound
     assert loop.phases().whole == pytest.approx(found.whole)
     assert loop.plan.step_seconds == pytest.approx(found.whole, rel=1e-3)
     assert loop.plan.bound_seconds == pytest.approx(bound, rel=0.05)
     assert loop.plan.limit != "budget"
+    # Waits until gradients have left are no compute.
+    computes = loop.runtime._parts.steering.compute_seconds
+    assert computes == pytest.approx(alone.whole, rel=0.01)
     if loop.plan.limit == "link":
         assert "its gradients do" in loop.runtime.report().advice
 

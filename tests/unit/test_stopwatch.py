@@ -69,6 +69,30 @@ def test_uses_are_split_into_waiting_and_computing(sim):
     ]
 
 
+def test_a_wait_inside_of_a_use_is_no_compute(sim):
+    bench = Bench(sim)
+    bench.use(0, 1)
+    bench.use(1, 2)
+    bench.copy(5, lane="D2H")
+    since = bench.watch.mark(bench.compute)
+    bench.compute.wait_event(bench.done())
+    bench.watch.waited(since, bench.watch.mark(bench.compute))
+    torch.ones(MB, dtype=torch.uint8, device="hpu")
+    bench.watch.end_pass(bench.compute)
+    for rest in (False, True):
+        uses, _ = bench.watch.resolve()
+        assert (
+            uses == []
+            if rest
+            else [
+                UseTime(0, 0.0, 0.0, pytest.approx(1), last=False),
+                UseTime(
+                    1, pytest.approx(1), pytest.approx(2), pytest.approx(3), last=True
+                ),
+            ]
+        )
+
+
 def test_copies_of_both_lanes_carry_their_own_times(sim):
     bench = Bench(sim)
     bench.copy(2, block=3)

@@ -422,7 +422,7 @@ GUARDS = {
         carry_home_what_a_stream_makes,
     ),
     ("carry_home", "source.record_stream(stream)"): (carry_home_what_two_streams_make,),
-    ("carry_home", "maker.wait_event(self._ready)"): (
+    ("carry_home", "self._wait_home(maker, self._ready)"): (
         carry_home_what_its_maker_goes_on_to_change,
     ),
     ("send_group", "stream.wait_event(self._ready)"): (
@@ -500,7 +500,7 @@ def test_hazard_is_seen_when_its_guard_is_taken_out(
         rig.device.synchronize()
 
 
-@pytest.mark.parametrize("line", ["maker.wait_event(crossed)", "filled.record("])
+@pytest.mark.parametrize("line", ["wait(maker, crossed)", "filled.record("])
 def test_hazard_is_seen_when_a_guard_of_what_is_kept_is_taken_out(
     sim, monkeypatch, line
 ):
@@ -753,10 +753,10 @@ def test_what_goes_home_after_a_landing_begins_a_group_of_any_stream(sim):
     flight, source = rig.engine.flight, torch.ones(NBYTES, device="hpu")
     flight.group_bytes = 2 * source.nbytes
     assert flight.keep(source, rig.main)
-    flight.sent()
+    flight.sent(type(rig.main).wait_event)
     assert not flight.keep(source, rig.side)
     rig.engine.await_home()
     assert flight.keep(source, rig.side)
-    flight.sent()
+    flight.sent(type(rig.main).wait_event)
     assert repr(flight) == "Flight(1, 0 tensors)"
     rig.engine.await_home()

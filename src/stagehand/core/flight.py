@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import torch
 
-    from stagehand.core.device import Device, Stream
+    from stagehand.core.device import Device, Event, Stream
 
 __all__ = ["Flight"]
 
@@ -57,15 +59,19 @@ class Flight:
         self._bytes += source.nbytes
         return True
 
-    def sent(self) -> None:
-        """The copies of all that is kept are queued: a full group crosses."""
+    def sent(self, wait: Callable[[Stream, Event], None]) -> None:
+        """The copies of all that is kept are queued: a full group crosses.
+
+        Args:
+            wait: Lets a stream wait for an event.
+        """
         maker = self._maker
         if maker is None or self._bytes < self.group_bytes:
             return
         filled, crossed = self._events
         filled.record(self._lane)
         if self._crossing:
-            maker.wait_event(crossed)
+            wait(maker, crossed)
         # First: after an interrupt between these the maker waits for more, not less.
         self._events = crossed, filled
         self._crossing, self._filling, self._bytes = self._filling, [], 0

@@ -4,6 +4,7 @@ Marks are timing events on the streams themselves; nothing here makes the host w
 Without a stopwatch nothing is recorded and nothing is paid.
 """
 
+from collections import defaultdict
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -19,8 +20,9 @@ class UseTime:
     Attributes:
         block: The block's index.
         start_ms: When compute arrived, from the stopwatch's beginning.
-        stall_ms: How long it then waited for the block.
-        compute_ms: From there to the arrival at the next use, or the pass's end.
+        stall_ms: How long it then waited for the block, and later for copies home.
+        compute_ms: The rest of the time to the arrival at the next use, or the pass's
+            end.
         last: Whether the pass ended with it.
     """
 
@@ -67,6 +69,7 @@ class Stopwatch:
         self._last: dict[Stream, Event] = {}  # the latest mark of a use, by stream
         self._uses: list[tuple[int, Event, Event]] = []
         self._copies: list[tuple[int, str, int, Event, Event]] = []
+        self._waits: list[tuple[int, Event, Event]] = []  # by the number of the use
 
     @property
     def uses(self) -> int:
@@ -95,6 +98,10 @@ class Stopwatch:
         """Note that compute arrived at a use, and the moment after its wait."""
         self._uses.append((block, arrived, begun))
 
+    def waited(self, since: Event, until: Event) -> None:
+        """Note that compute waited in the latest use, between two marks."""
+        self._waits.append((len(self._uses) - 1, since, until))
+
     def end_pass(self, stream: Stream) -> None:
         """Note the end of the last use."""
         if self._uses and self._uses[-1][0] >= 0:
@@ -110,7 +117,7 @@ class Stopwatch:
     def forget(self) -> None:
         """Forget all, where an interrupt may have come between two marks."""
         self._zero = None
-        for noted in (self._last, self._uses, self._copies, self._spare):
+        for noted in (self._last, self._uses, self._copies, self._waits, self._spare):
             noted.clear()
 
     def is_over(self) -> bool:
@@ -143,20 +150,27 @@ class Stopwatch:
                 )
             )
             self._spare += (start, end)
+        waited: defaultdict[int, float] = defaultdict(float)
+        for number, since, until in self._waits:
+            waited[number] += since.elapsed_time(until)
+            self._spare += (since, until)
         uses = [
             UseTime(
                 block,
                 zero.elapsed_time(arrived),
-                arrived.elapsed_time(begun),
-                begun.elapsed_time(following[1]),
+                arrived.elapsed_time(begun) + waited[number],
+                begun.elapsed_time(following[1]) - waited[number],
                 last=following[0] < 0,
             )
-            for (block, arrived, begun), following in pairwise(self._uses)
+            for number, ((block, arrived, begun), following) in enumerate(
+                pairwise(self._uses)
+            )
             if block >= 0
         ]
         for block, arrived, begun in self._uses:
             self._spare += (arrived, begun) if block >= 0 else (arrived,)
         self._uses.clear()
+        self._waits.clear()
         self._copies = under_way
         self._last.clear()
         return uses, copies

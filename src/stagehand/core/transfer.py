@@ -549,10 +549,18 @@ class TransferEngine:
         parcel = self._send_home(source, target, block, maker, traffic)
         if shared:
             self._ready.record(stream)
-            maker.wait_event(self._ready)
+            self._wait_home(maker, self._ready)
         if kept:
-            self.flight.sent()
+            self.flight.sent(self._wait_home)
         return parcel
+
+    def _wait_home(self, stream: Stream, event: Event) -> None:
+        """Let a stream that computes wait for copies home, which is no compute."""
+        watch = self.stopwatch
+        since = None if watch is None else watch.mark(stream)
+        stream.wait_event(event)
+        if watch is not None and since is not None:
+            watch.waited(since, watch.mark(stream))
 
     def send_group(
         self,
