@@ -84,14 +84,15 @@ class Measure:
         counters = self.telemetry.counters
         for use in uses:
             self._compute_ms += use.compute_ms
-            if use.block not in self._streamed:
-                continue
-            if use.stall_ms > _READY_MS:
-                counters.prefetch_misses += 1
-                counters.stall_count += 1
-                counters.stall_time_ms += use.stall_ms
-            else:
-                counters.prefetch_hits += 1
+            for waited in (use.stall_ms, use.home_ms):
+                if waited > _READY_MS:
+                    counters.stall_count += 1
+                    counters.stall_time_ms += waited
+            if use.block in self._streamed:
+                if use.stall_ms > _READY_MS:
+                    counters.prefetch_misses += 1
+                else:
+                    counters.prefetch_hits += 1
         self._copy_ms += sum(copy.duration_ms for copy in copies)
         if self._trace is not None:
             self._add_spans(self._trace, uses, copies)
@@ -104,7 +105,8 @@ class Measure:
             name = self._names.get(use.block, "?")
             if use.stall_ms > _READY_MS:
                 trace.add("stall", name, use.start_ms, use.stall_ms)
-            trace.add("compute", name, use.start_ms + use.stall_ms, use.compute_ms)
+            begun, taken = use.start_ms + use.stall_ms, use.compute_ms + use.home_ms
+            trace.add("compute", name, begun, taken)
         for copy in copies:
             name = self._names.get(copy.block, "?")
             trace.add(

@@ -277,7 +277,7 @@ def test_the_file_is_closed_with_a_model_that_is_dropped(sim, tmp_path):
     del model
     gc.collect()
     assert runtime.telemetry.records
-    assert set(os.listdir("/proc/self/fd")) == before
+    assert set(os.listdir("/proc/self/fd")) <= before  # others may close theirs
 
 
 def test_no_file_is_written_unless_a_path_is_given(sim, tmp_path, monkeypatch):

@@ -205,7 +205,7 @@ class Loop:
         return self.runtime._parts.steering.plan
 
 
-def train(sim, kind, case, *, streams=True):
+def train(sim, kind, case, *, streams=True, **options):
     """Return a loop; streamed, until its plan is made for measured times."""
     sim.configure(
         h2d_gbps=case.rate / 1e9,
@@ -220,7 +220,7 @@ def train(sim, kind, case, *, streams=True):
     if not streams:
         return Loop(sim, case, model.to("hpu"))
     rest = case.depth * getattr(kind, "small_bytes", 0)
-    stagehand.layer(model, vram_budget=case.kept * case.block + rest)
+    stagehand.layer(model, vram_budget=case.kept * case.block + rest, **options)
     return Loop(sim, case, model, model._stagehand_layer_runtime)
 
 

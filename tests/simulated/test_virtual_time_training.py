@@ -276,6 +276,24 @@ def test_every_gradient_crosses_once_while_backward_goes_on(start, resident, nam
     assert found.backward <= 1.03 * (longest + case.load)
 
 
+def test_records_say_what_backward_waits_for_gradients(sim, monkeypatch):
+    """That is time without compute: a step's stalls are what it takes beyond that."""
+    monkeypatch.setattr(finding, "_SMALL_BYTES", SMALL)
+    case = CASES["LTX-2 768 H100"]
+    alone = resident_phases(sim, Unit, case)
+    loop = train(sim, Unit, case, telemetry=True)
+    loop.steps(SETTLING)
+    wait()
+    began = sim.host_seconds()
+    loop.steps(1)
+    taken = sim.host_seconds() - began
+    loop.steps(1)  # the record of the step before is closed
+    record = loop.runtime.telemetry.records[-2]
+    waited = taken - alone.whole - case.load  # the last gradient comes home at the end
+    assert record.stall_time_ms / 1e3 == pytest.approx(waited, rel=0.03)
+    loop.runtime.shutdown()
+
+
 @some_cases
 def test_a_step_loads_all_that_changed_and_what_the_turn_has_not_left(start, name):
     case, loop = stepped(start, name)

@@ -20,10 +20,11 @@ class UseTime:
     Attributes:
         block: The block's index.
         start_ms: When compute arrived, from the stopwatch's beginning.
-        stall_ms: How long it then waited for the block, and later for copies home.
-        compute_ms: The rest of the time to the arrival at the next use, or the pass's
-            end.
+        stall_ms: How long it then waited for the block.
+        compute_ms: From there to the arrival at the next use, or the pass's end, but
+            for `home_ms`.
         last: Whether the pass ended with it.
+        home_ms: How long it waited meanwhile for copies home.
     """
 
     block: int
@@ -31,6 +32,7 @@ class UseTime:
     stall_ms: float
     compute_ms: float
     last: bool
+    home_ms: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +101,8 @@ class Stopwatch:
         self._uses.append((block, arrived, begun))
 
     def waited(self, since: Event, until: Event) -> None:
-        """Note that compute waited in the latest use, between two marks."""
+        """Note that compute waited for copies home in the latest use, between two
+        marks."""
         self._waits.append((len(self._uses) - 1, since, until))
 
     def end_pass(self, stream: Stream) -> None:
@@ -158,9 +161,10 @@ class Stopwatch:
             UseTime(
                 block,
                 zero.elapsed_time(arrived),
-                arrived.elapsed_time(begun) + waited[number],
+                arrived.elapsed_time(begun),
                 begun.elapsed_time(following[1]) - waited[number],
                 last=following[0] < 0,
+                home_ms=waited[number],
             )
             for number, ((block, arrived, begun), following) in enumerate(
                 pairwise(self._uses)
