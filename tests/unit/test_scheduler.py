@@ -23,6 +23,7 @@ from hypothesis.stateful import (
 )
 
 from equality import all_equal
+from interrupts import interrupted_at
 from stagehand.core.arena import Arena
 from stagehand.core.device import AcceleratorDevice, HostDevice
 from stagehand.core.layout import layout_of
@@ -36,6 +37,7 @@ from stagehand.residency.blocks import Block
 from stagehand.residency.host_loader import HostLoader
 from stagehand.residency.lane_loader import LaneLoader
 from stagehand.residency.masters import Masters
+from stagehand.residency.mover import Mover
 from stagehand.residency.order import Order
 from stagehand.residency.scheduler import Scheduler
 from stagehand.residency.steering import Steering
@@ -666,7 +668,7 @@ def test_view_of_a_slot_that_is_read_after_the_pass_is_waited_for_by_the_next_lo
     rig.close()
 
 
-@pytest.mark.parametrize("edit", ["add", "fill"])
+@pytest.mark.parametrize("edit", ["add", "fill", "step"])
 def test_view_of_a_slot_that_is_read_after_the_pass_is_waited_for_by_a_reload(
     sim, edit
 ):
@@ -676,7 +678,8 @@ def test_view_of_a_slot_that_is_read_after_the_pass_is_waited_for_by_a_reload(
     block = rig.blocks[2]
     [expected] = values(block)
     seen = block.views[0] + 1
-    if edit == "add":  # which moves a version counter
+    block.trains = edit == "step"  # then its copy is dropped when the pass begins
+    if edit != "fill":  # which moves no version counter
         block.tensors[0].add_(1)
     else:
         block.tensors[0].data.fill_(7)
@@ -687,6 +690,96 @@ def test_view_of_a_slot_that_is_read_after_the_pass_is_waited_for_by_a_reload(
     rig.device.synchronize()
     assert torch.equal(seen.cpu(), expected + 1)
     rig.close()
+
+
+def test_block_that_was_stepped_after_it_was_loaded_ahead_is_loaded_ahead_again(rig_of):
+    rig = rig_of(9, spare=2 * UNIT)
+    for _ in range(3):
+        rig.run(*range(1, 9))
+    rig.device.synchronize()
+    ahead = [block for block in rig.blocks if block.awaited]
+    assert ahead
+    for block in ahead:
+        block.trains = True
+        block.tensors[0].add_(1)
+    expected = [block.tensors[0].clone() for block in ahead]
+    rig.begin_pass()
+    assert not any(block.awaited for block in ahead)
+    rig.scheduler.look_ahead()
+    assert all(block.awaited for block in ahead)
+    rig.end_pass()
+    for block, truth in zip(ahead, expected, strict=True):
+        assert torch.equal(rig.run(block.index)[0][0], truth)
+
+
+@pytest.mark.parametrize("when", ["staged", "warmed"])
+def test_edit_through_data_of_what_waits_for_the_next_pass_is_seen(rig_of, when):
+    """In a slab; or in a slot, where another model has just ended its turn."""
+    rig = rig_of(7, pinned=() if when == "staged" else range(1, 7), spare=UNIT)
+    route = range(1, 7)
+    for _ in range(3):
+        rig.run(*route)
+    rig.readers.run()
+    if when == "warmed":
+        rig.scheduler.park()
+        rig.scheduler.warm()
+        assert any(block.slot and not block.stays for block in rig.blocks)
+    rig.device.synchronize()
+    for block in rig.blocks[1:]:
+        block.tensors[0].data.fill_(7)
+    for [seen] in rig.run(*route):
+        assert (seen == 7).all()
+
+
+def test_view_that_is_kept_of_a_trained_block_has_its_values_when_that_was_stepped(
+    rig_of,
+):
+    """Its copy is dropped when the next pass begins, and the new one is elsewhere."""
+    rig = rig_of(4, lookahead=2)
+    for _ in range(3):
+        rig.run(1, 2, 3)
+    block = rig.blocks[1]
+    block.trains = True
+    [expected] = values(block)
+    rig.begin_pass()
+    rig.scheduler.before(block)
+    kept = block.tensors[0].detach()
+    rig.scheduler.after(block)
+    rig.end_pass()
+    rig.device.synchronize()
+    assert block.slot is not None
+    block.tensors[0].add_(1)
+    rig.begin_pass()
+    rig.scheduler.before(block)
+    rig.device.synchronize()
+    assert torch.equal(kept.cpu(), expected)
+    assert torch.equal(block.tensors[0].cpu(), expected + 1)
+    rig.scheduler.after(block)
+    rig.end_pass()
+
+
+def test_interrupt_at_any_line_of_a_load_leaves_no_slot_occupied(rig_of):
+    """The slot knew its block already, and the block not yet its slot."""
+    rig = rig_of(4, lookahead=0)
+    expected = [values(block)[0] for block in rig.blocks[1:]]
+    for line in range(1, 100):
+        rig.run(1)
+        rig.begin_pass()
+        try:
+            with interrupted_at(line, Mover.load):
+                rig.scheduler.before(rig.blocks[2])
+        except KeyboardInterrupt:
+            rig.scheduler.recover()
+        else:
+            break
+        rig.end_pass()
+        for slot in rig.scheduler._memory.slots:
+            assert slot.occupant is None or slot.occupant.slot is slot
+        for (seen,), truth in zip(rig.run(3, 2, 1), expected[::-1], strict=True):
+            assert torch.equal(seen, truth)
+    assert line > 5
+    rig.scheduler.after(rig.blocks[2])
+    rig.end_pass()
 
 
 @pytest.mark.parametrize("how", ["joined", "at hand"])
