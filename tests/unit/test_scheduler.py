@@ -23,6 +23,7 @@ from hypothesis.stateful import (
 )
 
 from equality import all_equal
+from interrupts import interrupted_at
 from stagehand.core.arena import Arena
 from stagehand.core.device import AcceleratorDevice, HostDevice
 from stagehand.core.layout import layout_of
@@ -31,11 +32,12 @@ from stagehand.core.states import BlockState
 from stagehand.core.stopwatch import Stopwatch
 from stagehand.core.telemetry import Counters
 from stagehand.core.transfer import TransferEngine
-from stagehand.errors import ReadError, StagehandOOMError
+from stagehand.errors import ConfigError, ReadError, StagehandOOMError
 from stagehand.residency.blocks import Block
 from stagehand.residency.host_loader import HostLoader
 from stagehand.residency.lane_loader import LaneLoader
 from stagehand.residency.masters import Masters
+from stagehand.residency.mover import Mover
 from stagehand.residency.order import Order
 from stagehand.residency.scheduler import Scheduler
 from stagehand.residency.steering import Steering
@@ -413,6 +415,45 @@ def test_reader_that_is_late_writes_nothing_into_a_slot_that_was_given_up(
     rig.end_pass()
 
 
+def test_values_that_are_swapped_out_and_in_behind_version_counters_are_seen(rig_of):
+    """The bytes are then what an earlier sample of them was."""
+    rig = rig_of(4, lookahead=0)
+    block = rig.blocks[3]
+    for value in (7.0, 8.0):
+        block.tensors[0].data.fill_(value)
+        assert (rig.run(1, 2, 3)[2][0] == value).all()
+    assert block.slot is not None
+    block.tensors[0].data.fill_(7.0)
+    assert (rig.run(3)[0][0] == 7.0).all()
+
+
+def test_reader_for_which_an_interrupt_waited_in_vain_writes_no_slot_of_others():
+    """The pass may go on, if somebody catches the interrupt inside of it."""
+    rig = Rig(HostDevice(), [(30,)] * 9, spare=2 * UNIT)
+    for _ in range(3):
+        rig.run(*range(1, 9))
+    rig.begin_pass()
+    rig.scheduler.before(rig.blocks[1])
+    rig.scheduler.after(rig.blocks[1])
+    [block] = [b for b in rig.blocks if b.state is BlockState.PREFETCHING]
+    [job] = [job for job in rig.readers.jobs if not job.done()]
+    job.exception = interrupt
+    with pytest.raises(KeyboardInterrupt):
+        rig.scheduler.before(block)
+    others = [b for b in rig.blocks if b.home is block.home and b is not block]
+    other = others[0]
+    rig.scheduler.before(other)
+    rig.readers.run()
+    assert torch.equal(other.tensors[0], values(other)[0])
+    rig.scheduler.after(other)
+    rig.end_pass()
+    rig.close()
+
+
+def interrupt(*_, **__):
+    raise KeyboardInterrupt
+
+
 _USES = st.tuples(st.integers(1, 9), st.sampled_from(["reads", "edits", "waits"]))
 
 
@@ -627,6 +668,120 @@ def test_view_of_a_slot_that_is_read_after_the_pass_is_waited_for_by_the_next_lo
     rig.close()
 
 
+@pytest.mark.parametrize("edit", ["add", "fill", "step"])
+def test_view_of_a_slot_that_is_read_after_the_pass_is_waited_for_by_a_reload(
+    sim, edit
+):
+    """The block's next use finds its copy stale, and loads it again where it was."""
+    rig = Rig(simulated(), [(30,)] * 3, pinned=(1, 2), lookahead=0)
+    rig.run(1, 2)
+    block = rig.blocks[2]
+    [expected] = values(block)
+    seen = block.views[0] + 1
+    block.trains = edit == "step"  # then its copy is dropped when the pass begins
+    if edit != "fill":  # which moves no version counter
+        block.tensors[0].add_(1)
+    else:
+        block.tensors[0].data.fill_(7)
+    rig.begin_pass()
+    rig.scheduler.before(block)
+    rig.scheduler.after(block)
+    rig.end_pass()
+    rig.device.synchronize()
+    assert torch.equal(seen.cpu(), expected + 1)
+    rig.close()
+
+
+def test_block_that_was_stepped_after_it_was_loaded_ahead_is_loaded_ahead_again(rig_of):
+    rig = rig_of(9, spare=2 * UNIT)
+    for _ in range(3):
+        rig.run(*range(1, 9))
+    rig.device.synchronize()
+    ahead = [block for block in rig.blocks if block.awaited]
+    assert ahead
+    for block in ahead:
+        block.trains = True
+        block.tensors[0].add_(1)
+    expected = [block.tensors[0].clone() for block in ahead]
+    rig.begin_pass()
+    assert not any(block.awaited for block in ahead)
+    rig.scheduler.look_ahead()
+    assert all(block.awaited for block in ahead)
+    rig.end_pass()
+    for block, truth in zip(ahead, expected, strict=True):
+        assert torch.equal(rig.run(block.index)[0][0], truth)
+
+
+@pytest.mark.parametrize("when", ["staged", "warmed"])
+def test_edit_through_data_of_what_waits_for_the_next_pass_is_seen(rig_of, when):
+    """In a slab; or in a slot, where another model has just ended its turn."""
+    rig = rig_of(7, pinned=() if when == "staged" else range(1, 7), spare=UNIT)
+    route = range(1, 7)
+    for _ in range(3):
+        rig.run(*route)
+    rig.readers.run()
+    if when == "warmed":
+        rig.scheduler.park()
+        rig.scheduler.warm()
+        assert any(block.slot and not block.stays for block in rig.blocks)
+    rig.device.synchronize()
+    for block in rig.blocks[1:]:
+        block.tensors[0].data.fill_(7)
+    for [seen] in rig.run(*route):
+        assert (seen == 7).all()
+
+
+def test_view_that_is_kept_of_a_trained_block_has_its_values_when_that_was_stepped(
+    rig_of,
+):
+    """Its copy is dropped when the next pass begins, and the new one is elsewhere."""
+    rig = rig_of(4, lookahead=2)
+    for _ in range(3):
+        rig.run(1, 2, 3)
+    block = rig.blocks[1]
+    block.trains = True
+    [expected] = values(block)
+    rig.begin_pass()
+    rig.scheduler.before(block)
+    kept = block.tensors[0].detach()
+    rig.scheduler.after(block)
+    rig.end_pass()
+    rig.device.synchronize()
+    assert block.slot is not None
+    block.tensors[0].add_(1)
+    rig.begin_pass()
+    rig.scheduler.before(block)
+    rig.device.synchronize()
+    assert torch.equal(kept.cpu(), expected)
+    assert torch.equal(block.tensors[0].cpu(), expected + 1)
+    rig.scheduler.after(block)
+    rig.end_pass()
+
+
+def test_interrupt_at_any_line_of_a_load_leaves_no_slot_occupied(rig_of):
+    """The slot knew its block already, and the block not yet its slot."""
+    rig = rig_of(4, lookahead=0)
+    expected = [values(block)[0] for block in rig.blocks[1:]]
+    for line in range(1, 100):
+        rig.run(1)
+        rig.begin_pass()
+        try:
+            with interrupted_at(line, Mover.load):
+                rig.scheduler.before(rig.blocks[2])
+        except KeyboardInterrupt:
+            rig.scheduler.recover()
+        else:
+            break
+        rig.end_pass()
+        for slot in rig.scheduler._memory.slots:
+            assert slot.occupant is None or slot.occupant.slot is slot
+        for (seen,), truth in zip(rig.run(3, 2, 1), expected[::-1], strict=True):
+            assert torch.equal(seen, truth)
+    assert line > 5
+    rig.scheduler.after(rig.blocks[2])
+    rig.end_pass()
+
+
 @pytest.mark.parametrize("how", ["joined", "at hand"])
 def test_block_that_is_here_may_be_read_on_another_stream(sim, how):
     """As autograd does, and a module that looks up rows of it: that stream waits."""
@@ -668,6 +823,122 @@ def test_slot_that_stays_is_given_up_behind_all_that_its_passes_read(sim, ends_a
     rig.device.synchronize()
     assert torch.equal(seen.cpu(), torch.arange(30) / 1024 + 1)
     rig.close()
+
+
+# ------------------------------------------------------------------------ rows alone
+
+
+def test_call_by_rows_brings_them_alone_and_the_next_use_all(rig_of):
+    rig = rig_of(3)
+    block, [expected] = rig.blocks[1], values(rig.blocks[1])
+    rig.begin_pass()
+    before = rig.counters.h2d_bytes
+    rig.scheduler.before_rows(block, [(3, 5), (9, 10)])
+    assert rig.counters.h2d_bytes - before == 3 * expected.itemsize
+    rows = block.tensors[0][[3, 4, 9]]
+    rig.scheduler.drop_rows(block)
+    assert block.bound, "it is in use"
+    rig.scheduler.after(block)
+    rig.scheduler.drop_rows(block)
+    assert block.slot is None
+    rig.scheduler.before(block)
+    whole = block.tensors[0].clone()
+    rig.scheduler.after(block)
+    rig.end_pass()
+    rig.device.synchronize()
+    assert torch.equal(rows.cpu(), expected[[3, 4, 9]])
+    assert torch.equal(whole.cpu(), expected)
+
+
+@pytest.mark.parametrize("why", ["here", "in use", "stays"])
+def test_call_by_rows_takes_the_whole_block_where_that_is_here_anyway(rig_of, why):
+    rig = rig_of(3, spare=2 * UNIT if why == "stays" else 0, lookahead=0)
+    block = rig.blocks[2]
+    rig.run(1, 2)
+    assert block.slot is not None
+    if why == "stays":
+        assert block.stays
+        rig.scheduler._mover.evict(block)
+    rig.begin_pass()
+    if why == "in use":
+        rig.scheduler.before(block)
+    rig.scheduler.before_rows(block, [(3, 5)])
+    assert not block.runs
+    seen = block.tensors[0].clone()
+    for _ in range(1 + (why == "in use")):
+        rig.scheduler.after(block)
+    rig.end_pass()
+    rig.device.synchronize()
+    assert torch.equal(seen.cpu(), values(block)[0])
+
+
+@pytest.mark.parametrize("how", ["used", "read"])
+def test_block_in_use_by_rows_comes_whole_when_somebody_needs_all_of_it(rig_of, how):
+    """Another use of it, or `state_dict()` in the middle of a pass."""
+    rig = rig_of(3)
+    block, [expected] = rig.blocks[1], values(rig.blocks[1])
+    rig.begin_pass()
+    rig.scheduler.before_rows(block, [(3, 5)])
+    rows = block.tensors[0][3:5] + 1
+    if how == "used":
+        rig.scheduler.before(block)
+    else:
+        rig.scheduler.complete_rows()
+    assert block.bound
+    whole = block.tensors[0] + 1
+    if how == "used":
+        rig.scheduler.after(block)
+    rig.scheduler.after(block)
+    rig.end_pass()
+    rig.device.synchronize()
+    assert torch.equal(rows.cpu(), expected[3:5] + 1)
+    assert torch.equal(whole.cpu(), expected + 1)
+
+
+def test_call_by_rows_that_finds_no_room_leaves_the_next_use_whole(rig_of):
+    rig = rig_of(3)
+    first, second = rig.blocks[1:]
+    rig.begin_pass()
+    rig.scheduler.before(first)
+    with pytest.raises(StagehandOOMError):
+        rig.scheduler.before_rows(second, [(3, 5)])
+    rig.scheduler.after(first)
+    rig.scheduler.before(second)
+    seen = second.tensors[0].clone()
+    rig.scheduler.after(second)
+    rig.end_pass()
+    rig.device.synchronize()
+    assert torch.equal(seen.cpu(), values(second)[0])
+
+
+def test_rows_that_somebody_keeps_are_left_to_them(rig_of):
+    """Their slot's memory would be another block's as soon as the call is over."""
+    rig = rig_of(3)
+    first, second = rig.blocks[1:]
+    [expected] = values(first)
+    rig.begin_pass()
+    rig.scheduler.before_rows(first, [(3, 5)])
+    kept = first.tensors[0][3:5]
+    rig.scheduler.after(first)
+    rig.scheduler.drop_rows(first)
+    rig.scheduler.before(second)
+    rig.device.synchronize()
+    assert torch.equal(kept.cpu(), expected[3:5])
+    rig.scheduler.after(second)
+    rig.end_pass()
+
+
+def test_write_to_a_block_that_is_here_by_rows_is_refused(rig_of):
+    rig = rig_of(3)
+    block, [expected] = rig.blocks[1], values(rig.blocks[1])
+    rig.begin_pass()
+    rig.scheduler.before_rows(block, [(3, 5)])
+    block.tensors[0].add_(1)
+    rig.scheduler.after(block)
+    with pytest.raises(ConfigError, match=r"changed weights of 'blocks\.1'"):
+        rig.scheduler.drop_rows(block)
+    rig.end_pass()
+    assert torch.equal(rig.run(1, 2)[0][0], expected)
 
 
 # --------------------------------------------------------------------------- stateful

@@ -154,9 +154,10 @@ class Turn:
         """
         if is_autograds(HERE.thread):
             return
-        with self._letting_in:  # let a look at whether this thread waits come to an end
-            pass
-        host_while(lambda: bool(self.guests), self._dismissed)
+        while self.guests:
+            host_while(lambda: bool(self.guests), self._dismissed)
+            with self._letting_in:  # one may have come in just before this went on
+                pass
 
     def _take_over_if_forgotten(self, me: Any) -> bool:
         """Take the turn if its owner has forgotten it; return whether it had."""

@@ -214,7 +214,7 @@ class Mover:
         """Like `evict` where the host shall not wait, in less time in the usual case:
         a block that nobody has changed.
         """
-        if not block.bound or block.stays or block.sent is not None:
+        if not block.bound or block.sent is not None:
             return self.evict(block, stream=stream, waits=False)
         self._engine.release(slot, stream)  # whoever read its tensors used the slot
         if not block.leave():

@@ -168,11 +168,7 @@ class Scheduler:
             block: Whose tensors have rows.
             runs: Which rows, as ranges.
         """
-        if (
-            block.slot is None
-            and not (block.uses or block.stays)
-            and self._loader.takes_rows(block)
-        ):
+        if block.slot is None and not block.stays and self._loader.takes_rows(block):
             parts = block.layout.parts_of(runs)
             block.runs_nbytes = sum(end - first for first, end in parts)
             block.runs = runs
