@@ -158,14 +158,14 @@ class Steering:
         )
 
     def _steps(self) -> tuple[int, ...]:
-        """How many uses a forward has, each with the backward that follows it."""
-        steps: list[int] = []
-        for route in self._planned:
-            if steps and self._scheduler.order.goes_back(route):
-                steps[-1] += len(route)
-            else:
-                steps.append(len(route))
-        return tuple(steps)
+        """How many uses there are from each change of weights to the next one."""
+        steps = [0]
+        ends = self._scheduler.order.ends(self._planned)
+        for route, last in zip(self._planned, ends, strict=True):
+            steps[-1] += len(route)
+            if last:
+                steps.append(0)
+        return tuple(filter(None, steps))
 
     def _gradient_nbytes(self) -> tuple[int, ...] | None:
         """What of each block goes home after backward; None if nothing does."""
