@@ -374,6 +374,24 @@ def test_plans_know_what_other_steps_load(start, name, step):
 
 
 @some_cases
+def test_a_plan_is_made_once_others_are_trained(start, name):
+    numbers = count()
+    case = replace(CASES[name], depth=16, kept=6)
+    loop = start(lambda n: Unit(n).requires_grad_(next(numbers) % 2 == 0), case)
+    loop.optimizer.add_param_group(
+        {"params": [p for p in loop.model.parameters() if not p.requires_grad]}
+    )
+    loop.steps(SETTLING)
+    before = loop.phases().whole
+    for number, block in enumerate(loop.model.blocks):
+        block.requires_grad_(number % 2 == 1)
+    loop.steps(16)
+    found = loop.phases().whole
+    assert found <= 1.02 * before
+    assert loop.plan.step_seconds == pytest.approx(found, rel=0.02)
+
+
+@some_cases
 def test_changed_residents_are_loaded_in_order_ahead_of_their_use(
     start, monkeypatch, name
 ):

@@ -149,6 +149,35 @@ def test_a_step_ends_behind_each_pass_after_which_weights_may_change(
         assert not rig.steering.steer()
 
 
+def test_a_plan_is_made_when_other_blocks_train_and_go_on_to():
+    """What computes otherwise then is measured again."""
+    rig = Rig().settled()
+    for _ in range(2):
+        rig.note(THERE, [1.0] * 4)
+    assert rig.run(*THERE)
+    assert rig.steering.compute_seconds == 4.0
+    assert not any(rig.run(*THERE) for _ in range(130))
+    rig.note(THERE, [0.5] * 4)  # the first of two rounds: it is too old then
+    rig.blocks[2].trains, basis = True, rig.steering.basis
+    rig.blocks[2].tensors = (torch.ones(2, requires_grad=True),)
+    assert [rig.run(*THERE) for _ in range(20)].count(True) == 1
+    assert rig.steering.workload().gradient_nbytes == (0, 0, 8, 0, 0)
+    assert rig.steering.compute_seconds is None
+    for _ in range(2):
+        rig.note(THERE, [1.0] * 4)
+    assert rig.run(*THERE)
+    assert rig.steering.compute_seconds == 4.0
+    assert rig.steering.basis != basis
+
+
+def test_no_plan_is_made_when_blocks_train_by_turns():
+    rig = Rig().settled()
+    for number in range(40):
+        for block in rig.blocks[1:]:
+            block.trains = (block.index + number // 2) % 2 == 0
+        assert not rig.run(*THERE)
+
+
 def test_steps_send_home_what_requires_gradients_in_blocks_that_train():
     rig = Rig()
     weights = torch.ones(2, requires_grad=True), torch.ones(3)
