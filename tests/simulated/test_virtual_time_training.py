@@ -365,6 +365,50 @@ def test_a_validation_pass_between_steps_loads_what_trains_again(start, name):
     assert loop.plan.streamed_bytes == (2 * case.depth + case.passing) * case.block
 
 
+def two_forwards(loop):
+    """The second one finds what the first one has loaded: nothing changed between."""
+    (loop.forward().sum() + loop.forward().sum()).backward()
+
+
+def two_backwards(loop):
+    """The second one loads all again: gradients of the first one went home."""
+    output = loop.forward()
+    output.sum().backward(retain_graph=True)
+    output.sum().backward()
+
+
+@pytest.mark.parametrize("step", [two_forwards, two_backwards])
+@some_cases
+def test_plans_know_what_other_steps_load(start, name, step):
+    case = replace(CASES[name], checkpoints=None, depth=16, kept=6)
+    loop = start(Unit, case)
+    for _ in range(20):
+        loaded = loop.sim.h2d_bytes()
+        step(loop)
+        loop.update()
+        wait()
+        loaded = loop.sim.h2d_bytes() - loaded
+    assert loop.plan.streamed_bytes == pytest.approx(loaded, rel=0.01)
+
+
+@some_cases
+def test_a_plan_is_made_once_others_are_trained(start, name):
+    numbers = count()
+    case = replace(CASES[name], depth=16, kept=6)
+    loop = start(lambda n: Unit(n).requires_grad_(next(numbers) % 2 == 0), case)
+    loop.optimizer.add_param_group(
+        {"params": [p for p in loop.model.parameters() if not p.requires_grad]}
+    )
+    loop.steps(SETTLING)
+    before = loop.phases().whole
+    for number, block in enumerate(loop.model.blocks):
+        block.requires_grad_(number % 2 == 1)
+    loop.steps(16)
+    found = loop.phases().whole
+    assert found <= 1.02 * before
+    assert loop.plan.step_seconds == pytest.approx(found, rel=0.02)
+
+
 @some_cases
 def test_changed_residents_are_loaded_in_order_ahead_of_their_use(
     start, monkeypatch, name

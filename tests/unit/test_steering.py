@@ -46,11 +46,17 @@ class Follower:
         self.followed.append((plan, set(fixed)))
         self.strained = False
 
-    def run(self, *route, goes_back=False):
-        """One pass; say whether the next one goes back."""
+    def run(self, *route, goes_back=False, changes_follow=True):
+        """One pass; say of which kind the next one is."""
         for block in route:
             self.order.use(block)
-        self.order.turn(goes_back=goes_back)
+        self.order.turn(goes_back=goes_back, changes_follow=changes_follow)
+
+    def turns(self, number, *passes):
+        """Take the routes by turns: F builds a graph, V does not, B goes back."""
+        _, route = passes[number % len(passes)]
+        kind, _ = passes[(number + 1) % len(passes)]
+        self.run(*route, goes_back=kind == "B", changes_follow=kind != "F")
 
 
 class Rig:
@@ -111,21 +117,76 @@ def uses(*route):
 # --------------------------------------------------------------------- when it is due
 
 
-def test_steps_are_forwards_with_their_backwards():
-    """And what they send home is what requires gradients in blocks that train."""
+THERE, BACK = (1, 2, 3, 4), (4, 3, 2, 1)
+F, V, B = ("F", THERE), ("V", THERE), ("B", BACK)
+
+
+@pytest.mark.parametrize(
+    ("passes", "order", "steps"),
+    [
+        ([V, F, B], THERE + THERE + BACK, (4, 8)),
+        ([F, F, B], THERE + THERE + BACK, (12,)),
+        ([F, F, B, B], THERE + THERE + BACK + BACK, (12, 4)),
+        ([F, B, B], THERE + BACK + BACK, (8, 4)),
+        ([("F", (2, 3)), ("F", (1, 2)), B], (2, 3, 1, 2, *BACK), (8,)),
+        ([("V", (2, 3)), ("V", (1, 2))], (1, 2, 2, 3), (2, 2)),
+    ],
+)
+def test_a_step_ends_behind_each_pass_after_which_weights_may_change(
+    passes, order, steps
+):
+    """Whether a forward builds a graph, no route tells."""
+    rig = Rig()
+    rig.blocks[2].trains = True
+    rig.blocks[2].tensors = (torch.ones(2, requires_grad=True),)
+    for number in range(24):
+        rig.scheduler.turns(number, *passes)
+        rig.steering.steer()
+    for number in range(24, 24 + 2 * len(passes)):
+        workload = rig.steering.workload()
+        assert (workload.order, workload.steps) == (order, steps)
+        rig.scheduler.turns(number, *passes)
+        assert not rig.steering.steer()
+
+
+def test_a_plan_is_made_when_other_blocks_train_and_go_on_to():
+    """What computes otherwise then is measured again."""
+    rig = Rig().settled()
+    for _ in range(2):
+        rig.note(THERE, [1.0] * 4)
+    assert rig.run(*THERE)
+    assert rig.steering.compute_seconds == 4.0
+    assert not any(rig.run(*THERE) for _ in range(130))
+    rig.note(THERE, [0.5] * 4)  # the first of two rounds: it is too old then
+    rig.blocks[2].trains, basis = True, rig.steering.basis
+    rig.blocks[2].tensors = (torch.ones(2, requires_grad=True),)
+    assert [rig.run(*THERE) for _ in range(20)].count(True) == 1
+    assert rig.steering.workload().gradient_nbytes == (0, 0, 8, 0, 0)
+    assert rig.steering.compute_seconds is None
+    for _ in range(2):
+        rig.note(THERE, [1.0] * 4)
+    assert rig.run(*THERE)
+    assert rig.steering.compute_seconds == 4.0
+    assert rig.steering.basis != basis
+
+
+def test_no_plan_is_made_when_blocks_train_by_turns():
+    rig = Rig().settled()
+    for number in range(40):
+        for block in rig.blocks[1:]:
+            block.trains = (block.index + number // 2) % 2 == 0
+        assert not rig.run(*THERE)
+
+
+def test_steps_send_home_what_requires_gradients_in_blocks_that_train():
     rig = Rig()
     weights = torch.ones(2, requires_grad=True), torch.ones(3)
     rig.blocks[1].tensors = rig.blocks[2].tensors = weights
     rig.blocks[2].trains = True
-    there, back = (1, 2, 3, 4), (4, 3, 2, 1)
-    for _ in range(8):
-        for route, goes_back in ((there, True), (back, False), (there, False)):
-            rig.scheduler.run(*route, goes_back=goes_back)
-            rig.steering.steer()
-    workload = rig.steering.workload()
-    assert workload.order == there + there + back
-    assert workload.steps == (4, 8)
-    assert workload.gradient_nbytes == (0, 0, 8, 0, 0)
+    for number in range(24):
+        rig.scheduler.turns(number, V, F, B)
+        rig.steering.steer()
+    assert rig.steering.workload().gradient_nbytes == (0, 0, 8, 0, 0)
 
 
 def test_first_plan_is_for_the_order_of_definition():

@@ -127,7 +127,8 @@ class LookAhead:
         """A pass begins, autograd's or another one."""
         order = self._order
         length = order.length if order.cursor >= 0 else 0
-        if order.turn(goes_back=goes_back) and not order.lost:
+        kept = order.turn(goes_back=goes_back, changes_follow=self.changes_follow)
+        if kept and not order.lost:
             self._front = max(self._front - length, -1)
             self._staged_front = max(self._staged_front - length, -1)
             self._claims = {s: (b, at - length) for s, (b, at) in self._claims.items()}

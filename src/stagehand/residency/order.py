@@ -22,6 +22,7 @@ each token stays, and its encoder streams.
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from stagehand.errors import StagehandInternalError
 
@@ -90,11 +91,12 @@ class Order:
         self._places: dict[int, list[int]] = {}  # the positions of each block in it
         self._next: Route = self._route
         self._recent: list[Route] = []  # of the latest passes, newest last
+        self._recent_ends: list[bool] = []  # whether weights could change behind them
         self._repeated: tuple[Route, ...] = ()  # what they repeat, this one first
         self._habits: dict[Route, _Habit] = {}  # in the order in which they began
         self._log: list[int] = []  # the uses of this pass, once one was not expected
         self._misses = 0
-        self._goes_back = False  # this pass
+        self._goes_back, self._ends = False, True  # this pass
         self.followed = True
         """Whether all uses of this pass were expected. Who sees that the next one is,
         too, may move the cursor instead of calling `use`."""
@@ -185,7 +187,7 @@ class Order:
         none."""
         return max(self._find(block), default=-1)
 
-    def turn(self, *, goes_back: bool = False) -> bool:
+    def turn(self, *, goes_back: bool = False, changes_follow: bool = True) -> bool:
         """Begin a pass; return whether positions after the last one's end stay valid.
 
         If so, a position `p` of the last pass is `p - length` now, `length` being the
@@ -193,9 +195,11 @@ class Order:
 
         Args:
             goes_back: Whether it is autograd that begins.
+            changes_follow: Whether weights that train may change after this pass.
         """
         done = self._route[: self.cursor + 1] if self.followed else tuple(self._log)
         went_back, self._goes_back = self._goes_back, goes_back
+        ended, self._ends = self._ends, changes_follow
         if not done:
             return True
         self.followed = True
@@ -206,6 +210,7 @@ class Order:
             self._follow(self._recent[-1], done)
         done = self._note_habit(done, went_back)
         self._recent = [*self._recent[-_RECENT + 1 :], done]
+        self._recent_ends = [*self._recent_ends[-_RECENT + 1 :], ended]
         repeated = self._find_repeated()
         expected = repeated[0] if repeated else self._follower.get(done, done)
         kept = done == self._route and expected == self._next
@@ -260,8 +265,8 @@ class Order:
     def repeating(self) -> tuple[Route, ...]:
         """Return the routes of the passes that are expected to repeat for ever.
 
-        They are the same wherever among them the present pass is, and begin with one
-        that does not go back, if there is any.
+        They are the same wherever among them the present pass is, and begin where
+        autograd has been back, if it does go back.
         """
         lasting = self._lasting()
         routes = list(self._repeated)
@@ -271,8 +276,26 @@ class Order:
             if lasting and (not more or any(map(self._is_rare, routes))):
                 routes = lasting
         turned = (routes[first:] + routes[:first] for first in range(len(routes)))
-        first = min(turned, key=lambda found: (self.goes_back(found[0]), found))
+        first = min(turned, key=lambda found: (self._cuts_step(found), found))
         return tuple(first)
+
+    def _cuts_step(self, routes: Sequence[Route]) -> bool:
+        """Whether what they begin with belongs to what they end with."""
+        return self.goes_back(routes[0]) or not self.goes_back(routes[-1])
+
+    def ends(self, routes: Sequence[Route]) -> list[bool]:
+        """Whether weights that train may change behind each pass of such a sequence.
+
+        They may if they could the last time that it came; behind forwards it depends on
+        whether these build a graph, which no route tells. Where it never came, they may
+        but where a pass follows that goes back.
+        """
+        count, recent = len(routes), self._recent
+        for first in range(len(recent) - count, -1, -1):
+            if recent[first : first + count] == list(routes):
+                return self._recent_ends[first : first + count]
+        backs = [*map(self.goes_back, routes), False]
+        return [back or not after for back, after in pairwise(backs)]
 
     def goes_back(self, route: Route) -> bool:
         """Whether passes that take a route are autograd's."""

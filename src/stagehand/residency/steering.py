@@ -43,7 +43,7 @@ class Steering:
 
     A plan is made for the routes that are expected to repeat. It is made again when a
     pass took another route, or began or ceased to read rows of experts (twice alike, so
-    that an odd pass does not cost a plan),
+    that an odd pass does not cost a plan), when other blocks train, and go on to do so,
     when the budget changes, when the routes' compute times are known, and when they
     have become others: they are measured again now and then.
 
@@ -75,6 +75,8 @@ class Steering:
         self._planned_link = _LINK_GUESS
         self._tries = _TRIES  # left to time a copy; none once that was done
         self._planned = scheduler.order.repeating()
+        self._trained: frozenset[int] = frozenset()  # the blocks that train
+        self._trained_seen, self._trained_since = self._trained, 0  # as with routes
         self._seconds: tuple[float, ...] | None = None
         self._known: dict[Route, tuple[float, ...]] = {}  # the same by routes
         self._measured_at = 0  # so many passes
@@ -130,7 +132,10 @@ class Steering:
     @property
     def basis(self) -> tuple[object, ...]:
         """What plans are made from: each stays equal until it changes."""
-        return self._planned, self._seconds, self._must_stay, self._planned_link
+        return (
+            *(self._planned, self._seconds, self._must_stay),
+            *(self._planned_link, self._trained),
+        )
 
     @property
     def must_stay(self) -> frozenset[int]:
@@ -158,23 +163,24 @@ class Steering:
         )
 
     def _steps(self) -> tuple[int, ...]:
-        """How many uses a forward has, each with the backward that follows it."""
-        steps: list[int] = []
-        for route in self._planned:
-            if steps and self._scheduler.order.goes_back(route):
-                steps[-1] += len(route)
-            else:
-                steps.append(len(route))
-        return tuple(steps)
+        """How many uses there are from each change of weights to the next one."""
+        steps = [0]
+        ends = self._scheduler.order.ends(self._planned)
+        for route, last in zip(self._planned, ends, strict=True):
+            steps[-1] += len(route)
+            if last:
+                steps.append(0)
+        return tuple(filter(None, steps))
 
     def _gradient_nbytes(self) -> tuple[int, ...] | None:
         """What of each block goes home after backward; None if nothing does."""
-        if not any(block.trains for block in self._blocks):
+        if not self._trained:
             return None
-        return tuple(
-            sum(t.nbytes for t in block.tensors if block.trains and t.requires_grad)
-            for block in self._blocks
-        )
+        nbytes = [0] * len(self._blocks)
+        for index in self._trained:
+            tensors = self._blocks[index].tensors
+            nbytes[index] = sum(t.nbytes for t in tensors if t.requires_grad)
+        return tuple(nbytes)
 
     def _picked_share(self) -> float:
         """Which part of blocks whose rows come by themselves crosses in a use."""
@@ -282,6 +288,17 @@ class Steering:
         ):
             self._due = True  # first: what follows may be interrupted
             self._plan_for(routes)
+        trained = frozenset(block.index for block in self._blocks if block.trains)
+        if trained != self._trained_seen:
+            self._trained_seen, self._trained_since = trained, order.passes
+        if (
+            trained != self._trained
+            and order.passes - self._trained_since >= _SETTLED_LIKE
+        ):
+            self._due = True
+            self._known.clear()  # it computes otherwise now
+            self._times.clear()
+            self._plan_for(self._planned)
         picks = self._scheduler.picks
         if picks != self._picked and picks == self._picks_seen:
             self._due = True
@@ -291,6 +308,7 @@ class Steering:
                 self._scheduler.follow(self.plan, fixed=self._must_stay)
                 return True
             return False
+        self._trained = trained
         self.plan = self._make()
         self._picked, self._planned_link = picks, self._link
         self._scheduler.follow(self.plan, fixed=self._must_stay)
