@@ -12,7 +12,7 @@ import math
 from bisect import bisect_left
 from collections import deque
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
@@ -46,6 +46,14 @@ class _Execution:
         self.link_free = self.home_free = self.began = 0.0
         self.gradients = workload.gradient_nbytes or (0,) * len(workload.nbytes)
         self.starts = [0, *accumulate(workload.steps or (self.period,))]
+        self.ends: list[int] = []  # of the step of each use
+        self.sends: set[int] = set()  # uses after which gradients go home
+        for start, stop in pairwise(self.starts):
+            blocks = workload.order[start:stop]
+            last = {block: use for use, block in enumerate(blocks, start)}
+            self.ends += [stop] * (stop - start)
+            if len(last) < len(blocks):
+                self.sends.update(last.values())
 
     def block(self, use: int) -> int:
         return self.work.order[use % self.period]
@@ -86,24 +94,15 @@ class _Execution:
 
     def end_of_step(self, use: int) -> int:
         """The first use of the step after that of a use."""
-        return (
-            use
-            - use % self.period
-            + next(start for start in self.starts if start > use % self.period)
-        )
+        return use - use % self.period + self.ends[use % self.period]
 
     def send(self, use: int, clock: float) -> float:
         """Send gradients home that no later use of the step adds to; returns when the
         next use may begin."""
-        block, end = self.block(use), self.end_of_step(use)
-        begin = max(s for s in self.starts if s <= use % self.period)
-        begin += use - use % self.period
-        blocks = [self.block(other) for other in range(begin, end)]
-        goes_back = len(set(blocks)) < len(blocks)
-        if goes_back and block not in blocks[use + 1 - begin :]:
-            seconds = self.gradients[block] / self.work.link_bytes_per_second
+        if use % self.period in self.sends:
+            seconds = self.gradients[self.block(use)] / self.work.link_bytes_per_second
             self.home_free = max(self.home_free, clock) + seconds
-        return max(clock, self.home_free) if use + 1 == end else clock
+        return max(clock, self.home_free) if use + 1 == self.end_of_step(use) else clock
 
     def homeward(self, block: int) -> float:
         """Seconds until what the block's use has changed is home."""

@@ -304,17 +304,24 @@ def test_an_interrupt_where_a_failed_backward_ends_stops_nobody(
     finish(run)
 
 
-def test_an_interrupt_that_comes_while_autograds_thread_works_is_raised(sim):
+def test_an_interrupt_that_comes_while_autograds_thread_works_is_raised(
+    sim, monkeypatch
+):
     """Python dropped it where autograd let go of what tells the end."""
-    run = start(net, FEW[0])
-    for _ in range(3):
+    run, dropped, raised = start(net, FEW[0]), [], 0
+    monkeypatch.setattr(sys, "unraisablehook", lambda it: dropped.append(it.object))
+    for _ in range(6):
         weight = run.model.blocks[1].up.weight
         handle = weight.register_hook(lambda _: signal.raise_signal(signal.SIGINT))
-        with pytest.raises(KeyboardInterrupt):
+        try:
             run.loss().backward()
+        except KeyboardInterrupt:
+            raised += 1
         handle.remove()
         run.model.zero_grad()
     finish(run)
+    assert raised  # a finalizer of somebody else's may be the first to run
+    assert _Backward.__del__ not in dropped
 
 
 def test_an_interrupt_where_a_failed_inner_backward_ends_stops_nobody(sim, monkeypatch):
