@@ -310,6 +310,8 @@ def test_an_interrupt_that_comes_while_autograds_thread_works_is_raised(
     """Python dropped it where autograd let go of what tells the end."""
     run, dropped, raised = start(net, FEW[0]), [], 0
     monkeypatch.setattr(sys, "unraisablehook", lambda it: dropped.append(it.object))
+    # Who runs in the background of a shell ignores it.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     for _ in range(6):
         weight = run.model.blocks[1].up.weight
         handle = weight.register_hook(lambda _: signal.raise_signal(signal.SIGINT))
@@ -319,6 +321,7 @@ def test_an_interrupt_that_comes_while_autograds_thread_works_is_raised(
             raised += 1
         handle.remove()
         run.model.zero_grad()
+    signal.signal(signal.SIGINT, before)
     finish(run)
     assert raised  # a finalizer of somebody else's may be the first to run
     assert _Backward.__del__ not in dropped
