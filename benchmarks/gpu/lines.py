@@ -77,7 +77,7 @@ class Lines:
 def source_of(package: Path) -> str:
     """Return what tells one text of a package from another: of its files, a hash.
 
-    Machines that are lent have no history of revisions.
+    A copied tree has no history of revisions.
     """
     found = hashlib.sha256()
     for path in sorted(package.rglob("*.py")):

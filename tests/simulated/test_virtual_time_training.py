@@ -244,7 +244,7 @@ def stepped(start, name, *, checkpoints="inside"):
 
 @pytest.mark.parametrize("checkpoints", [None, "inside"])
 @most_cases
-def test_full_training_is_within_ten_percent_of_its_bound(
+def test_full_training_is_within_two_percent_of_its_bound(
     start, resident, name, checkpoints
 ):
     """Gradients go home beside backward; what the optimizer takes comes on top."""

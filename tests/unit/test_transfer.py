@@ -217,11 +217,16 @@ def free_by_a_holder_on_the_stream_that_read(rig, saves=0):
     """Who gave the slot up, for another model, runs on a stream of its own."""
     rig.load(1)
     rig.read(rig.side)
-    kept = rig.buffer[:100]
     for number in range(saves):
         rig.engine.release(rig.slot, rig.main)
         rig.engine.save(rig.slot, rig.buffer, rig.host(8 + number)).wait_host()
-    rig.engine.release(rig.slot, rig.main)
+    leave_to_a_holder(rig, rig.main)
+
+
+def leave_to_a_holder(rig, stream):
+    """A stream gives the slot up; another one reads what somebody has kept of it."""
+    kept = rig.buffer[:100]
+    rig.engine.release(rig.slot, stream)
     rig.engine.disown(rig.buffer, rig.slot)
     rig.engine.retire(rig.slot)
     rig.buffer = None
@@ -240,14 +245,7 @@ def free_by_a_holder_on_a_stream_that_read_without_a_use(rig):
     rig.load(1)
     rig.read(rig.main)
     rig.side.wait_stream(rig.main)
-    kept = rig.buffer[:100]
-    rig.engine.release(rig.slot, rig.side)
-    rig.engine.disown(rig.buffer, rig.slot)
-    rig.engine.retire(rig.slot)
-    rig.buffer = None
-    with rig.side:
-        kept.sum()
-    del kept
+    leave_to_a_holder(rig, rig.side)
 
 
 def free_by_a_holder_of_what_was_in_no_slot(rig):

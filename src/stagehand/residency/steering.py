@@ -38,6 +38,20 @@ class _Rate:
         return self._nbytes / self._seconds if self._seconds > 0 else 0.0
 
 
+class _Lasting:
+    """For how many passes something has been as it is."""
+
+    def __init__(self, found: object) -> None:
+        self._found = found
+        self._since = 0
+
+    def passes(self, found: object, number: int) -> int:
+        """Return how many, of what it is now and the number of passes so far."""
+        if found != self._found:
+            self._found, self._since = found, number
+        return number - self._since
+
+
 class Steering:
     """Keeps the scheduler's plan fit for what the model does.
 
@@ -76,7 +90,7 @@ class Steering:
         self._tries = _TRIES  # left to time a copy; none once that was done
         self._planned = scheduler.order.repeating()
         self._trained: frozenset[int] = frozenset()  # the blocks that train
-        self._trained_seen, self._trained_since = self._trained, 0  # as with routes
+        self._trained_lasts, self._routes_last = _Lasting(self._trained), _Lasting(())
         self._seconds: tuple[float, ...] | None = None
         self._known: dict[Route, tuple[float, ...]] = {}  # the same by routes
         self._measured_at = 0  # so many passes
@@ -86,8 +100,6 @@ class Steering:
         self._pass: list[UseTime] = []
         # Of short and of long copies; also beside others, as they come in a step.
         self._rates = _Rate(), _Rate()
-        self._seen: tuple[Route, ...] = ()
-        self._seen_since = 0  # the number of the first of the passes that saw it
         self._picked = self._picks_seen = False  # what plan and latest pass have of it
         self._due = True
         self.plan = self._make()
@@ -281,20 +293,15 @@ class Steering:
         """
         order = self._scheduler.order
         routes = order.repeating()
-        if routes != self._seen:
-            self._seen, self._seen_since = routes, order.passes
+        lasting = self._routes_last.passes(routes, order.passes)
         if routes != self._planned and (
-            order.passes - self._seen_since >= self._enough(routes) or order.passes <= 1
+            lasting >= self._enough(routes) or order.passes <= 1
         ):
             self._due = True  # first: what follows may be interrupted
             self._plan_for(routes)
         trained = frozenset(block.index for block in self._blocks if block.trains)
-        if trained != self._trained_seen:
-            self._trained_seen, self._trained_since = trained, order.passes
-        if (
-            trained != self._trained
-            and order.passes - self._trained_since >= _SETTLED_LIKE
-        ):
+        lasting = self._trained_lasts.passes(trained, order.passes)
+        if trained != self._trained and lasting >= _SETTLED_LIKE:
             self._due = True
             self._known.clear()  # it computes otherwise now
             self._times.clear()

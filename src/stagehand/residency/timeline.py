@@ -398,10 +398,9 @@ def _covers(order: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def _turns(workload: Workload) -> list[tuple[int, int]]:
-    """Cut each step behind the use that is the first of the last block that lacked."""
+    """Cut each step once, where it has used all its blocks."""
     cuts = []
     for start, stop in workload.spans():
-        first = {workload.order[use]: use for use in reversed(range(start, stop))}
-        turn = max(first.values(), default=stop - 1) + 1
-        cuts += [(start, turn), (turn, stop)]
+        for _, turn in _covers(workload.order[start:stop])[:1]:
+            cuts += [(start, start + turn), (start + turn, stop)]
     return [(a, b) for a, b in cuts if a < b]
