@@ -18,6 +18,7 @@ from benchmarks.gpu.link import copy_rate, disk_rates
 from benchmarks.gpu.outcomes import difference, equal, repeatable
 from benchmarks.gpu.rates import Rates, copied_bytes
 from benchmarks.gpu.resident import Resident, run_resident
+from benchmarks.gpu.stages import Stages
 from benchmarks.gpu.tasks.base import Room, nbytes_of
 from benchmarks.gpu.tasks.making import KINDS, make
 from benchmarks.gpu.tasks.training import FineTuning, stepped
@@ -46,19 +47,25 @@ _PROBED = 2048 * MIB
 _KEPT = 4  # this part of what is saved stays on the device, where most of it leaves
 
 
-def measure(cell: Cell, card: Card, folder: Path | None = None) -> dict[str, Any]:
+def measure(
+    cell: Cell, card: Card, folder: Path | None = None, stages: Stages | None = None
+) -> dict[str, Any]:
     """Return what was found, for the results.
 
     Args:
         cell: What is measured.
         card: Where; it can hold all weights once.
         folder: Where files are written for a while; None for the system's place.
+        stages: Told what is done now.
 
     Raises:
         AssertionError: If this library's outcome is not the resident one, bit for bit.
         LeftOutError: If another library cannot do it, as it says itself.
     """
+    stages = stages or Stages()
+    stages.begin("resident")
     found = run_resident(cell, card)
+    stages.begin("building")
     with (
         tempfile.TemporaryDirectory(dir=folder, prefix="bench-") as files,
         ExitStack() as capped,
@@ -77,13 +84,15 @@ def measure(cell: Cell, card: Card, folder: Path | None = None) -> dict[str, Any
         capped.enter_context(card.capped(cap))
         first = _kept(setting)
         with setting.ends:
-            line = _away(setting, card, found, rates, first)
+            line = _away(setting, card, found, rates, first, stages)
             # What is left needs memory of its own: a profiler's buffers.
             capped.close()
-            line |= _checked(setting, card, found, first)
+            line |= _checked(setting, card, found, first, stages)
         del setting
     line["h2d_rate_after"] = copy_rate(card.device, copied_bytes(card))
-    return {"kind": "cell", "cell": cell.line(), "cap_bytes": cap, **line}
+    stages.begin("end")
+    about = {"kind": "cell", "cell": cell.line(), "cap_bytes": cap}
+    return {**about, **line, "took": stages.seconds}
 
 
 def _cap(cell: Cell, card: Card, found: Resident) -> int | None:
@@ -146,6 +155,7 @@ def _away(
     found: Resident,
     rates: Rates,
     first: list[torch.Tensor],
+    stages: Stages,
 ) -> dict[str, Any]:
     """Run the steps with weights elsewhere, and say what they took."""
     cell, task, device = setting.cell, setting.task, card.device
@@ -153,6 +163,7 @@ def _away(
     if not cell.ours and task.at_home:
         _check_host(setting)
     way.load()
+    stages.begin("first outcome")
     began = time.perf_counter()
     way.prepare(setting)
     _watch(task, on=False)
@@ -166,15 +177,18 @@ def _away(
     same, apart = equal(outcome, expected), difference(outcome, expected)
     same_step = _check_step(setting, found, first, outcome)
     del outcome, expected
+    stages.begin("settling")
     pinned = _pinned(task, device, began)
     for _ in range(cell.settling if cell.ours else min(cell.settling, _WARM_UP)):
         task.step()
         device.synchronize()
     if task.tally is not None:
         task.tally.reset()
+    stages.begin("timing")
     calls = card.allocator_calls()
     steps = _time(setting, card)
     calls = card.allocator_calls() - calls
+    stages.begin("watching")
     stall_ms = _stall_ms(task, lambda: _time(setting, card, _WATCHED))
     bound = task.bound(found.steps.phases, setting.room, rates)
     return {
@@ -207,14 +221,20 @@ def _away(
 
 
 def _checked(
-    setting: Setting, card: Card, found: Resident, first: list[torch.Tensor]
+    setting: Setting,
+    card: Card,
+    found: Resident,
+    first: list[torch.Tensor],
+    stages: Stages,
 ) -> dict[str, Any]:
     """Count the copies of one more step, and see whether all is still exact.
 
     Of weights that were trained, when they are again what they were at first.
     """
     cell, task = setting.cell, setting.task
+    stages.begin("counting")
     line = _copied(card.copies(task.step))
+    stages.begin("last outcome")
     if not task.trains or first:
         with torch.no_grad():
             for weight, value in zip(task.trained, first, strict=True):

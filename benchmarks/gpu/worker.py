@@ -22,6 +22,7 @@ from benchmarks.gpu.cells import Cell
 from benchmarks.gpu.lines import Lines
 from benchmarks.gpu.link import calibrate
 from benchmarks.gpu.measure import measure
+from benchmarks.gpu.stages import Stages
 from benchmarks.gpu.ways.base import LeftOutError
 from benchmarks.gpu.ways.every import WAYS
 from benchmarks.simulated import ROOT
@@ -33,11 +34,20 @@ __all__ = ["apart", "attempt", "left_out", "main", "measure_link", "why"]
 
 _SIZES = tuple(2**power for power in range(16, 31, 2))
 _DRY_SIZES = (1 << 10, 1 << 13, 1 << 16)
+_STAGES = "stages.txt"
 _TOLD = 2000  # characters of what a process that failed has said
 
 
-def attempt(cell: Cell, card: Card, folder: Path | None = None) -> dict[str, Any]:
+def attempt(
+    cell: Cell, card: Card, folder: Path | None = None, stages: Stages | None = None
+) -> dict[str, Any]:
     """Return a cell's line; where another library cannot do it, the reason.
+
+    Args:
+        cell: What is measured.
+        card: Where.
+        folder: See `measure`.
+        stages: See `measure`.
 
     Raises:
         Exception: All else: a mistake, of the cell or of the library.
@@ -45,7 +55,7 @@ def attempt(cell: Cell, card: Card, folder: Path | None = None) -> dict[str, Any
     if line := left_out(cell):
         return line
     try:
-        return measure(cell, card, folder)
+        return measure(cell, card, folder, stages)
     except LeftOutError as error:
         return _left_out(cell, str(error))
     except torch.OutOfMemoryError as error:
@@ -98,7 +108,11 @@ def apart(
                 check=False,
             )
         except subprocess.TimeoutExpired:
-            return _failed(cell, f"it took more than {seconds:.0f} seconds")
+            reason = f"it took more than {seconds:.0f} seconds"
+            stages = Path(there) / _STAGES
+            if stages.exists():
+                reason += f": {stages.read_text(encoding='utf-8')}"
+            return _failed(cell, reason)
         if result.exists():
             line: dict[str, Any] = json.loads(result.read_text(encoding="utf-8"))
             return line
@@ -146,7 +160,8 @@ def main(arguments: Sequence[str]) -> int:
     if cell is None:
         line = measure_link(card, there, Path(results) if results else None)
     else:
-        line = attempt(Cell(**cell), card, there)
+        stages = Stages(Path(result).with_name(_STAGES))
+        line = attempt(Cell(**cell), card, there, stages)
     Path(result).write_text(json.dumps(line), encoding="utf-8")
     return 0
 

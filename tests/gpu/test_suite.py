@@ -78,6 +78,7 @@ MEASURED = {
     "host_seconds",
     "resident_host_seconds",
     "allocator_calls",
+    "took",
     "rates",
     "h2d_rate_after",
     "version",
@@ -742,6 +743,49 @@ def test_process_that_is_killed_leaves_no_files(tmp_path, monkeypatch):
     line = worker.apart(_small("stagehand"), dry=True, folder=tmp_path, seconds=1)
     assert line["failed"] == "it took more than 1 seconds"
     assert not list(tmp_path.iterdir())
+
+
+def test_cell_that_is_given_up_says_what_its_time_went_for(tmp_path, monkeypatch):
+    from benchmarks.gpu import stages, worker
+
+    clock = iter((10.0, 40.4, 52.0))
+
+    def killed(command, **_):
+        monkeypatch.setattr(worker, "Card", lambda: None)
+        monkeypatch.setattr(stages.time, "perf_counter", clock.__next__)
+        with pytest.raises(KeyboardInterrupt):
+            worker.main(command[3:])
+        raise subprocess.TimeoutExpired(command, 60)
+
+    def measure(cell, card, folder, stages):
+        for stage in ("resident", "building", "first outcome"):
+            stages.begin(stage)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(worker, "measure", measure)
+    monkeypatch.setattr(worker.subprocess, "run", killed)
+    line = worker.apart(_small("stagehand"), dry=False, folder=tmp_path, seconds=60)
+    assert line["failed"] == (
+        "it took more than 60 seconds: resident 30 s, building 12 s, first outcome"
+    )
+
+
+def test_line_says_what_the_time_of_its_cell_went_for(sim):
+    from benchmarks.gpu.card import SimulatedCard
+    from benchmarks.gpu.worker import attempt
+
+    took = attempt(_small("stagehand"), SimulatedCard())["took"]
+    assert list(took) == [
+        "resident",
+        "building",
+        "first outcome",
+        "settling",
+        "timing",
+        "watching",
+        "counting",
+        "last outcome",
+    ]
+    assert min(took.values()) > 0
 
 
 def test_cell_that_the_end_of_a_run_cuts_short_is_measured_by_the_next(
