@@ -4,9 +4,11 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
+import pytest
+
 from tracing import traced
 
-__all__ = ["Counted", "lines_run"]
+__all__ = ["Counted", "calls_of", "lines_run"]
 
 
 def lines_run(call: Callable[..., object], *args: Any, **kwargs: Any) -> int:
@@ -21,6 +23,18 @@ def lines_run(call: Callable[..., object], *args: Any, **kwargs: Any) -> int:
     with traced(trace):
         call(*args, **kwargs)
     return count
+
+
+def calls_of(patch: pytest.MonkeyPatch, owner: object, name: str) -> list[object]:
+    """Return a list that gets an entry whenever a method of an object is called."""
+    plain, calls = getattr(owner, name), []
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        calls.append((args, kwargs))
+        return plain(*args, **kwargs)
+
+    patch.setattr(owner, name, counted)
+    return calls
 
 
 class Counted(int):

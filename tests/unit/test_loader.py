@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
+from counting import calls_of
 from interrupts import interrupted_at
 from stagehand.core.arena import Arena
 from stagehand.core.device import AcceleratorDevice, HostDevice
@@ -810,14 +811,7 @@ def test_on_the_host_reads_are_timed_while_there_is_a_stopwatch(host, priority):
 def test_on_the_host_timed_reads_use_events_again(priority, monkeypatch):
     """A service whose steps are timed kept two more for every block that was read."""
     rig = Rig(on_host=True, numbers=range(12))
-    made = []
-    new_event = rig.device.new_event
-
-    def count(**options):
-        made.append(1)
-        return new_event(**options)
-
-    monkeypatch.setattr(rig.device, "new_event", count)
+    made = calls_of(monkeypatch, rig.device, "new_event")
     watch = rig.engine.stopwatch = Stopwatch(rig.device)
     watch.mark(rig.device.current_stream())
     for block in rig.blocks:

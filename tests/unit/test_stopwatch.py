@@ -5,6 +5,7 @@ import time
 import pytest
 import torch
 
+from counting import calls_of
 from stagehand.core.device import AcceleratorDevice, HostDevice
 from stagehand.core.stopwatch import CopyTime, Stopwatch, UseTime
 
@@ -180,14 +181,7 @@ def test_time_between_passes_belongs_to_no_use(sim):
 
 def test_events_are_used_again_and_each_for_one_mark(sim, monkeypatch):
     bench = Bench(sim)
-    made = []
-    new_event = bench.device.new_event
-
-    def count(**options):
-        made.append(1)
-        return new_event(**options)
-
-    monkeypatch.setattr(bench.device, "new_event", count)
+    made = calls_of(monkeypatch, bench.device, "new_event")
     for _ in range(5):
         for number in range(4):
             bench.copy(1)
