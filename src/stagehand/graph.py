@@ -40,6 +40,7 @@ from stagehand.residency.scheduler import Scheduler
 from stagehand.torch_private import (
     graph_task,
     in_backward,
+    in_function,
     looked_through,
     pop_saved_hooks,
     push_saved_hooks,
@@ -404,9 +405,18 @@ class SavedTensors:
             self._turn_back()
 
     def come_to(self, block: Block) -> None:
-        """Bring the block of a site that autograd goes back through."""
-        if not block.uses and graph_task() != -1:
+        """Bring the block of a site that autograd goes back through.
+
+        What a function computes again, as a reentrant checkpoint inside of the site
+        does, saves weights as handles, too: its own backward may need other blocks in
+        between. Autograd ends with each node what began in it.
+        """
+        if graph_task() == -1:
+            return
+        if not block.uses:
             self._fetch(block)
+        if in_function():
+            self.push_hooks()
 
     def bring(self, packed: "WeightHandle | _Cast") -> torch.Tensor:
         """Return the view that a handle stands for."""

@@ -91,6 +91,7 @@ from types import FrameType
 from typing import Any, Protocol, TypeVar
 
 import torch
+from torch.autograd.function import BackwardCFunction
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode
 from torch.utils.checkpoint import CheckpointPolicy
@@ -118,6 +119,7 @@ __all__ = [
     "graph_task",
     "has_more_hooks",
     "in_backward",
+    "in_function",
     "inference_mode",
     "is_compiled_for",
     "is_last_hook",
@@ -208,6 +210,7 @@ use_count_of: Callable[[int], int] = _required("_storage_Use_Count")
 """`storage_use_count` of a storage's `_cdata`, where a call more is too slow."""
 graph_task: Callable[[], int] = _required("_current_graph_task_id")
 """The number of the backward pass in which this thread runs, or -1."""
+_node: Callable[[], Any] = _required("_current_autograd_node")
 negated: Callable[[torch.Tensor], torch.Tensor] = _required("_neg_view", torch)
 """Return the negative of a tensor, over the same memory."""
 _swap_values: Callable[..., None] = _required("_swap_tensor_impl")
@@ -315,6 +318,14 @@ class WeakStorage:
 def in_backward() -> bool:
     """Return whether this thread runs inside autograd's backward pass."""
     return graph_task() != -1
+
+
+def in_function() -> bool:
+    """Return whether a `torch.autograd.Function` goes back: it may run a model again.
+
+    In a thread that runs a node of a graph.
+    """
+    return isinstance(_node(), BackwardCFunction)
 
 
 def looked_through(pack: _Function, below: SavedHooks | None = None) -> _Function:

@@ -986,6 +986,56 @@ class RecomputedInside(Residual):
         return checkpoint(super().forward, x, use_reentrant=False)
 
 
+class Crossing(Residual):
+    """A block that recomputes all of itself, and goes back to what it was given."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, WIDTH))
+
+    def forward(self, x, side):
+        return checkpoint(partial(self.mix, side=side), x, use_reentrant=True)
+
+    def mix(self, x, side):
+        return x + self.scale * self.norm(x) * self.up(side)[:, :WIDTH]
+
+
+class Crossed(Net):
+    """As in models of images and text: what a checkpoint is not told of has a graph."""
+
+    def __init__(self):
+        super().__init__(depth=0)
+        self.blocks = nn.ModuleList([Residual(), Residual(), Crossing()])
+
+    def forward(self, x):
+        one, two, crossing = self.blocks
+        side = two(one(x.detach()))
+        return self.head(crossing(self.entry(x), side))
+
+
+@over([Setting("hpu", mode, "smallest") for mode in ("layers", "blocks")])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_recompute_goes_back_to_other_blocks_in_between(sim, setting, frozen):
+    """Its nodes have low numbers, for they are autograd's thread's: these come last."""
+
+    @built
+    def build():
+        model = Crossed()
+        if frozen:
+            model.blocks.requires_grad_(False)
+        return model
+
+    def script(run):
+        optimizer = sgd(run)
+        for number in range(3):
+            x = run.batch(number).requires_grad_()
+            run.backward(run.model(x).square().mean())
+            step(optimizer)
+
+    assert_trains_equally(build, script, setting)
+    assert sim.races() == []
+
+
 @over([Setting("hpu", mode, "smallest") for mode in ("layers", "blocks")])
 def test_what_the_graph_of_a_gradient_has_read_of_a_slot_is_read_before_it_is_refilled(
     sim, setting
