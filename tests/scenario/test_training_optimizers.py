@@ -166,6 +166,26 @@ def test_a_fused_step_of_a_few_elements_is_noticed(
     runtime_of(model).shutdown()
 
 
+@pytest.mark.parametrize("tables", [1, 3, 5])
+def test_a_step_of_a_few_elements_through_data_is_noticed(sim, tables):
+    """Of no optimizer: nothing but the gradients tells that weights may be changed."""
+
+    def train(model):
+        for step in range(4):
+            rows = torch.tensor([3 + step // 2, 777]).to("hpu")
+            model(rows).square().sum().backward()
+            for weight in model.parameters():
+                weight.data[777] -= 0.1 * weight.grad[777]
+                weight.grad = None
+        return weights(model)
+
+    model = Rows()
+    expected = train(deepcopy(model).to("hpu"))
+    stagehand.layer(model, vram_budget=tables * 4096 * 8 * 4, device="hpu")
+    assert all_equal(train(model), expected)
+    runtime_of(model).shutdown()
+
+
 @pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")
 def test_backward_on_the_streams_of_its_forward_reads_what_is_filled(sim):
     """Two branches of a block on two streams, which autograd does not order."""
