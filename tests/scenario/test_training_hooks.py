@@ -9,6 +9,7 @@ from training import (
     SOME,
     WIDTH,
     Setting,
+    assert_at_rest,
     assert_trains_equally,
     built,
     net,
@@ -193,6 +194,38 @@ def test_an_optimizer_fused_into_backward_uses_up_what_accumulated_before(
         for number in range(6):
             steps[:] = [number] * (number % 3 > 1)
             run.backward(run.loss(number))
+
+    assert_trains_equally(build, script, setting)
+
+
+@over(FEW)
+@pytest.mark.filterwarnings("ignore:the latest backward failed")
+def test_gradients_assigned_after_a_hook_failed_are_added_to(sim, setting):
+    """The failed backward had gradients of earlier calls in its sums."""
+    fails = []
+
+    def fail(parameter):
+        if fails:
+            raise LookupError
+
+    def build():
+        model = net()
+        weight = model.blocks[2].up.weight
+        model.handles = [weight.register_post_accumulate_grad_hook(fail)]
+        return model
+
+    def script(run):
+        run.backward(run.loss(0))
+        fails.append(1)
+        with pytest.raises(LookupError):
+            run.loss(1).backward()
+        if run.runtime is not None:
+            assert_at_rest(run)
+        fails.clear()
+        run.model.handles.pop().remove()
+        for parameter in run.model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        run.backward(run.loss(2))
 
     assert_trains_equally(build, script, setting)
 

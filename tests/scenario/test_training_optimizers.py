@@ -101,6 +101,40 @@ def test_after_a_listener_raised_at_any_of_its_calls_training_is_exact(sim, last
     runtime_of(model).shutdown()
 
 
+def test_weights_that_were_used_twice_are_stepped_in_later_backwards(sim):
+    """Of several parts of a gradient nobody is told, in that backward alone."""
+    model = stagehand.layer(stack(), vram_budget=BUDGET)
+    told = []
+    runtime_of(model).when_home(lambda parameters: told.extend(parameters))
+    model(model(batch().to("hpu"))).sum().backward()
+    told.clear()
+    model(batch().to("hpu")).sum().backward()
+    assert {id(p) for p in told} == {id(p) for p in model.parameters()}
+    runtime_of(model).shutdown()
+
+
+def test_gradients_are_in_place_where_a_listener_raised_when_backward_was_over(sim):
+    """Also those of which nobody is told, for they came in several parts."""
+    model = stagehand.layer(stack(), vram_budget=BUDGET)
+    calls, fails = [], []
+
+    def listen(parameters):
+        calls.append(len(parameters))
+        if fails == calls:
+            raise LookupError
+
+    runtime_of(model).when_home(listen)
+    model[0](model(batch().to("hpu"))).sum().backward()
+    gradients = [p.grad.cpu() for p in model.parameters()]
+    fails += calls  # at the last call
+    calls.clear()
+    model.zero_grad()
+    with pytest.raises(LookupError):
+        model[0](model(batch().to("hpu"))).sum().backward()
+    assert all_equal([p.grad.cpu() for p in model.parameters()], gradients)
+    runtime_of(model).shutdown()
+
+
 def test_accumulation_is_refused_where_weights_were_stepped_in_backward(sim):
     model = stagehand.layer(stack(), vram_budget=BUDGET)
     optimizer = OffloadedAdamW(model.parameters(), overlap=model)
