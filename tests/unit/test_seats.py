@@ -3,9 +3,12 @@
 import pytest
 import torch
 
+from stagehand.core.device import HostDevice
 from stagehand.core.ledger import Account, SubAccount
+from stagehand.errors import StagehandOOMError
 from stagehand.residency.holds import ResidentPriority
 from stagehand.residency.seats import Seats
+from stagehand.residency.shared import SharedDevice
 from stagehand.residency.shares import Claim
 
 
@@ -65,3 +68,15 @@ def test_what_who_has_left_held_does_not_count_for_those_who_stay():
     assert whole.held_bytes == 45
     leaves._grant.release()
     assert whole.held_bytes == 45
+
+
+def test_who_is_refused_has_no_place():
+    shared = SharedDevice(HostDevice())
+    whole = shared.ledger.device
+    there = Tenant("there", whole, budget=45, held=0)
+    number = shared.new_number()
+    shared.join(number, there)
+    shared.reserve(number, ResidentPriority.PRIMARY)
+    with pytest.raises(StagehandOOMError, match="reserved for there"):
+        shared.join(shared.new_number(), Tenant("late", whole, budget=20, held=0))
+    assert [holding.name for holding in shared.holdings()] == ["there"]
