@@ -1337,6 +1337,19 @@ def test_a_model_that_cannot_be_warmed_fails_no_other_models_pass(
         runtime_of(model).shutdown()
 
 
+def test_a_pass_that_failed_loads_nothing_for_the_model_that_comes_next(crowd):
+    """Whoever catches the error may take the pass again."""
+    some = crowd("hpu", [6, 6], 4 * LAYER_BYTES)
+    some.run(*[0, 1] * 4)
+
+    def fail():
+        with torch.no_grad(), pytest.raises(RuntimeError, match="shapes"):
+            some.models[0](torch.ones(1, WIDTH + 1))
+
+    assert some.loads(1, fail) == 0
+    assert some.loads(1, lambda: some.run(0)) > 0
+
+
 PLACINGS = {
     "move": lambda model: model.to("hpu"),
     "state_dict": lambda model: model.state_dict(),
