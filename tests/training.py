@@ -376,7 +376,7 @@ def assert_at_rest(run: Run, *, interrupted: bool = False) -> None:
         pass
     assert interrupted or not run.runtime._parts.scheduler.in_use
     gradients = run.runtime._gradients
-    assert gradients is None or gradients._arriving_bytes == 0
+    assert interrupted or gradients is None or gradients._arriving_bytes == 0
     for tensor in run.runtime.streamed_tensors:
         block = run.runtime._owners[id(tensor)]
         if not block.stays or block.trains:
