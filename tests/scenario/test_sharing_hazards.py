@@ -1337,6 +1337,48 @@ def test_a_model_that_cannot_be_warmed_fails_no_other_models_pass(
         runtime_of(model).shutdown()
 
 
+def test_a_pass_that_failed_loads_nothing_for_the_model_that_comes_next(crowd):
+    """Whoever catches the error may take the pass again."""
+    some = crowd("hpu", [6, 6], 4 * LAYER_BYTES)
+    some.run(*[0, 1] * 4)
+
+    def fail():
+        with torch.no_grad(), pytest.raises(RuntimeError, match="shapes"):
+            some.models[0](torch.ones(1, WIDTH + 1))
+
+    assert some.loads(1, fail) == 0
+    assert some.loads(1, lambda: some.run(0)) > 0
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+def test_what_is_always_there_stays_in_a_pass_in_which_another_model_runs(sim, leaves):
+    """Or in which it ceases to be a guest: all of that leaves when the pass is over."""
+    models = [
+        nn.Sequential(*varied(6, seed), nn.BatchNorm1d(WIDTH)).eval()
+        for seed in range(2)
+    ]
+    expected = [run_resident(m, "hpu", batch()) for m in models]
+    for model in models:
+        stagehand.layer(model, vram_budget=4 * LAYER_BYTES, device="hpu")
+    guests = ExitStack()
+
+    def run(number):
+        with torch.no_grad():
+            output = models[number](batch())
+        assert_bitwise_equal(output, expected[number], f"model {number}")
+
+    def between(module, args, output):
+        guests.close() if leaves else run(1)
+
+    models[0][2].register_forward_hook(between)
+    for _ in range(4):
+        if leaves:
+            guests.enter_context(runtime_of(models[1]).as_guest(models[0]))
+        run(0)
+    for model in models:
+        runtime_of(model).shutdown()
+
+
 PLACINGS = {
     "move": lambda model: model.to("hpu"),
     "state_dict": lambda model: model.state_dict(),

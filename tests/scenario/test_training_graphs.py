@@ -134,6 +134,28 @@ def test_a_backward_that_makes_a_graph_accumulates_gradients_with_one(sim, setti
     torch.testing.assert_close(*second, rtol=1e-5, atol=1e-7)
 
 
+class Reentered(Net):
+    """Calls each block twice, the second time in a reentrant checkpoint."""
+
+    def around(self, block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(block, block(x), use_reentrant=True)
+
+
+@over(FEW)
+def test_gradients_with_a_graph_are_added_to_those_that_are_on_their_way(sim, setting):
+    """What a reentrant checkpoint brings has no graph, in a backward that makes one."""
+
+    def script(run):
+        for number in range(2):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                run.loss(number).backward(create_graph=True)
+            run.look()
+            run.model.zero_grad()
+
+    assert_trains_equally(built(Reentered), script, setting)
+
+
 # Parts of a graph
 
 

@@ -9,6 +9,7 @@ from training import (
     SOME,
     WIDTH,
     Setting,
+    assert_at_rest,
     assert_trains_equally,
     built,
     net,
@@ -101,6 +102,18 @@ def test_hooks_registered_before_streaming_see_the_sum_beside_the_weight(
     runs.clear()
 
 
+@over(FEW)
+def test_hooks_see_the_sum_of_gradients_of_another_type(sim, setting):
+    def script(run):
+        for parameter in run.model.parameters():
+            parameter.grad_dtype = torch.float64
+        run.handles = hook_everything(run.model, "post", [run])
+        for number in range(3):
+            run.backward(run.loss(number))
+
+    assert_trains_equally(net, script, setting)
+
+
 @over(SOME)
 def test_a_hook_that_changes_the_gradient_changes_what_is_accumulated(sim, setting):
     def script(run):
@@ -149,6 +162,70 @@ def test_an_optimizer_fused_into_backward_loses_no_step(sim, setting, kind, befo
         for optimizer in run.model.optimizers:
             run.note("state", optimizer.state_dict()["state"])
         run.handles = run.model.handles
+
+    assert_trains_equally(build, script, setting)
+
+
+@over(FEW)
+@pytest.mark.parametrize("before", [True, False])
+def test_an_optimizer_fused_into_backward_uses_up_what_accumulated_before(
+    sim, setting, before
+):
+    """It begins to step later: until then its hook leaves gradients alone."""
+    steps = []
+
+    def fuse(model):
+        def step(parameter):
+            if steps:
+                with torch.no_grad():
+                    parameter.sub_(parameter.grad, alpha=0.1)
+                parameter.grad = None
+
+        return [p.register_post_accumulate_grad_hook(step) for p in model.parameters()]
+
+    def build():
+        model = net()
+        if before:
+            model.handles = fuse(model)
+        return model
+
+    def script(run):
+        run.handles = run.model.handles if before else fuse(run.model)
+        for number in range(6):
+            steps[:] = [number] * (number % 3 > 1)
+            run.backward(run.loss(number))
+
+    assert_trains_equally(build, script, setting)
+
+
+@over(FEW)
+@pytest.mark.filterwarnings("ignore:the latest backward failed")
+def test_gradients_assigned_after_a_hook_failed_are_added_to(sim, setting):
+    """The failed backward had gradients of earlier calls in its sums."""
+    fails = []
+
+    def fail(parameter):
+        if fails:
+            raise LookupError
+
+    def build():
+        model = net()
+        weight = model.blocks[2].up.weight
+        model.handles = [weight.register_post_accumulate_grad_hook(fail)]
+        return model
+
+    def script(run):
+        run.backward(run.loss(0))
+        fails.append(1)
+        with pytest.raises(LookupError):
+            run.loss(1).backward()
+        if run.runtime is not None:
+            assert_at_rest(run)
+        fails.clear()
+        run.model.handles.pop().remove()
+        for parameter in run.model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        run.backward(run.loss(2))
 
     assert_trains_equally(build, script, setting)
 

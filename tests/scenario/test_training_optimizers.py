@@ -101,6 +101,40 @@ def test_after_a_listener_raised_at_any_of_its_calls_training_is_exact(sim, last
     runtime_of(model).shutdown()
 
 
+def test_weights_that_were_used_twice_are_stepped_in_later_backwards(sim):
+    """Of several parts of a gradient nobody is told, in that backward alone."""
+    model = stagehand.layer(stack(), vram_budget=BUDGET)
+    told = []
+    runtime_of(model).when_home(lambda parameters: told.extend(parameters))
+    model(model(batch().to("hpu"))).sum().backward()
+    told.clear()
+    model(batch().to("hpu")).sum().backward()
+    assert {id(p) for p in told} == {id(p) for p in model.parameters()}
+    runtime_of(model).shutdown()
+
+
+def test_gradients_are_in_place_where_a_listener_raised_when_backward_was_over(sim):
+    """Also those of which nobody is told, for they came in several parts."""
+    model = stagehand.layer(stack(), vram_budget=BUDGET)
+    calls, fails = [], []
+
+    def listen(parameters):
+        calls.append(len(parameters))
+        if fails == calls:
+            raise LookupError
+
+    runtime_of(model).when_home(listen)
+    model[0](model(batch().to("hpu"))).sum().backward()
+    gradients = [p.grad.cpu() for p in model.parameters()]
+    fails += calls  # at the last call
+    calls.clear()
+    model.zero_grad()
+    with pytest.raises(LookupError):
+        model[0](model(batch().to("hpu"))).sum().backward()
+    assert all_equal([p.grad.cpu() for p in model.parameters()], gradients)
+    runtime_of(model).shutdown()
+
+
 def test_accumulation_is_refused_where_weights_were_stepped_in_backward(sim):
     model = stagehand.layer(stack(), vram_budget=BUDGET)
     optimizer = OffloadedAdamW(model.parameters(), overlap=model)
@@ -162,6 +196,26 @@ def test_a_fused_step_of_a_few_elements_is_noticed(
     expected = train(deepcopy(model).to(place))
     tables = {"smallest": 1, "some": 3, "all": 5}[budget]
     stagehand.layer(model, vram_budget=tables * 4096 * 8 * 4, device=place)
+    assert all_equal(train(model), expected)
+    runtime_of(model).shutdown()
+
+
+@pytest.mark.parametrize("tables", [1, 3, 5])
+def test_a_step_of_a_few_elements_through_data_is_noticed(sim, tables):
+    """Of no optimizer: nothing but the gradients tells that weights may be changed."""
+
+    def train(model):
+        for step in range(4):
+            rows = torch.tensor([3 + step // 2, 777]).to("hpu")
+            model(rows).square().sum().backward()
+            for weight in model.parameters():
+                weight.data[777] -= 0.1 * weight.grad[777]
+                weight.grad = None
+        return weights(model)
+
+    model = Rows()
+    expected = train(deepcopy(model).to("hpu"))
+    stagehand.layer(model, vram_budget=tables * 4096 * 8 * 4, device="hpu")
     assert all_equal(train(model), expected)
     runtime_of(model).shutdown()
 

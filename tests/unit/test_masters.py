@@ -1,6 +1,7 @@
 """Masters: the host side of all blocks, pinned as far as there is room."""
 
 import itertools
+import threading
 from typing import ClassVar
 
 import pytest
@@ -398,6 +399,90 @@ def test_memory_is_made_for_the_blocks_that_come_and_go_first(monkeypatch):
         masters.pin_on()
     pinners.close()
     assert made == [2, 3, 5, 1, 4]
+    give_all_back(masters, blocks)
+
+
+def test_block_that_is_stepped_gets_its_image_when_that_is_over(monkeypatch):
+    monkeypatch.setattr(module, "_AT_ONCE_BYTES", 0)
+    pinners = WorkerGroup("pinner", 1)
+    masters = Masters(new_arena(), pinners)
+    [block] = adopted(masters, 4)
+    masters.pin_all([block], lookahead=3)
+    pinners.wait_idle()
+    block.stepping = True
+    masters.pin_on()
+    assert block.image is None
+    block.stepping = False
+    masters.pin_on()
+    assert block.image is not None
+    give_all_back(masters, [block])
+
+
+def test_no_memory_is_made_when_pinning_has_stopped(monkeypatch):
+    """It would be nobody's: the account has its bytes back."""
+    monkeypatch.setattr(module, "_AT_ONCE_BYTES", 0)
+    made, goes_on, pinners = [], threading.Event(), WorkerGroup("pinner", 1)
+
+    def make(nbytes):
+        made.append(nbytes)
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    masters = Masters(new_arena(), pinners, make)
+    blocks = adopted(masters, 1, 2)
+    pinners.submit(goes_on.wait)
+    masters.pin_all(blocks, lookahead=3)
+    masters.stop_pinning()
+    goes_on.set()
+    pinners.wait_idle()
+    assert masters.reserved_bytes == 0
+    assert made == []
+    give_all_back(masters, blocks)
+
+
+def test_move_whose_end_was_interrupted_is_done_when_pinning_stops(arena, monkeypatch):
+    masters = Masters(arena)
+    [block] = adopted(masters, 4)
+    rehouse = Block.rehouse
+
+    def interrupted(self, store):
+        monkeypatch.setattr(Block, "rehouse", rehouse)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Block, "rehouse", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        masters.pin_all([block], lookahead=3)
+    masters.stop_pinning()
+    assert block.image is not None
+    assert block.tensors[0].tolist() == [1.0] * KB
+    give_all_back(masters, [block])
+
+
+def test_blocks_whose_model_is_gone_leave_no_pinned_memory(monkeypatch):
+    """Whether it is in use, packed, or in the making."""
+    monkeypatch.setattr(module, "_AT_ONCE_BYTES", 0)
+    arena, pinners = new_arena(1024 * KB), WorkerGroup("pinner", 1)
+    masters = Masters(arena, pinners)
+    blocks = [new_block(n, torch.randn(32 * KB).bfloat16()) for n in range(3)]
+    for block in blocks:
+        masters.adopt(block)
+    assert masters.pin(blocks[0])
+    assert masters.pack_all([blocks[1]], "cpu", lookahead=1) == []
+    assert blocks[1].wire is not None
+    masters.pin_all([blocks[2]], lookahead=1)
+    assert masters.reserved_bytes > 0
+    masters.let_go(blocks)
+    assert masters.reserved_bytes == arena.leased_bytes == 0
+    pinners.close()
+
+
+def test_pinning_that_begins_anew_has_memory_reserved_once(monkeypatch):
+    monkeypatch.setattr(module, "_AT_ONCE_BYTES", 0)
+    masters = Masters(new_arena(), WorkerGroup("pinner", 1))
+    blocks = adopted(masters, 1, 2, 3)
+    for _ in range(2):
+        masters.pin_all(blocks, lookahead=3)
+        assert masters.reserved_bytes == masters.pinning_bytes == 6 * KB
+    masters.stop_pinning()
     give_all_back(masters, blocks)
 
 

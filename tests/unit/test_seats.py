@@ -1,18 +1,23 @@
 """Who may take what from whom: the books of a shared device."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
+from stagehand.core.device import HostDevice
 from stagehand.core.ledger import Account, SubAccount
+from stagehand.errors import StagehandOOMError
 from stagehand.residency.holds import ResidentPriority
 from stagehand.residency.seats import Seats
+from stagehand.residency.shared import SharedDevice
 from stagehand.residency.shares import Claim
 
 
 class Tenant:
     """One with a budget, that holds some bytes."""
 
-    def __init__(self, name, whole, *, budget, held):
+    def __init__(self, name, whole, *, budget, held, **claims):
         self.name = name
         self.account = SubAccount(name, budget, whole)
         self._claim = Claim(
@@ -21,11 +26,15 @@ class Tenant:
             floor=10,
             ring=10,
             seconds=lambda kept: 50.0 - kept,
+            **claims,
         )
         self._grant = self.account.grant(held, "slots")
 
     def claim(self):
         return self._claim
+
+    def claims(self, **claims):
+        self._claim = replace(self._claim, **claims)
 
     def owner(self):
         return None
@@ -65,3 +74,117 @@ def test_what_who_has_left_held_does_not_count_for_those_who_stay():
     assert whole.held_bytes == 45
     leaves._grant.release()
     assert whole.held_bytes == 45
+
+
+def test_who_is_refused_has_no_place():
+    shared = SharedDevice(HostDevice())
+    whole = shared.ledger.device
+    there = Tenant("there", whole, budget=45, held=0)
+    number = shared.new_number()
+    shared.join(number, there)
+    shared.reserve(number, ResidentPriority.PRIMARY)
+    with pytest.raises(StagehandOOMError, match="reserved for there"):
+        shared.join(shared.new_number(), Tenant("late", whole, budget=20, held=0))
+    assert [holding.name for holding in shared.holdings()] == ["there"]
+
+
+def seated(*held, **claims):
+    """Seats of tenants that hold some bytes each, of 100."""
+    whole = Account("device", 100)
+    seats = Seats(whole, torch.device("cpu"))
+    names = "abc"[: len(held)]
+    tenants = [
+        Tenant(name, whole, budget=100, held=nbytes, **claims)
+        for name, nbytes in zip(names, held, strict=True)
+    ]
+    return seats, *(seats.add(seats.new_number(), tenant) for tenant in tenants)
+
+
+def run_elsewhere(seat, limit):
+    """As another thread's pass does."""
+    seat.limit, seat.running, seat.thread = limit, True, object()
+
+
+def test_the_cap_sinks_when_passes_that_were_promised_more_have_ended():
+    seats, runs, idle = seated(30, 0)
+    run_elsewhere(runs, 100)
+    for seat in (runs, idle):
+        seat.tenant.claims(budget=60)
+    seats.renew()
+    assert seats.account.limit_bytes == 100
+    seats.note_end(runs)
+    assert seats.account.limit_bytes == 60
+
+
+def test_a_pass_that_has_ended_leaves_no_thread_and_may_have_changed_a_claim():
+    seats, runs, _ = seated(30, 30)
+    run_elsewhere(runs, 60)
+    assert seats.share_of(runs).kept == 40
+    runs.tenant.claims(weights=20)
+    seats.note_end(runs)
+    assert not runs.runs_elsewhere()
+    assert seats.share_of(runs).kept == 20
+
+
+def test_a_pass_has_what_those_who_run_and_those_who_stay_leave_it():
+    seats, asks, runs, idle = seated(0, 40, 5)
+    run_elsewhere(runs, 60)
+    assert seats.promised(asks) == 20, "not what an idle one does not hold yet"
+    assert seats.there(asks) == 100 - 45 - 20
+    run_elsewhere(runs, 95)
+    assert seats.limit_now(asks) == 5, "less than it needs"
+    seats.note_end(runs)
+    assert seats.limit_now(asks) >= 10
+    seats.reserve(idle, ResidentPriority.PRIMARY, asked_for=True)
+    assert seats.budget_for(asks, 70) == 70 + 40
+    assert seats.budget_for(asks, 50) == 50
+
+
+def test_those_are_asked_first_who_have_more_than_they_keep():
+    seats, asks, more, keeps = seated(0, 30, 35)
+    seats.begin_guest(more)
+    assert seats.share_of(keeps).kept >= 35
+    assert list(seats.givers(asks)) == [more, keeps]
+    seats.keep(keeps.number)
+    assert list(seats.givers(asks)) == [more]
+    run_elsewhere(more, 30)
+    assert list(seats.givers(asks)) == []
+
+
+def test_a_guest_that_is_refused_is_none():
+    seats, guest, there = seated(0, 40)
+    seats.reserve(there, ResidentPriority.PRIMARY, asked_for=True)
+    guest.tenant.claims(floor=70)
+    with pytest.raises(StagehandOOMError, match="reserved for b"):
+        seats.begin_guest(guest)
+    assert seats.holds.guests == frozenset()
+
+
+def test_a_reservation_that_gives_way_keeps_nobody_from_joining():
+    seats, late, there = seated(0, 40)
+    seats.reserve(there, ResidentPriority.SECONDARY, asked_for=True)
+    late.claim = needy = replace(late.claim, floor=70)
+    seats.check_floor(late)
+    late.tenant.claims(floor=10)
+    seats.renew()
+    seats.reserve(there, ResidentPriority.PRIMARY, asked_for=True)
+    late.claim = needy
+    with pytest.raises(StagehandOOMError, match="reserved for b"):
+        seats.check_floor(late)
+
+
+def test_who_waits_leaves_what_it_does_not_hold_and_has_no_thread_afterwards():
+    seats, waits, _ = seated(30, 0)
+    run_elsewhere(waits, 60)
+    assert waits.takes(seats.share_of(waits)) == 60
+    waits.waits = waits.asked = waits.gave = True
+    assert waits.takes(seats.share_of(waits)) == 30
+    waits.end_wait()
+    assert not any((waits.waits, waits.asked, waits.gave, waits.thread))
+
+
+def test_who_waits_keeps_what_cannot_leave_and_more_at_ease():
+    seats, waits, _ = seated(30, 30, fixed=15, bound=5)
+    assert (seats.least(waits), seats.at_ease(waits)) == (5, 15)
+    seats.keep(waits.number)
+    assert seats.least(waits) == seats.share_of(waits).kept == 40

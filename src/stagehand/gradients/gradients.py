@@ -562,7 +562,7 @@ class Gradients:
         told = [
             home
             for home in self._complete.values()
-            if not (home.block.bound or home.parts or home.more)
+            if not (home.block.bound or home.parts)
         ]
         for home in told:
             del self._complete[id(home)]

@@ -143,7 +143,6 @@ class SharedDevice:
                 self._gone.append(seat.number)
                 self._let_go()
                 raise
-            seat.limit = self._seats.share_of(seat).limit
 
     def leave(self, number: int) -> None:
         """Forget a tenant, and all that was held for it. Idempotent.
