@@ -9,6 +9,7 @@ from torch.nn.utils.parametrizations import weight_norm
 
 from architectures import ARCHITECTURES
 from counting import lines_run
+from stagehand.core.layout import ALIGNMENT
 from stagehand.errors import ConfigError
 from stagehand.residency.blocks import tensor_bytes
 from stagehand.residency.finding import find_blocks, find_layers
@@ -457,6 +458,15 @@ def test_adapters_stay_where_they_are_few_however_large_they_are(trained):
     model[0].requires_grad_(True)  # more than an eighth of all
     finding = find_layers(model, budget_bytes=640 * MIB)
     assert of_group(finding.rest) == []
+
+
+def test_small_parameters_count_with_what_they_take_in_their_image():
+    """Each begins at a multiple of 256 bytes: norms of 32 take eight times as many."""
+    norms = [nn.LayerNorm(8, bias=False) for _ in range(16)]
+    model = nn.Sequential(*norms, linear())
+    finding = find_layers(model, budget_bytes=16 * 8 * ALIGNMENT)
+    assert of_group(finding.rest) == sorted(f"{i}.weight" for i in range(8))
+    assert_each_tensor_is_once(model, finding)
 
 
 def test_small_neighbours_are_joined_inside_one_repeated_part_only():

@@ -465,7 +465,7 @@ def _small(cells: list[Group], limit: int) -> set[int]:
     chosen: set[int] = set()
     taken = 0
     for i in sorted(range(len(cells)), key=lambda i: cells[i].nbytes):
-        taken += cells[i].nbytes
+        taken += _padded_bytes(cells[i])
         if taken > limit or cells[i].nbytes > _SMALL_BYTES:
             break
         chosen.add(i)
