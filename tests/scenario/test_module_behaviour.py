@@ -995,7 +995,7 @@ class Scaled(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
+        self.norm = nn.LayerNorm(WIDTH, bias=False)  # four of them are small together
         self.linear = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x):
