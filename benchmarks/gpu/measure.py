@@ -91,8 +91,8 @@ def measure(
         del setting
     line["h2d_rate_after"] = copy_rate(card.device, copied_bytes(card))
     stages.begin("end")
-    about = {"kind": "cell", "cell": cell.line(), "cap_bytes": cap}
-    return {**about, **line, "took": stages.seconds}
+    line["took"] = stages.seconds
+    return {"kind": "cell", "cell": cell.line(), "cap_bytes": cap, **line}
 
 
 def _cap(cell: Cell, card: Card, found: Resident) -> int | None:

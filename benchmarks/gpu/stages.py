@@ -1,4 +1,4 @@
-"""What a cell's process does, one after the other: a lease is planned with it."""
+"""What a cell's process does, one after the other: so short runs are planned."""
 
 from __future__ import annotations
 

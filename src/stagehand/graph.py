@@ -411,9 +411,7 @@ class SavedTensors:
         does, saves weights as handles, too: its own backward may need other blocks in
         between. Autograd ends with each node what began in it.
         """
-        if graph_task() == -1:
-            return
-        if not block.uses:
+        if not block.uses and graph_task() != -1:
             self._fetch(block)
         if in_function():
             self.push_hooks()

@@ -321,9 +321,9 @@ def in_backward() -> bool:
 
 
 def in_function() -> bool:
-    """Return whether a `torch.autograd.Function` goes back: it may run a model again.
+    """Return whether this thread runs a `torch.autograd.Function`'s backward.
 
-    In a thread that runs a node of a graph.
+    That is code in Python, which may run a part of a model again.
     """
     return isinstance(_node(), BackwardCFunction)
 

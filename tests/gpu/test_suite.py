@@ -1048,7 +1048,7 @@ def test_names_of_cells_are_printed_and_unique(capsys):
     ],
 )
 def test_nothing_is_measured_if_no_cell_is_what_is_asked_for(capsys, options, said):
-    """A slip in a name in the minutes that a device is lent: all of them would pass."""
+    """A slip in a name in the minutes with a device: all of them would pass."""
     from benchmarks.gpu.__main__ import main
 
     with pytest.raises(SystemExit, match="2"):

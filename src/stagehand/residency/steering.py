@@ -145,8 +145,11 @@ class Steering:
     def basis(self) -> tuple[object, ...]:
         """What plans are made from: each stays equal until it changes."""
         return (
-            *(self._planned, self._seconds, self._must_stay),
-            *(self._planned_link, self._trained),
+            self._planned,
+            self._seconds,
+            self._must_stay,
+            self._planned_link,
+            self._trained,
         )
 
     @property
