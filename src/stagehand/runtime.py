@@ -498,9 +498,10 @@ class Runtime(Passing, Sharing, Storing, Conduct):
     # Memory
 
     def set_budget(self, vram_budget: int | str) -> None:
-        """Change the device bytes for weights, from the next pass on.
+        """Change the device bytes for weights.
 
-        Of block mode on an accelerator, the high watermark stays the most they take.
+        What is there beyond them leaves at once; in the middle of a pass, when the next
+        one begins. Of block mode on an accelerator, the high watermark stays the most.
 
         Args:
             vram_budget: As in `stagehand.layer`. A share, such as "80%", is one of what
@@ -518,6 +519,8 @@ class Runtime(Passing, Sharing, Storing, Conduct):
             self._limit_to(nbytes)
             self._parts.budget_bytes = self._marked_bytes = nbytes
             self._tenancy.renew()
+            if not self._edges.is_busy:
+                self._tenancy.give_up(nbytes)
 
     def _limit_to(self, nbytes: int) -> None:
         self._wires.plan_within(nbytes)

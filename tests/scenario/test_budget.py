@@ -1,6 +1,7 @@
 """A budget that changes: the device never holds more than the present one allows."""
 
 import re
+from copy import deepcopy
 
 import pytest
 import torch
@@ -68,6 +69,48 @@ def test_memory_kept_for_reuse_is_given_back_when_the_budget_is_lowered(sim, low
         assert held <= budget
         assert allocated <= others + budget + inputs.nbytes
     runtime_of(model).shutdown()
+
+
+@pytest.mark.parametrize("trains", [False, True])
+def test_lowered_budget_of_an_idle_model_frees_memory_at_once(sim, trains):
+    """It was free after the next pass: others that wanted it had to wait for one."""
+    model, smallest = uneven(), smallest_budget(uneven(), "hpu")
+    if not trains:
+        model.requires_grad_(False)
+    inputs, expected = batch(), run_resident(deepcopy(model), "hpu", batch())
+    stagehand.layer(model, vram_budget=4 * smallest, device="hpu")
+    runtime, seen = runtime_of(model), []
+
+    def run():
+        with torch.set_grad_enabled(trains):
+            return model(inputs)
+
+    for _ in range(2):
+        runtime.set_budget(100 * smallest)
+        assert_bitwise_equal(run().detach(), expected, "output")
+    others = sim.allocated_bytes() - runtime._parts.weights.held_bytes
+    assert runtime._parts.weights.held_bytes > smallest
+    runtime.set_budget(smallest)
+    assert runtime._parts.weights.held_bytes <= smallest
+    assert sim.allocated_bytes() <= others + smallest
+    assert_bitwise_equal(run().detach(), expected, "output")
+
+    # A pass needs what it has: there it takes effect with the end.
+    runtime.set_budget(100 * smallest)
+    run()
+
+    def lower(*_):
+        seen.append(runtime._parts.weights.held_bytes)
+        runtime.set_budget(smallest)
+        assert runtime._parts.weights.held_bytes == seen[-1]
+
+    hook = model[1].register_forward_pre_hook(lower)
+    assert_bitwise_equal(run().detach(), expected, "output")
+    hook.remove()
+    assert_bitwise_equal(run().detach(), expected, "output")
+    assert runtime._parts.weights.held_bytes <= smallest
+    assert seen[0] > smallest
+    runtime.shutdown()
 
 
 def test_budget_holds_what_the_allocator_rounds_slots_up_to(sim, monkeypatch):
