@@ -368,9 +368,6 @@ class SavedTensors:
             tensor, version, block = packed
             self.come_to(block)
             return unchanged(tensor, version)
-        if type(packed) is _OfSite:
-            self.come_to(packed.block)
-            packed = packed.packed
         if type(packed) is Kept:
             return packed.get()
         return self.bring(packed)

@@ -186,6 +186,38 @@ def test_edits_between_uses_by_hand_are_used(place, edit, passes):
     assert_bitwise_equal(values(model), values(plain), "after shutdown")
 
 
+@pytest.mark.parametrize(
+    "edit",
+    [e for e in EDITS if e not in (add_through_data, copy_through_data)],
+    ids=lambda e: e.__name__,
+)
+@pytest.mark.parametrize("passes", [0, 2])
+def test_edits_in_a_use_by_hand_are_used_and_at_home_after_it(place, edit, passes):
+    """Where weights stay on the device as well. Only what leaves no trace is lost."""
+    model, plain = streamed_stack(place)
+    x, runtime = batch(), runtime_of(model)
+    with torch.no_grad():
+        for _ in range(passes):
+            model(x)
+    for name in runtime.block_ids:
+        runtime.before_block(name)
+        here = {id(tensor) for tensor in runtime._block(name).tensors}
+        for mine, theirs in zip(weights(model), weights(plain), strict=True):
+            if id(mine) in here:
+                edit(mine)
+                edit(theirs)
+        runtime.after_block(name)
+        for mine, theirs in zip(weights(model), weights(plain), strict=True):
+            if id(mine) in here:
+                assert_bitwise_equal(mine.data.cpu(), theirs.data, f"after {name}")
+                assert mine.is_cpu or runtime._block(name).stays
+    with torch.no_grad():
+        output = model(x)
+    assert_bitwise_equal(output, run_resident(plain, place, x), "the next pass")
+    runtime.shutdown()
+    assert_bitwise_equal(values(model), values(plain), "after shutdown")
+
+
 def test_an_edit_before_the_first_pass_is_used(place):
     model, plain = streamed_stack(place)
     for edited in (model, plain):
