@@ -14,6 +14,7 @@ import torch
 
 import stagehand
 from architectures.trees import assert_bitwise_equal
+from scenario import test_experts as mixture
 from scenario.small import (
     LAYER_BYTES,
     assert_passes_equal,
@@ -21,13 +22,14 @@ from scenario.small import (
     blocks_of,
     run_resident,
     runtime_of,
+    smallest_budget,
     stack,
     values,
 )
 from stagehand.core.arena import live_leases
 from stagehand.core.device import AcceleratorDevice
 from stagehand.errors import StagehandWarning
-from stagehand.residency import masters
+from stagehand.residency import finding, masters
 from stagehand.residency.lane_loader import LaneLoader
 from training import FEW, Setting, assert_trains_equally, net, over
 
@@ -115,6 +117,29 @@ def test_first_pass_does_not_wait_for_any_image(gate):
     assert not any(pinned(model))
     gate.open()
     assert_bitwise_equal(end(model), values(stack(DEPTH)), "weights")
+
+
+def test_first_tokens_take_chosen_experts_alone_while_the_others_are_pinned(
+    gate, monkeypatch
+):
+    monkeypatch.setattr(finding, "_SMALL_BYTES", 0)
+    model, chosen = mixture.build(), {mixture.Experts: mixture.chosen}
+    resident = mixture.build().to("hpu")
+    budget = smallest_budget(model, "hpu", experts=chosen)
+    stagehand.layer(model, vram_budget=budget, device="hpu", experts=chosen)
+    runtime, crossed = runtime_of(model), 0
+    for seed in range(6):
+        before = runtime.report().streamed_bytes
+        with torch.no_grad():
+            output = model(mixture.tokens(seed=seed))
+            expected = resident(mixture.tokens(seed=seed).to("hpu"))
+        assert_bitwise_equal(output, expected, f"token {seed}")
+        crossed = runtime.report().streamed_bytes - before
+    rows = mixture.DEPTH * mixture.TAKEN * mixture.ROW_BYTES
+    assert rows <= crossed <= rows + mixture.DEPTH * mixture.MIX_BYTES
+    assert not any(pinned(model))
+    gate.open()
+    end(model)
 
 
 @pytest.mark.parametrize("budget", [2 * LAYER_BYTES, BUDGET, ALL])
