@@ -2,7 +2,7 @@
 
 Of a weight's 16 bits the 8 of the exponent carry about 2.6. The 15 commonest exponents
 of a tensor get a code of 4 bits; weights with another one are listed. See
-`packed_layout` for what lies where, and `unpacking` for the way back.
+`packed_stream` for what lies where, and `unpacking` for the way back.
 """
 
 from dataclasses import dataclass, replace
