@@ -42,11 +42,6 @@ class PackedTensor:
     stream: torch.Tensor
     """1-D uint8, of the header's size."""
 
-    @property
-    def bits_per_weight(self) -> float:
-        """Bits that cross the link for a weight."""
-        return 8 * self.header.nbytes / self.header.numel
-
 
 def pack(tensor: torch.Tensor) -> PackedTensor | None:
     """Pack one tensor, or return None if its stream would exceed `LARGEST_SHARE`.
