@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+
 from stagehand.errors import CheckpointError
-from stagehand.pretrained.naming import Made, meta_tensors
 from stagehand.stores.checkpoint import Checkpoint
 from stagehand.stores.files import FileSet
 from stagehand.stores.safetensors import read_tensor
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    import torch
+    from stagehand.pretrained.naming import Made
 
 __all__ = ["PREFIX", "shapes_of", "write"]
 
@@ -29,10 +30,12 @@ PREFIX = "made from the checkpoint: "
 
 def shapes_of(made: Made, checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
     """Return what would be computed, on `meta`."""
+    entries = {key: checkpoint[key] for key in made.sources}
     sources = {
-        key: (checkpoint[key].dtype, checkpoint[key].shape) for key in made.sources
+        key: torch.empty(entry.shape, dtype=entry.dtype, device="meta")
+        for key, entry in entries.items()
     }
-    return dict(made.compute(meta_tensors(sources)))
+    return dict(made.compute(sources))
 
 
 def write(
