@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from stagehand.conductor.adapters import LinkNeed
-from stagehand.core.ledger import SubAccount
 
 if TYPE_CHECKING:
     from stagehand.assembly import Parts, Settings
@@ -59,8 +58,7 @@ class Conduct:
     @property
     def device_account(self) -> Account:
         """The account of its device memory, or the whole that it shares with others."""
-        weights = self._parts.weights
-        return weights.whole if isinstance(weights, SubAccount) else weights
+        return self._parts.weights.whole
 
     def snapshot(self) -> dict[str, int | None]:
         """Return what a conductor's record says of it."""

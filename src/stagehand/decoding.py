@@ -134,7 +134,7 @@ def decode(
     Raises:
         CheckpointError: If there is no room, or a weight is not sound.
     """
-    check_room(folder, bytes_of(likes))
+    check_room(folder, bytes_of(likes), "give a scratch_dir on a larger disk")
     path = folder / _FILE
     names = sorted(likes, key=lambda name: -likes[name].element_size())
     fillers = [f"{name}.filler" for name in names]

@@ -501,6 +501,8 @@ class _Inside:
         unpack: Callable[[Any], torch.Tensor],
     ) -> None:
         self.saved = saved
+        self.below = unpack
+        """What unpacks what theirs has saved."""
         self._pack = pack
         self._unpack = (
             unpack if saved.watch is None else partial(_in_watch, saved.watch, unpack)

@@ -40,6 +40,7 @@ __all__ = [
     "StagehandRuntime",
     "check_dtype",
     "check_model",
+    "check_module",
     "device_budget",
     "host_budget",
     "layer",

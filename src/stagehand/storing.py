@@ -77,6 +77,8 @@ class Storing:
         Raises:
             CheckpointError: If a tensor is missing or has another shape or element
                 type, or a file is not sound; nothing has changed then.
+            StagehandOOMError: If the budget has no room to decode a block; the weights
+                come from files then, decoded.
         """
         model = self._check_open()
         check_value("scratch_dir", scratch_dir, str | Path | None)

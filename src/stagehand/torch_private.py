@@ -101,6 +101,8 @@ from stagehand.errors import ConfigError, StagehandError
 from stagehand.frames import frames_of
 
 __all__ = [
+    "CAST",
+    "WRAPPERS",
     "DispatchMode",
     "WeakMode",
     "WeakStorage",
@@ -121,6 +123,7 @@ __all__ = [
     "in_backward",
     "in_function",
     "inference_mode",
+    "is_autograds",
     "is_compiled_for",
     "is_last_hook",
     "is_on_top",

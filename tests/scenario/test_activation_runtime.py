@@ -195,6 +195,8 @@ def test_disabled_runtime_has_no_parts_and_does_nothing(sim):
     assert runtime._parts is None
     with runtime.paused():
         pass
+    with pytest.raises(stagehand.ClosedError, match="enabled=True"):
+        runtime.watch_blocks([])
     runtime.shutdown()
 
 

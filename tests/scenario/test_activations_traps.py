@@ -989,6 +989,59 @@ def test_inside_of_a_checkpoint_of_streamed_weights_it_refuses_too(saved):
     runtime_of(model).shutdown()
 
 
+class Regions(nn.Module):
+    """Its layers run in checkpoints, each followed by what is entered there."""
+
+    def __init__(self, then):
+        super().__init__()
+        self.layers = stack()
+        self.then = [then]  # no part of the model
+
+    def forward(self, x):
+        def region(layer, x):
+            return self.then[0](layer(x))
+
+        for layer in self.layers:
+            x = checkpoint(region, layer, x, use_reentrant=False)
+        return x
+
+
+class Entering(nn.Module):
+    """Saves under a budget between its layers."""
+
+    def __init__(self, saved):
+        super().__init__()
+        self.layers = stack(2)
+        self.saved = [saved]
+
+    def forward(self, x):
+        x = self.layers[0](x)
+        with self.saved[0]:
+            return self.layers[1](x)
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_inside_of_a_checkpoint_of_streamed_models_it_refuses_in_each_pass(
+    saved, streamed
+):
+    """In a first pass their hooks are others, and those of two lie on each other."""
+    entering = Entering(saved)
+    model = Regions(entering)
+    stagehand.layer(model, vram_budget=200_000)
+    if streamed:
+        stagehand.layer(entering, vram_budget=200_000)
+    else:
+        entering.to("hpu")
+    with pytest.warns(stagehand.StagehandWarning, match="inside of a checkpointed"):
+        gradients(model, plain)
+    for _ in range(2):
+        gradients(model, plain)
+    assert spill_of(saved).tally.saved_count == 0
+    runtime_of(model).shutdown()
+    if streamed:
+        runtime_of(entering).shutdown()
+
+
 def test_nothing_is_saved_in_a_recompute_inside_of_backward(tiny):
     def reentrant(model, x):
         for layer in model:

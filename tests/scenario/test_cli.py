@@ -326,6 +326,19 @@ def test_description_of_pooling_that_is_none_is_refused(invoke, encoder, text, p
     assert_refused(invoke(encoder, "--text", "the cat"), "1_Pooling", problem)
 
 
+def test_code_in_the_directory_is_not_run_and_not_asked_about(
+    invoke, encoder, monkeypatch
+):
+    asked = []
+    monkeypatch.setattr("builtins.input", lambda text: asked.append(text) or "y")
+    settings = {"model_type": "mine", "auto_map": {"AutoConfig": "mine.Config"}}
+    (encoder / "config.json").write_text(json.dumps(settings))
+    (encoder / "mine.py").write_text(f"open({str(encoder / 'ran')!r}, 'w').close()")
+    assert_refused(invoke(encoder, "--text", "the cat"), str(encoder), "custom code")
+    assert not asked
+    assert not (encoder / "ran").exists()
+
+
 def test_missing_tokenizer_is_refused(invoke, encoder):
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (encoder / name).unlink()

@@ -1,5 +1,6 @@
 """Optimizers step streamed weights on the host, after backward or during it."""
 
+from concurrent.futures import Future
 from copy import deepcopy
 
 import pytest
@@ -11,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import stagehand
 from equality import all_equal
 from stagehand.core.arena import live_leases
+from stagehand.gradients.gradients import Gradients
 from stagehand.optim import OffloadedAdamW
 
 BUDGET = 2 * LAYER_BYTES
@@ -132,6 +134,39 @@ def test_gradients_are_in_place_where_a_listener_raised_when_backward_was_over(s
     with pytest.raises(LookupError):
         model[0](model(batch().to("hpu"))).sum().backward()
     assert all_equal([p.grad.cpu() for p in model.parameters()], gradients)
+    runtime_of(model).shutdown()
+
+
+def test_gradients_that_were_put_aside_are_added_where_a_listener_had_raised(
+    sim, monkeypatch
+):
+    """Where loads go first, some arrive when backward is over."""
+    model = stagehand.layer(stack(), vram_budget=BUDGET)
+    for _ in range(2):
+        model(batch().to("hpu")).sum().backward()
+    expected = [p.grad.cpu() for p in model.parameters()]
+    model.zero_grad()
+    model(batch().to("hpu")).sum().backward()
+    pass_on, settle = Gradients.pass_on, Gradients.settle
+
+    def put_aside(self, *, waits=True):
+        if not waits:
+            pass_on(self, waits=False)
+
+    def settle_late(self):
+        if self._arrivals:
+            failed, done = Future(), Future()
+            failed.set_exception(LookupError())
+            done.set_result(None)
+            self._jobs += failed, done
+        settle(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Gradients, "pass_on", put_aside)
+        patch.setattr(Gradients, "settle", settle_late)
+        with pytest.raises(LookupError):
+            model(batch().to("hpu")).sum().backward()
+    assert all_equal([p.grad.cpu() for p in model.parameters()], expected)
     runtime_of(model).shutdown()
 
 

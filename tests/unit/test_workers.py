@@ -270,6 +270,7 @@ def test_a_job_that_an_interrupt_keeps_from_being_noted_never_runs(group):
 
     with pytest.raises(KeyboardInterrupt):
         group.hand(interrupted, seen.append, 1)
+    assert not group._open
     group.submit(str).result(PATIENCE)
     group.wait_idle()
     [future] = seen

@@ -18,8 +18,15 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["Forecast", "Prefix", "Rates", "Save", "best_prefix", "foresee"]
-__all__ += ["plan_prefix"]
+__all__ = [
+    "Forecast",
+    "Prefix",
+    "Rates",
+    "Save",
+    "best_prefix",
+    "foresee",
+    "plan_prefix",
+]
 
 _LONGER = 8  # prefixes that are tried
 _VAIN = 0.05  # of what leaves

@@ -298,5 +298,8 @@ class ActivationRuntime:
 
     def _need_parts(self) -> Parts:
         if self._parts is None:
-            raise ClosedError("this ActivationRuntime is disabled; it has no parts")
+            raise ClosedError(
+                "this ActivationRuntime is disabled: it watches no blocks, and there is"
+                " nothing to attach to a conductor; make one with enabled=True"
+            )
         return self._parts

@@ -201,6 +201,8 @@ def _is_ours(hooks: Any) -> bool:
 
 def _is_checkpoint(hooks: Any) -> bool:
     """Whether hooks are a checkpoint's, perhaps below those of streamed weights."""
-    owner = getattr(hooks[1], "__self__", None)
-    inner = getattr(owner, "_unpack", hooks[1])
-    return getattr(inner, "__module__", None) == _CHECKPOINTS
+    unpack = below = hooks[1]
+    while below is not None:
+        unpack = below
+        below = getattr(getattr(unpack, "__self__", None), "below", None)
+    return getattr(unpack, "__module__", None) == _CHECKPOINTS

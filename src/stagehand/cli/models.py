@@ -35,6 +35,8 @@ _UNUSABLE = (
     *(ArithmeticError, AssertionError, AttributeError, LookupError, OSError),
     *(RuntimeError, StrictDataclassError, TypeError, ValueError),
 )
+# Asked nothing about code in the directory, transformers would ask on the terminal.
+_LOCAL: Any = {"local_files_only": True, "trust_remote_code": False}
 
 
 class ModelKind(Enum):
@@ -78,7 +80,7 @@ def find_model(name: str) -> FoundModel:
     if not (path / "config.json").is_file():
         raise ConfigError(f"model directory {name!r} has no config.json")
     try:
-        config = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
+        config = transformers.AutoConfig.from_pretrained(path, **_LOCAL)
     except _UNUSABLE as error:
         raise ConfigError(
             f"the configuration in {name!r} is not usable: {_in_a_line(error)}"
@@ -174,9 +176,9 @@ def open_model(found: FoundModel, *, dtype: torch.dtype | None) -> nn.Module:
             found.path,
             config=found.config,
             dtype="auto" if dtype is None else dtype,
-            local_files_only=True,
             use_safetensors=True,
             output_loading_info=True,
+            **_LOCAL,
             **options,
         )
     except _UNUSABLE as error:
@@ -229,9 +231,7 @@ def open_tokenizer(found: FoundModel) -> Any:
         ConfigError: If the directory holds none that can be used.
     """
     try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(
-            found.path, local_files_only=True
-        )
+        tokenizer = transformers.AutoTokenizer.from_pretrained(found.path, **_LOCAL)
     except (ValueError, OSError, ImportError) as error:
         raise ConfigError(
             f"the directory '{found.path}' has no usable tokenizer: {error}"

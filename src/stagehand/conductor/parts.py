@@ -77,7 +77,7 @@ class Parts:
         self._config = config
         self._policy = policy
         self._adapters: list[Adapter] = []
-        self._booked: dict[Account | None, Grant] = {}  # budgets of what is attached
+        self._booked: dict[Account, Grant] = {}  # budgets of what is attached
         self._lock = threading.RLock()
         self._told = False  # whether phases are told by hand, and not detected
         self._closed = self._dropped = False
@@ -164,7 +164,7 @@ class Parts:
     def _rebook(self) -> None:
         """Book what budgets are now, as far as there is room: they may have changed."""
         for account, grant in tuple(self._booked.items()):
-            if account is None or account.limit_bytes == grant.nbytes:
+            if account.limit_bytes == grant.nbytes:
                 continue
             room = self.ledger.device.room_for(grant.holder, Mode.BURST) + grant.nbytes
             nbytes = min(account.limit_bytes, room)
@@ -174,7 +174,7 @@ class Parts:
                     nbytes, grant.holder
                 )
 
-    def _users_of(self, account: Account | None) -> int:
+    def _users_of(self, account: Account) -> int:
         return sum(r.device_account is account for r in self._runtimes())
 
     def add(self, adapter: Adapter) -> None:

@@ -264,7 +264,7 @@ class AcceleratorDevice:
 
     def new_stream(self, priority: int = 0) -> Stream:
         """See `Device.new_stream`. Lower priorities run first."""
-        if self.torch_device.type == "cuda":  # torch.Stream takes its priority in order
+        if self._is_cuda:  # torch.Stream takes its priority in order
             stream: Stream = torch.cuda.Stream(  # type: ignore[no-untyped-call]
                 self.torch_device, priority=priority
             )

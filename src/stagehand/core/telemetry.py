@@ -107,7 +107,7 @@ class StepRecord:
     device_used_bytes: int | None = None
     """Device bytes that the runtime holds for weights."""
     device_peak_bytes: int | None = None
-    """The most that it held at once."""
+    """The most that it has held at once, in any step so far."""
     device_allocated_bytes: int | None = None
     """Device bytes that the whole process has allocated."""
     device_reserved_bytes: int | None = None
@@ -119,7 +119,7 @@ class StepRecord:
     pinning_bytes: int | None = None
     """Bytes of weights that are still being page-locked, in the background."""
     pool_wait_count: int | None = None
-    """Leases that had to wait for the pool."""
+    """Leases that had to wait for the pool, in all steps so far."""
     pool_wait_ms: float | None = None
     """Time that they waited."""
 

@@ -105,7 +105,8 @@ class WorkerGroup:
                 if not runs_here:
                     self._queue.put((future, doing))
             except BaseException:
-                future.cancel()
+                if future.cancel():
+                    self._open.discard(future)
                 raise
             if self._closed:
                 future.cancel()

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     Listener = Callable[[Sequence[nn.Parameter]], None]
 
-__all__ = ["Arrival", "Listener", "combine", "take_in"]
+__all__ = ["Arrival", "combine", "take_in"]
 
 
 class Arrival(NamedTuple):

@@ -34,6 +34,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections import deque
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -591,6 +592,9 @@ class Gradients:
             self._wait()
         finally:
             self._await_jobs()
+            if self._arrivals:  # something was raised before they were passed on
+                with suppress(Exception):
+                    self._wait()
             self._put_back()
 
     def give_up(self) -> None:

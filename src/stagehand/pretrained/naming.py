@@ -11,7 +11,7 @@ from torch import nn
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-__all__ = ["Made", "Naming", "meta_tensors", "same_tensors"]
+__all__ = ["Made", "Naming", "same_tensors"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,13 +51,3 @@ def same_tensors(model: nn.Module) -> Iterator[tuple[torch.Tensor, list[str]]]:
             names.setdefault(id(tensor), []).append(name)
     for number, tensor in tensors.items():
         yield tensor, names[number]
-
-
-def meta_tensors(
-    shapes: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
-) -> dict[str, torch.Tensor]:
-    """Return tensors without memory."""
-    return {
-        name: torch.empty(shape, dtype=dtype, device="meta")
-        for name, (dtype, shape) in shapes.items()
-    }

@@ -6,24 +6,21 @@ what one pass costs here, the second is what streaming from files is to avoid.
 
 from __future__ import annotations
 
-import shutil
 from typing import TYPE_CHECKING
 
-from safetensors import SafetensorError
-from safetensors.torch import save_file
+import torch
 
 from stagehand.errors import CheckpointError
-from stagehand.pretrained.naming import Made, meta_tensors
 from stagehand.stores.checkpoint import Checkpoint
 from stagehand.stores.files import FileSet
 from stagehand.stores.safetensors import read_tensor
-from stagehand.units import format_bytes
+from stagehand.stores.writing import check_room, safetensors_file
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    import torch
+    from stagehand.pretrained.naming import Made
 
 __all__ = ["PREFIX", "shapes_of", "write"]
 
@@ -33,10 +30,12 @@ PREFIX = "made from the checkpoint: "
 
 def shapes_of(made: Made, checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
     """Return what would be computed, on `meta`."""
+    entries = {key: checkpoint[key] for key in made.sources}
     sources = {
-        key: (checkpoint[key].dtype, checkpoint[key].shape) for key in made.sources
+        key: torch.empty(entry.shape, dtype=entry.dtype, device="meta")
+        for key, entry in entries.items()
     }
-    return dict(made.compute(meta_tensors(sources)))
+    return dict(made.compute(sources))
 
 
 def write(
@@ -55,25 +54,19 @@ def write(
     Raises:
         CheckpointError: If there is no room, or a file cannot be read or written.
     """
-    free = shutil.disk_usage(folder).free
-    if nbytes > free:
-        raise CheckpointError(
-            f"{folder} has {format_bytes(free)} free: expected {format_bytes(nbytes)}"
-            " for tensors that are computed from the checkpoint; give a scratch_dir on"
-            " a larger disk"
-        )
+    check_room(folder, nbytes, "give a scratch_dir on a larger disk")
     files = FileSet(checkpoint.files)
     try:
         for number, made in enumerate(all_made):
             sources = {k: read_tensor(files, checkpoint[k]) for k in made.sources}
-            tensors = {
-                PREFIX + name: tensor.contiguous()
-                for name, tensor in made.compute(sources).items()
-            }
+            computed = made.compute(sources)
+            tensors = {PREFIX + name: tensor for name, tensor in computed.items()}
             path = folder / f"{number:06}.safetensors"
             try:
-                save_file(tensors, path)
-            except (OSError, SafetensorError) as error:
+                with safetensors_file(path.open("wb"), tensors) as body:
+                    for name in sorted(tensors, key=lambda n: -tensors[n].itemsize):
+                        body.add(name, tensors[name])
+            except OSError as error:
                 raise CheckpointError(f"{path} cannot be written: {error}") from error
     finally:
         files.close()

@@ -26,7 +26,7 @@ from itertools import pairwise
 
 from stagehand.errors import StagehandInternalError
 
-__all__ = ["Order"]
+__all__ = ["Order", "Route"]
 
 _ROUTES_KEPT = 8
 _CYCLE_ROUTES = 4

@@ -79,10 +79,10 @@ class Store(Protocol):
     """Where a block's truth lives: host memory, files, a packed or quantized form.
 
     Narrow on purpose. The loader moves whole images and knows neither files, formats
-    nor parameters, so a store can fill an image, take one back, be told of a change on
-    the host, and say whether a copy elsewhere may be forgotten; nothing above asks what
-    kind of store it is. A store allocates no pinned or device memory, starts no thread
-    and waits for no stream: the image is its caller's again when the call returns.
+    nor parameters, so a store can fill an image, take one back and be told of a change
+    on the host; nothing above asks what kind of store it is. A store allocates no
+    pinned or device memory, starts no thread and waits for no stream: the image is its
+    caller's again when the call returns.
     """
 
     @property
@@ -155,6 +155,3 @@ class Store(Protocol):
         Raises:
             CheckpointError: If they are views of a file that changed in place.
         """
-
-    def can_drop(self) -> bool:
-        """Return whether an unchanged copy elsewhere may be forgotten."""

@@ -2,7 +2,7 @@
 
 Of a weight's 16 bits the 8 of the exponent carry about 2.6. The 15 commonest exponents
 of a tensor get a code of 4 bits; weights with another one are listed. See
-`packed_layout` for what lies where, and `unpacking` for the way back.
+`packed_stream` for what lies where, and `unpacking` for the way back.
 """
 
 from dataclasses import dataclass, replace
@@ -41,11 +41,6 @@ class PackedTensor:
     """What is needed to decode it."""
     stream: torch.Tensor
     """1-D uint8, of the header's size."""
-
-    @property
-    def bits_per_weight(self) -> float:
-        """Bits that cross the link for a weight."""
-        return 8 * self.header.nbytes / self.header.numel
 
 
 def pack(tensor: torch.Tensor) -> PackedTensor | None:

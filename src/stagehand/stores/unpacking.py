@@ -81,11 +81,7 @@ def most_scratch_nbytes(nbytes: int, device_type: str) -> int:
 
 
 def unpack_into(
-    stream: torch.Tensor,
-    header: PackedHeader,
-    target: torch.Tensor,
-    *,
-    scratch: torch.Tensor | None = None,
+    stream: torch.Tensor, header: PackedHeader, target: torch.Tensor
 ) -> None:
     """Decode one tensor, bit for bit.
 
@@ -93,14 +89,12 @@ def unpack_into(
         stream: 1-D uint8, as `packing.pack` wrote it, on any device.
         header: The stream's.
         target: bfloat16, contiguous, of the header's size, on the same device.
-        scratch: As for `unpack_image`.
 
     Raises:
         StagehandInternalError: If the two do not fit the header or each other.
     """
     image = target.detach().view(-1).view(torch.uint8)
-    layout = PackedLayout.of_stream(header)
-    unpack_image(stream, layout, image, scratch=scratch)
+    unpack_image(stream, PackedLayout.of_stream(header), image)
 
 
 def unpack_image(

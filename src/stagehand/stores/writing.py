@@ -36,8 +36,13 @@ _LENGTH_BYTES = 8
 _FIELDS = 256  # bytes of a tensor's description beside its name, at most
 
 
-def check_room(folder: Path, nbytes: int) -> None:
+def check_room(folder: Path, nbytes: int, advice: str = "choose a larger disk") -> None:
     """Do nothing if a file of so many bytes fits a folder's disk.
+
+    Args:
+        folder: Where the file will be.
+        nbytes: Its size.
+        advice: What to do where it does not fit.
 
     Raises:
         CheckpointError: Otherwise, or if the folder cannot be asked.
@@ -49,7 +54,7 @@ def check_room(folder: Path, nbytes: int) -> None:
     if free < nbytes:
         raise CheckpointError(
             f"{folder} has {format_bytes(free)} free: expected {format_bytes(nbytes)}"
-            " for what is to be written; choose a larger disk"
+            f" for what is to be written; {advice}"
         )
 
 

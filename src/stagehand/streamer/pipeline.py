@@ -96,9 +96,6 @@ class Pipeline:
         self._engine = TransferEngine(device, counters, streams=self._shared.streams())
         # What is packed is decoded on the device, or on the host by who loads it.
         self._decodes = bool(self._bytes.unpacked_from)
-        self.device_account = Account("device memory for layers", 0)
-        self.pinned_account = Account("pinned memory for layers", 0)
-        self.host_account = Account("ordinary memory for layers", 0)
         self._make_arenas()
         self._parts: _Parts | None = None
         self._torn = False  # whether an interrupt may have left the books wrong

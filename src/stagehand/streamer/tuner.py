@@ -150,7 +150,6 @@ class LayerStreamerTuner:
         self._timeout_seconds = timeout_seconds
         self._config_file = None if config_file is None else Path(config_file)
         self._track_progress = track_progress
-        self._device = device
         self._sizes = self._weigh()
         self._file = None
         if results_file is not None:
@@ -228,7 +227,7 @@ class LayerStreamerTuner:
             "files": {s: [t.size, t.mtime_ns] for s, t in sorted(stamps.items())},
             "setup_fn": f"{self._setup_fn.__module__}.{self._setup_fn.__qualname__}",
             "dtype": str(self._arguments["dtype"]),
-            "device": str(self._device),
+            "device": str(self._arguments["device"]),
             "layers": self._sizes.layers,
             "n_runs": self._n_runs,
         }
