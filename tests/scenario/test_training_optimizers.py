@@ -1,6 +1,10 @@
 """Optimizers step streamed weights on the host, after backward or during it."""
 
+import gc
+import time
+import weakref
 from concurrent.futures import Future
+from contextlib import suppress
 from copy import deepcopy
 
 import pytest
@@ -103,6 +107,45 @@ def test_after_a_listener_raised_at_any_of_its_calls_training_is_exact(sim, last
     runtime_of(model).shutdown()
 
 
+def test_what_a_listener_raised_keeps_no_graph_once_it_is_handled(sim):
+    """Its traceback held the frame that raised it, which held it: until a collection,
+    activations stayed, and weights of which nodes were left came home in parts.
+    """
+    model = stagehand.layer(stack(), vram_budget=BUDGET)
+    calls, fails = [], set()
+
+    def listen(parameters):
+        calls.append(len(parameters))
+        if len(calls) in fails:
+            raise LookupError
+
+    runtime_of(model).when_home(listen)
+
+    def step():
+        x = batch().to("hpu").requires_grad_()
+        calls.clear()
+        model.zero_grad()
+        with suppress(LookupError):
+            model(x).sum().backward()
+        return weakref.ref(x)
+
+    step()
+    gc.collect()
+    gc.disable()
+    try:
+        for number in range(1, len(calls) + 1):
+            fails |= {number}
+            left = step()
+            deadline = time.monotonic() + 30
+            while left() is not None:  # autograd's thread may still let go of it
+                assert time.monotonic() < deadline, f"call {number} raised"
+                time.sleep(0.001)
+            fails.clear()
+    finally:
+        gc.enable()
+    runtime_of(model).shutdown()
+
+
 def test_weights_that_were_used_twice_are_stepped_in_later_backwards(sim):
     """Of several parts of a gradient nobody is told, in that backward alone."""
     model = stagehand.layer(stack(), vram_budget=BUDGET)
@@ -135,6 +178,47 @@ def test_gradients_are_in_place_where_a_listener_raised_when_backward_was_over(s
         model[0](model(batch().to("hpu"))).sum().backward()
     assert all_equal([p.grad.cpu() for p in model.parameters()], gradients)
     runtime_of(model).shutdown()
+
+
+class Interrupted(Future):
+    """A job; the first who waits for it gets an interrupt."""
+
+    waits = 0
+
+    def exception(self, timeout=None):
+        self.waits += 1
+        if self.waits == 1:
+            raise KeyboardInterrupt
+        return super().exception(timeout)
+
+
+@pytest.mark.parametrize("when", ["in backward", "at its end"])
+def test_a_job_of_which_the_wait_was_interrupted_is_waited_for_again(sim, when):
+    """It was forgotten: a listener might still have changed weights in a pass."""
+    model = stagehand.layer(stack(), vram_budget=BUDGET)
+    runtime, jobs = runtime_of(model), []
+    runtime.when_home(lambda _: None)
+
+    def put(_):
+        jobs.append(Interrupted())
+        jobs[0].set_result(None)
+        waiting = runtime._gradients._jobs
+        if when == "in backward":
+            waiting.appendleft(jobs[0])
+            waiting.append(Future())
+            waiting[-1].set_result(None)
+        else:
+            waiting.append(jobs[0])
+
+    number = 3 if when == "in backward" else 0
+    hook = model[number][0].weight.register_post_accumulate_grad_hook(put)
+    with pytest.raises(KeyboardInterrupt):
+        model(batch().to("hpu")).sum().backward()
+    hook.remove()
+    model.zero_grad()
+    model(batch().to("hpu")).sum().backward()
+    assert jobs[0].waits > 1
+    runtime.shutdown()
 
 
 def test_gradients_that_were_put_aside_are_added_where_a_listener_had_raised(

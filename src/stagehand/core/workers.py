@@ -23,7 +23,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from stagehand.errors import ClosedError, StagehandError, StagehandWarning
 
-__all__ = ["WorkerGroup", "failure_of"]
+__all__ = ["WorkerGroup", "failure_of", "raise_kept"]
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -208,6 +208,20 @@ def failure_of(future: "Future[Any]") -> BaseException | None:
         return future.exception()
     except CancelledError as error:
         return error
+
+
+def raise_kept(error: BaseException | None) -> None:
+    """Raise what somebody has kept, if anything, from a frame that lets go of it.
+
+    A frame that holds what it raises, and with that its own traceback, is freed by the
+    collector alone, and so are graphs and tensors of all frames above it. So call this
+    with an expression, not with a variable.
+    """
+    try:
+        if error is not None:
+            raise error
+    finally:
+        del error
 
 
 def _nobody(_: "Future[_R]") -> None:

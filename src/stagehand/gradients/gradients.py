@@ -47,6 +47,7 @@ from stagehand.core.hidden_gradients import (
 )
 from stagehand.core.layout import placed_like
 from stagehand.core.terms import terms_of
+from stagehand.core.workers import failure_of, raise_kept
 from stagehand.errors import ConfigError, StagehandWarning
 from stagehand.gradients.arrivals import Arrival, combine, take_in
 from stagehand.gradients.home import HOMES, Home
@@ -496,7 +497,7 @@ class Gradients:
         lease = self._arena.acquire_nowait(nbytes, "an arriving gradient")
         while lease is None and (self._arrivals or self._jobs):
             self.pass_on(waits=False)
-            self._jobs.popleft().result()
+            self._await_job()
             lease = self._arena.acquire_nowait(nbytes, "an arriving gradient")
         return lease
 
@@ -527,7 +528,7 @@ class Gradients:
             return  # mostly
         self._send_late()
         while len(self._jobs) >= _JOBS_UNDER_WAY:
-            self._jobs.popleft().result()
+            self._await_job()
         told = self._told()
         if told or not waits:
             self._engine.flush_home()
@@ -626,15 +627,19 @@ class Gradients:
         Raises:
             Exception: What a thread or a listener raised first.
         """
-        failed = self._await_jobs()
-        if failed is not None:
-            raise failed
+        raise_kept(self._await_jobs())
+
+    def _await_job(self) -> None:
+        """Wait for the oldest job. An interrupt leaves it to be waited for again."""
+        failure_of(self._jobs[0])
+        raise_kept(failure_of(self._jobs.popleft()))
 
     def _await_jobs(self) -> BaseException | None:
         """Return the first failure when neither a thread nor the lane has work."""
         failed: BaseException | None = None
         while self._jobs:
-            error = self._jobs.popleft().exception()
+            error = failure_of(self._jobs[0])
+            self._jobs.popleft()
             failed = failed or error
         while self._stepping:
             self._stepping.pop().stepping = False

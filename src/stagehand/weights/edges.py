@@ -28,6 +28,7 @@ import torch
 from torch.nn.utils.rnn import PackedSequence
 
 from stagehand.core.turn import HERE, Turn, host_while, runs_library
+from stagehand.core.workers import raise_kept
 from stagehand.errors import DeadlockError, StagehandError
 from stagehand.frames import Call
 from stagehand.torch_private import (
@@ -483,9 +484,10 @@ class Edges:
 
     def _raise_unsaid(self) -> None:
         """Raise what the end of a failed backward could not."""
-        error, self._unsaid = self._unsaid, None
-        if error is not None:
-            raise error
+        try:
+            raise_kept(self._unsaid)
+        finally:
+            self._unsaid = None
 
     def _end_backward(self, backward: _Backward) -> None:
         backward.over = True
