@@ -227,7 +227,6 @@ def test_stop_gets_through_while_the_same_thread_asks_for_layers(ahead, monkeypa
 def test_store_of_a_layer_is_read_only():
     store = LayerStore(3, Files())
     assert (store.hosts, store.pinned, store.wire) == ([], None, None)
-    assert store.can_drop()
     with pytest.raises(StagehandInternalError, match="layer 3 cannot be written back"):
         store.write_back(torch.zeros(1))
     with pytest.raises(StagehandInternalError, match="layer 3 has no tensor 0"):

@@ -298,5 +298,8 @@ class ActivationRuntime:
 
     def _need_parts(self) -> Parts:
         if self._parts is None:
-            raise ClosedError("this ActivationRuntime is disabled; it has no parts")
+            raise ClosedError(
+                "this ActivationRuntime is disabled, so it has no parts to limit or to"
+                " measure with: set enabled=True in its config, or leave this call out"
+            )
         return self._parts

@@ -155,6 +155,3 @@ class Store(Protocol):
         Raises:
             CheckpointError: If they are views of a file that changed in place.
         """
-
-    def can_drop(self) -> bool:
-        """Return whether an unchanged copy elsewhere may be forgotten."""

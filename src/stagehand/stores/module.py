@@ -108,7 +108,3 @@ class ModuleStore:
 
     def check_hosts(self) -> None:
         """Do nothing: they are memory."""
-
-    def can_drop(self) -> bool:
-        """Return True: host memory holds every byte."""
-        return True

@@ -219,10 +219,6 @@ class SafetensorsStore:
         for path in {extent.path for extent in self._extents}:
             self._files.check_mapped(path)
 
-    def can_drop(self) -> bool:
-        """Return True: the files and the overlay hold every byte."""
-        return True
-
     def _find_parts(self) -> dict[Path, list[Part]]:
         """Return what fills all contiguous entries that are not edited."""
         found: dict[Path, list[Part]] = {}

@@ -206,10 +206,6 @@ class LayerStore:
     def check_hosts(self) -> None:
         """Do nothing: there are none."""
 
-    def can_drop(self) -> bool:
-        """Return True: the files hold every byte."""
-        return True
-
 
 class ReadAhead:
     """Layers in ordinary memory, read in batches, ahead of whoever takes them.
