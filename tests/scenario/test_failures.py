@@ -43,6 +43,7 @@ from stagehand.residency.blocks import Block
 from stagehand.residency.mover import Mover
 from stagehand.residency.scheduler import Scheduler
 from stagehand.residency.slots import SlotMemory
+from stagehand.stores.checkpoint import Checkpoint
 from stagehand.torch_private import DispatchMode, storage_use_count
 from streamed import Shape
 from threadless import without_threads
@@ -964,6 +965,32 @@ def test_an_index_that_names_a_missing_shard_is_refused_at_conversion(place, tmp
     index.write_text(json.dumps({"metadata": {}, "weight_map": names}))
     with pytest.raises(stagehand.CheckpointError, match=r"gone\.safetensors"):
         runtime_of(model).convert_registry_to_file_backed_sharded(tmp_path)
+    assert_whole(model, place)
+    end(model)
+
+
+@pytest.mark.parametrize("backed", [False, True], ids=["in memory", "in other files"])
+def test_a_shard_that_goes_while_its_tensors_are_mapped_changes_nothing(
+    place, tmp_path, backed
+):
+    """Blocks before it had the values of files that were closed by then."""
+    model = streamed_stack(place, **always_read(place))
+    runtime, tensors = runtime_of(model), stack().state_dict()
+    if backed:
+        (tmp_path / "first").mkdir()
+        save(stack(), tmp_path / "first")
+        runtime.convert_registry_to_file_backed_sharded(tmp_path / "first")
+    for first in range(2):
+        half = list(tensors.items())[6 * first :][:6]
+        part = {name: tensor + 1 for name, tensor in half}
+        safetensors.torch.save_file(part, tmp_path / f"{first}.safetensors")
+    checkpoint = Checkpoint.open(tmp_path)
+    (tmp_path / "1.safetensors").unlink()
+    stores, files = [b.store for b in blocks_of(model)], runtime._files
+    with pytest.raises(stagehand.CheckpointError, match=r"1\.safetensors cannot be op"):
+        runtime.convert_registry_to_file_backed_sharded(checkpoint)
+    assert [b.store for b in blocks_of(model)] == stores
+    assert runtime._files is files
     assert_whole(model, place)
     end(model)
 

@@ -37,8 +37,9 @@ from stagehand.core.transfer import Ticket
 from stagehand.errors import ClosedError, ConfigError, StagehandWarning
 from stagehand.stores import reading
 from stagehand.stores.converting import convert_to_packed
-from stagehand.streamer import pipeline
+from stagehand.streamer import pipeline, rates
 from stagehand.streamer.depths import READERS
+from stagehand.streamer.streamer import described
 
 DEPTHS = {
     "default": {},
@@ -275,7 +276,7 @@ def large():
         for n in range(LAYERS)
         for key, shape in shapes.items()
     }
-    made[EMBED] = torch.randn(10, WIDE, generator=generator)
+    made[EMBED] = torch.randn(WIDE, WIDE, generator=generator)
     return {name: weight.bfloat16() for name, weight in made.items()}
 
 
@@ -304,6 +305,38 @@ def test_packed_layers_are_decoded_to_the_bits_they_were_packed_from(
     with torch.no_grad():
         found = streamer.run_pass(x.to(place), layer_fn).cpu()
     assert_bitwise_equal(found, expected, "after a failure")
+
+
+@places
+def test_layers_of_which_some_are_packed_are_what_they_were(
+    sim, stream, large, tmp_path, place
+):
+    tensors = dict(large)
+    for key in ("attn.weight", "mlp.weight"):
+        tensors[f"{PREFIX}2.{key}"] = large[f"{PREFIX}2.{key}"].float()
+    convert_to_packed(save(tmp_path / "plain", tensors), tmp_path / "packed")
+    streamer = stream(place, tmp_path / "packed", n_gpu=1, n_cpu_pinned=1)
+    for number in range(2):
+        seen = []
+        streamer.run_pass(0, lambda x, w, n, seen=seen: seen.append(on_host(w)) or x)
+        for layer, found in enumerate(seen):
+            for key, weight in found.items():
+                name = f"{PREFIX}{layer}.{key}"
+                assert_bitwise_equal(weight, tensors[name], f"pass {number}: {name}")
+
+
+def test_sizes_that_are_not_those_of_packed_weights_are_refused(packed):
+    found = described(packed, None)
+    sizes = {**found["block_sizes"], "mlp.weight": 5}
+    with pytest.raises(
+        stagehand.CheckpointError,
+        match=rf"mlp.weight has 5 elements: found {WIDE * WIDE}, .* in .*safetensors$",
+    ):
+        LayerStreamer(**{**found, "block_sizes": sizes, "dtype": None}, device="cpu")
+
+
+def on_host(weights):
+    return {key: weight.cpu().clone() for key, weight in weights.items()}
 
 
 def test_packed_layers_cross_the_link_packed_in_what_memory_they_are_said_to_need(
@@ -807,6 +840,20 @@ def test_number_that_is_written_in_another_way_counts_no_layers(stream, tmp_path
     assert stream("cpu", save(tmp_path, tensors)).layer_prefix == PREFIX
 
 
+def test_tensor_of_a_type_that_torch_lacks_beside_the_layers_is_left_alone(
+    stream, tmp_path
+):
+    """Numbers of four bits in threes: torch has bytes of two."""
+    folder = save(tmp_path, make_weights() | {"scales": torch.zeros(3, 1).byte()})
+    path = folder / "model.safetensors"
+    was, is_now = b'"U8","shape":[3,1]', b'"F4","shape":[2,3]'
+    path.write_bytes(path.read_bytes().replace(was, is_now))
+    streamer = stream("cpu", folder)
+    assert streamer.num_layers == LAYERS
+    with pytest.raises(stagehand.CheckpointError, match=r"'scales' .* F4"):
+        streamer.load_static("scales")
+
+
 def test_small_stack_beside_the_layers_is_not_taken_for_them(stream, tmp_path):
     tensors = make_weights()
     tensors["features.conv.0.weight"] = torch.randn(4, 4)
@@ -871,12 +918,27 @@ def test_static_tensor_is_on_the_device_in_the_streamers_type(
     assert_bitwise_equal(embed.cpu(), weights[EMBED].bfloat16(), EMBED)
 
 
-def test_static_tensor_that_is_missing_names_what_is_near(stream):
+@places
+@pytest.mark.parametrize("dtype", [None, torch.float32])
+def test_packed_static_tensor_is_decoded_on_the_device_in_the_streamers_type(
+    sim, stream, large, packed, place, dtype
+):
+    embed = stream(place, packed, dtype=dtype).load_static(EMBED)
+    assert str(embed.device).startswith(place)
+    expected = large[EMBED] if dtype is None else large[EMBED].to(dtype)
+    assert_bitwise_equal(embed.cpu(), expected, EMBED)
+
+
+@pytest.mark.parametrize("form", ["plain", "packed"])
+def test_static_tensor_that_is_missing_names_what_is_near(stream, folder, packed, form):
+    """By its own name: that of its packed bytes gives these."""
     with pytest.raises(
         stagehand.CheckpointError,
         match=rf"'model.embd.weight' is not in .*nearest '{EMBED}'",
     ):
-        stream("cpu").load_static("model.embd.weight")
+        stream("cpu", packed if form == "packed" else folder).load_static(
+            "model.embd.weight"
+        )
 
 
 @pytest.mark.parametrize("given", [None, 3, ["x"]])
@@ -978,14 +1040,24 @@ def test_one_layer_is_enough(sim, stream, tmp_path):
         assert torch.equal(found.cpu(), tensors["blocks.0.w"])
 
 
+def test_disk_is_measured_with_as_many_layers_as_it_takes(stream, monkeypatch):
+    streamer = stream("cpu")
+    read = []
+    monkeypatch.setattr(rates, "_READ_BYTES", 2 * LAYER_BYTES)
+    for image in streamer._images:
+        monkeypatch.setattr(image, "read", lambda *_, n=image.name: read.append(n))
+    assert streamer.measure_rates().disk > 0
+    assert len(read) == 2 * 2
+
+
 @places
 def test_rates_of_the_machine_are_measured_and_nothing_is_left(sim, stream, place):
     streamer = stream(place)
     held = sim.allocated_bytes(), sim.pinned_bytes()
-    rates = streamer.measure_rates()
+    found = streamer.measure_rates()
     assert (sim.allocated_bytes(), sim.pinned_bytes()) == held
-    assert rates.disk > 0
-    assert rates.memory > 0
-    assert rates.on_host == (place == "cpu")
-    assert rates.host_free_bytes > 0
-    assert rates.device_free_bytes > 0
+    assert found.disk > 0
+    assert found.memory > 0
+    assert found.on_host == (place == "cpu")
+    assert found.host_free_bytes > 0
+    assert found.device_free_bytes > 0

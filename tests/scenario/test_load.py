@@ -1,5 +1,6 @@
 """`stagehand.load` streams saved models as `from_pretrained` would hold them."""
 
+import errno
 import functools
 import gc
 import json
@@ -28,6 +29,7 @@ from architectures import (
     flatten,
     to_device,
 )
+from architectures.diffusion import UNETS
 from architectures.language import GPT2, GROUPED, LLAMA, MIXTRAL
 from architectures.text import M2M_100, T5
 from architectures.vision import TOWER, images
@@ -179,6 +181,7 @@ def net() -> nn.Module:
     return model.eval()
 
 
+EMBED = "embed.weight"
 TOKENS = torch.tensor([1, 5, 2, 15])
 
 
@@ -716,6 +719,41 @@ class Own(transformers.PreTrainedModel):
         self.post_init()
 
 
+class Counting(Own):
+    """Has a buffer that its checkpoints may lack."""
+
+    _keys_to_ignore_on_load_missing = ("count",)
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.register_buffer("count", torch.arange(4))
+
+
+def test_buffer_that_a_checkpoint_may_lack_is_the_constructors(sim, tmp_path):
+    saved = Counting(OwnConfig(depth=3))
+    saved.save_pretrained(tmp_path)
+    values = load_file(tmp_path / "model.safetensors")
+    del values["count"]
+    save_file(values, tmp_path / "model.safetensors", {"format": "pt"})
+    options = {"vram_budget": "20KB", "device": "hpu", "scratch_dir": tmp_path}
+    model = stagehand.load(Counting, tmp_path, **options)
+    assert not list(tmp_path.glob("stagehand-*"))  # it is not written for that
+    runtime_of(model).shutdown()
+    assert_bitwise_equal(model.state_dict(), saved.state_dict(), "values")
+
+
+def test_kind_of_several_classes_is_the_one_that_was_saved(sim, tmp_path):
+    config = transformers.FunnelConfig(
+        vocab_size=16, block_sizes=[1, 1], d_model=16, n_head=2, d_head=8, d_inner=16
+    )
+    saved = transformers.FunnelBaseModel(config)
+    saved.save_pretrained(tmp_path)
+    model = stagehand.load(transformers.AutoModel, tmp_path, vram_budget="100KB")
+    assert type(model) is transformers.FunnelBaseModel
+    runtime_of(model).shutdown()
+    assert_bitwise_equal(model.state_dict(), saved.state_dict(), "values")
+
+
 def test_class_says_of_what_kind_its_configuration_is(sim, tmp_path):
     """The library was asked, which knows its own and those that are registered."""
     plain = Own(OwnConfig(depth=3))
@@ -816,6 +854,85 @@ def test_tied_weights_with_two_values_are_refused_in_a_plain_module(net_file):
         stagehand.load(Net, net_file)
 
 
+@pytest.mark.parametrize(
+    "change",
+    [lambda w: w.bfloat16(), lambda w: w[:, :-1].clone()],
+    ids=["type", "shape"],
+)
+def test_tied_weights_of_two_forms_are_two_values(change, net_file):
+    spoiled(net_file.parent, lambda v: v.update({"head.weight": change(v[EMBED])}))
+    with pytest.raises(TensorMismatchError, match=r"'head.weight' are one tensor of"):
+        stagehand.load(Net, net_file)
+
+
+def test_tied_weights_may_both_be_mapped_to_one(sim, net_file):
+    model = stagehand.load(Net, net_file, key_map={"head.weight": EMBED})
+    runtime_of(model).shutdown()
+    assert model.head.weight is model.embed.weight
+    assert_bitwise_equal(model.state_dict(), net().state_dict(), "values")
+
+
+class SelfTied(Own):
+    """Has one weight under two names in the same module."""
+
+    _tied_weights_keys = {"other": "one"}  # noqa: RUF012 - as the library wants it
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.one = nn.Parameter(torch.ones(4))
+        self.other = self.one
+
+
+def test_tied_weights_of_one_module_with_two_values_are_refused(sim, tmp_path):
+    SelfTied(OwnConfig(depth=3)).save_pretrained(tmp_path)
+    values = load_file(tmp_path / "model.safetensors")
+    values |= {"one": torch.ones(4), "other": torch.zeros(4)}
+    save_file(values, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(TensorMismatchError, match=r"'one' and 'other' .*untie them"):
+        stagehand.load(SelfTied, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"intermediate_size": 96}, r"that is computed .*expected \[.*\], found \["),
+        ({}, r"cannot be made of .* tensors of the checkpoint, '.*experts\.0\."),
+    ],
+    ids=["of another size", "of two sizes"],
+)
+def test_experts_that_do_not_fit_are_named(sim, saved, tmp_path, changes, problem):
+    original(MIXTRAL).save_pretrained(tmp_path)
+    if changes:
+        file = tmp_path / "config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    else:
+        values = load_file(tmp_path / "model.safetensors")
+        name = next(n for n in values if "experts.1.w1" in n)
+        values[name] = values[name][:-1].clone()
+        save_file(values, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(TensorMismatchError, match=problem):
+        stagehand.load(tmp_path)
+
+
+def test_auto_class_without_a_class_for_the_configuration_is_refused(saved):
+    with pytest.raises(ConfigError, match=r"no model class is known for a LlamaConfig"):
+        stagehand.load(transformers.AutoModelForSeq2SeqLM, saved(LLAMA))
+
+
+def test_scratch_that_cannot_be_written_is_named_and_leaves_nothing(
+    sim, saved, tmp_path, monkeypatch
+):
+    def save(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(stagehand.pretrained.scratch, "save_file", save)
+    with pytest.raises(
+        CheckpointError, match=r"000000\.safetensors cannot be written: .*No space"
+    ):
+        stagehand.load(saved(MIXTRAL), scratch_dir=tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
 def test_directory_of_another_format_is_refused(tmp_path):
     torch.save(net().state_dict(), tmp_path / "pytorch_model.bin")
     with pytest.raises(
@@ -851,11 +968,43 @@ def llama_directory(folder: Path, **changes: Any) -> Path:
         ({"_class_name": 5}, r"config\.json' .*'_class_name' to be a text, found 5"),
         ({"model_type": 5}, r"config\.json' .*'model_type' to be a text, found 5"),
         ({"dtype": "no-such-type"}, r"is not usable: .*no-such-type"),
+        ({"num_attention_heads": 0}, r"is not usable: .*zero"),
+        ({"hidden_act": "no"}, r"no model can be built from .*: KeyError: 'no'"),
+        ({"architectures": ["AutoModel"]}, r"no model can be built from .*: OSError"),
     ],
 )
 def test_model_that_cannot_be_built_is_refused(changes, problem, tmp_path):
     with pytest.raises(ConfigError, match=problem):
         stagehand.load(llama_directory(tmp_path, **changes))
+
+
+@pytest.mark.parametrize("text", ["{", "[1]", ""])
+def test_generation_settings_that_are_none_are_refused(text, tmp_path):
+    folder = llama_directory(tmp_path)
+    (folder / "generation_config.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"generation_config\.json in .*remove it"):
+        stagehand.load(folder)
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ("{", r"the configuration in .* is not usable"),
+        ("[1]", r"no model can be built from .*: AttributeError"),
+        ({"norm_num_groups": 3}, r"no model can be built from .*: ValueError"),
+        ({"quantization_config": {"quant_method": "no"}}, r"quantized, .*diffusers"),
+    ],
+    ids=["broken", "list", "of no use", "quantized"],
+)
+def test_diffusers_model_that_cannot_be_built_is_refused(changes, problem, tmp_path):
+    model = original(UNETS[0])
+    model.save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    if isinstance(changes, dict):
+        changes = json.dumps(json.loads(file.read_text()) | changes)
+    file.write_text(changes)
+    with pytest.raises(ConfigError, match=problem):
+        stagehand.load(type(model), tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -478,6 +478,48 @@ class Growing(nn.Module):
         return nn.functional.linear(x, self.weight) / WIDTH
 
 
+ODD = {
+    "of 16 bytes": lambda: torch.randn(WIDTH, dtype=torch.complex128),
+    "every other one": lambda: torch.randn(2 * WIDTH)[::2],
+    "of 8 bytes with gaps": lambda: torch.randn(WIDTH, 2, dtype=torch.complex64)[:, 0],
+    "expanded": lambda: torch.randn(1).expand(WIDTH),
+    "columns": lambda: torch.randn(3, 2 * WIDTH)[:, :WIDTH],
+    "conjugated": lambda: torch.randn(WIDTH, dtype=torch.complex64).conj(),
+    "none": lambda: torch.randn(0, WIDTH),
+    "one": lambda: torch.randn(()),
+}
+
+
+class Odd(nn.Module):
+    """A weight that is packed, and numbers that lie in memory in another way."""
+
+    def __init__(self, make):
+        super().__init__()
+        self.weight = nn.Parameter(net(1)[0][0].weight.detach().clone(), False)
+        self.odd = nn.Parameter(make(), False)
+
+    def forward(self, x):
+        odd = self.odd if self.odd.dim() < 2 else self.odd.sum(0)
+        made = (x @ self.weight) * odd
+        return (made.real if made.is_complex() else made).bfloat16()
+
+
+@pytest.mark.parametrize("make", ODD.values(), ids=ODD)
+@pytest.mark.parametrize("budget", [3, 20])
+def test_edit_of_any_numbers_that_no_counter_shows_is_seen(streamed, budget, make):
+    """Those of 16 bytes, or with gaps between them, were not looked at."""
+    model, x = nn.Sequential(*(Odd(make) for _ in range(4))), batch()
+    other = deepcopy(model)
+    streamed(model, budget * BLOCK)
+    for _ in range(3):
+        expected = resident(other, x)
+        assert_passes_equal(model, expected.to("hpu"), x)
+        assert all(block.wire is not None for block in blocks_of(model))
+        for layer in (*model, *other):
+            data = layer.odd.data
+            (data[:1] if data.dim() and not data.stride(0) else data).mul_(2)
+
+
 def test_change_on_the_device_is_kept(streamed):
     there = nn.Sequential(*(Growing() for _ in range(5)))
     here, x = deepcopy(there), batch()

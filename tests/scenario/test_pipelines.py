@@ -248,6 +248,23 @@ def test_a_host_budget_is_for_all_models_together(sim):
         assert sim.peak_pinned_bytes() <= weights + 8 * LAYER_BYTES
 
 
+@pytest.mark.parametrize(("device", "host"), [(6, 40), (40, 6)])
+def test_the_smaller_budget_counts_where_there_is_one_memory(device, host):
+    models = parts()
+    expected = run({k: deepcopy(m) for k, m in models.items()}, batch())
+    budgets = [n * LAYER_BYTES + 1024 for n in (device, host)]
+    options = {"vram_budget": budgets[0], "ram_budget": budgets[1], "device": "cpu"}
+    with stagehand.pipeline(models, **options) as streamed:
+        for _ in range(3):
+            assert_bitwise_equal(run(models, batch()), expected, "output")
+        assert 0 < streamed.peak_device_bytes <= min(budgets)
+    with pytest.raises(stagehand.StagehandOOMError) as error:
+        stagehand.pipeline(parts(), **options | {"ram_budget": 4096})
+    enough = options | {"ram_budget": error.value.needed_bytes}
+    with stagehand.pipeline(models, **enough):
+        assert_bitwise_equal(run(models, batch()), expected, "output")
+
+
 # A pipeline of diffusers
 
 

@@ -1,5 +1,6 @@
 """Checkpoint: headers, indexes and names, with safetensors' own reader as the judge."""
 
+import errno
 import json
 import os
 import struct
@@ -417,6 +418,20 @@ def test_index_that_is_none_is_refused(tmp_path, content):
     shard(tmp_path, "one.safetensors", "a")
     (tmp_path / "model.safetensors.index.json").write_text(content)
     with pytest.raises(IndexMismatchError, match=r"model.safetensors.index.json"):
+        Checkpoint.open(tmp_path)
+
+
+def test_index_that_cannot_be_read_names_itself_and_the_systems_reason(
+    tmp_path, monkeypatch
+):
+    shard(tmp_path, "one.safetensors", "a")
+    index(tmp_path, "model.safetensors.index.json", {"a": "one.safetensors"})
+
+    def refuse(path):
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "read_bytes", refuse)
+    with pytest.raises(ReadError, match=r"index\.json cannot be read: .*Permission"):
         Checkpoint.open(tmp_path)
 
 

@@ -1,6 +1,7 @@
 """What `stagehand convert` writes others can read, and what fails leaves nothing."""
 
 import contextlib
+import errno
 import json
 import os
 import re
@@ -137,6 +138,22 @@ def test_configuration_and_tokenizer_come_along(source, tmp_path, convert):
     pooling = Path("1_Pooling", "config.json")  # without it an encoder would be misread
     text = (tmp_path / "target" / pooling).read_text()
     assert text == (source / pooling).read_text()
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [(["it"], "it.safetensors"), (["it", "other"], "model.safetensors")],
+)
+@pytest.mark.parametrize("convert", CONVERSIONS)
+def test_files_of_other_names_without_an_index_become_one(
+    tmp_path, convert, names, expected
+):
+    for number, name in enumerate(names):
+        held = dict(list(tensors().items())[number :: len(names)])
+        save_file(held, tmp_path / f"{name}.safetensors")
+    written = convert(tmp_path, tmp_path / "target")
+    assert written.path == tmp_path / "target" / expected
+    assert written.smaller + written.plain == len(tensors())
 
 
 @pytest.mark.parametrize("convert", CONVERSIONS)
@@ -599,6 +616,20 @@ def test_disk_without_room_is_refused_at_once(
     assert not there or list(target.iterdir()) == []
 
 
+@pytest.mark.parametrize("convert", CONVERSIONS)
+def test_disk_that_cannot_be_asked_for_its_room_is_named(
+    source, tmp_path, convert, monkeypatch
+):
+    def gone(_):
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    monkeypatch.setattr(shutil, "disk_usage", gone)
+    with pytest.raises(CheckpointError, match=r"written to: .*Stale") as error:
+        convert(source, tmp_path / "target")
+    assert str(tmp_path / "target") in str(error.value)
+    assert not (tmp_path / "target").exists()
+
+
 @contextlib.contextmanager
 def file_limit(nbytes):
     """Let the system refuse to make any file of this process longer."""
@@ -653,6 +684,17 @@ def test_configuration_that_cannot_be_copied_takes_the_weights_along(
         convert(source, target)
     names = {path.name for path in target.iterdir()}
     assert not {n for n in names if "model" in n or "unfinished" in n}
+
+
+@pytest.mark.parametrize("convert", CONVERSIONS)
+def test_configuration_that_cannot_be_read_takes_the_weights_along(
+    source, tmp_path, convert
+):
+    (source / "tokenizer.json").unlink()
+    (source / "tokenizer.json").mkdir()
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json cannot be copied to"):
+        convert(source, tmp_path / "target")
+    assert not (tmp_path / "target").exists()
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "model.pt"])

@@ -47,6 +47,7 @@ UNKNOWN = {
     "random in place": lambda: torch.zeros(3).uniform_(),
     "random in a view": lambda: viewed(torch.zeros(4)),
     "random written into real": lambda: torch.zeros(3).copy_(torch.rand(3)),
+    "random, by a function of lists": lambda: multiplied(torch.zeros(3), torch.rand(3)),
     "uninitialized": lambda: torch.empty(3),
     "added to uninitialized": lambda: torch.empty(3).normal_().add_(1),
     "permutation": lambda: torch.randperm(4),
@@ -55,6 +56,11 @@ UNKNOWN = {
     "assigned": lambda: assigned(torch.zeros(3), torch.rand(3)),
     "dropout": lambda: nn.functional.dropout(torch.ones(9), 0.5),
 }
+
+
+def multiplied(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    torch._foreach_mul_([tensor], [other])
+    return tensor
 
 
 def in_parts(tensor: torch.Tensor) -> torch.Tensor:

@@ -337,6 +337,30 @@ def test_file_that_is_replaced_while_it_is_opened_is_read_as_it_was(path, monkey
     assert target.numpy().tobytes() == raw
 
 
+def test_second_opening_that_fails_is_an_error_and_leaves_no_open_file(
+    path, direct, monkeypatch
+):
+    """The system has no file number left for reads past the page cache."""
+    new_file(path)
+    real, numbers = os.open, []
+
+    def open_(*args):
+        if numbers:
+            raise OSError(errno.EMFILE, "Too many open files")
+        numbers.append(real(*args))
+        return numbers[0]
+
+    monkeypatch.setattr(reading.os, "open", open_)
+    files = opened(path)
+    with pytest.raises(ReadError, match=r"cannot be opened: .*Too many open files"):
+        files.read(path, 0, memoryview(bytearray(KIB)))
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(numbers.pop())
+    monkeypatch.setattr(reading.os, "open", real)
+    files.read(path, 0, memoryview(bytearray(KIB)))
+    files.close()
+
+
 def test_another_failure_past_the_page_cache_is_not_taken_for_a_refusal(
     path, direct, monkeypatch
 ):

@@ -27,7 +27,7 @@ from stagehand.errors import (
 )
 from stagehand.stores import reading
 from stagehand.stores.checkpoint import Checkpoint
-from stagehand.stores.files import FileSet
+from stagehand.stores.files import FileSet, naming
 from stagehand.stores.module import ModuleStore
 from stagehand.stores.safetensors import SafetensorsStore
 from stagehand.stores.wired import WiredStore, origin_of
@@ -438,6 +438,14 @@ def test_file_truncated_after_it_was_opened_is_an_error_not_stale_bytes(opened, 
         opened.load()
 
 
+def test_file_that_is_whole_again_when_it_is_looked_at_is_still_an_error(opened, path):
+    """Its tensor cannot be named any more; the file is."""
+    cut = TruncatedShardError("a file was cut off")
+    with pytest.raises(TruncatedShardError) as caught, naming(opened.extents):
+        raise cut
+    assert caught.value is cut
+
+
 def test_overlay_of_a_truncated_file_is_an_error_not_a_bus_error(opened, path):
     opened.store.hosts[0].zero_()
     for index in range(5):
@@ -462,6 +470,19 @@ def test_store_with_a_wire_reads_what_is_still_the_files(opened, path):
     for use in (wired.read_into, wired.holds, wired.write_back):
         with pytest.raises(TruncatedShardError, match=r"'a' in .*expected 1024 bytes"):
             use(image)
+
+
+def test_store_with_a_wire_reads_rows_of_what_is_still_the_files(path):
+    opened = Opened(path, {"a": TENSORS["a"]})
+    wired = WiredStore(opened.layout, opened.store.hosts, None, opened.store)
+    expected, found = opened.image(), opened.image()
+    opened.store.read_rows_into(expected, [(2, 3), (9, 16)])
+    wired.read_rows_into(found, [(2, 3), (9, 16)])
+    assert torch.equal(found, expected)
+    [view] = opened.layout.views(found)
+    assert same_bits(view[9:], TENSORS["a"][9:])
+    assert not same_bits(view[3:9], TENSORS["a"][3:9])
+    opened.files.close()
 
 
 def test_store_with_a_wire_knows_edits_of_what_files_have(opened, path):

@@ -576,6 +576,18 @@ def test_first_version_that_does_not_fit_is_refused(tmp_path, name):
     assert str(path) in str(caught.value)
 
 
+def test_first_version_whose_codes_lie_in_columns_is_refused(tmp_path):
+    made, path = payload(), tmp_path / "it.fpk"
+    held = made["layers"]["layers.0.up"]
+    held["qweight"] = held["qweight"].t().contiguous().t()
+    torch.save(made, path)
+    with pytest.raises(
+        CheckpointError, match=r"'layers\.0\.up\.qweight' .*rows that follow each other"
+    ) as caught:
+        SquareQ.open(path)
+    assert str(path) in str(caught.value)
+
+
 class Evil:
     """What unpickling runs, if it may."""
 

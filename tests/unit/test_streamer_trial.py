@@ -1,6 +1,7 @@
 """A trial: what it tells its parent, and when the parent stops it."""
 
 import os
+import re
 import signal
 from dataclasses import replace
 
@@ -142,6 +143,14 @@ def killed(streamer):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def gone(streamer):
+    os._exit(7)
+
+
+def ended_by_an_unnamed_signal(streamer):
+    os.kill(os.getpid(), signal.SIGRTMIN + 3)
+
+
 def sent_by(job):
     messages = []
     run_job(job, messages.append)
@@ -202,15 +211,24 @@ def test_job_without_a_function_measures_the_machine(job):
 # The process
 
 
-def test_process_that_is_killed_is_told_at_once(job):
-    process = TrialProcess(job(killed))
+@pytest.mark.parametrize(
+    ("setup_fn", "reason"),
+    [
+        (
+            killed,
+            r"the process was killed by signal 9 \(SIGKILL\), as the system does when"
+            r" memory runs out$",
+        ),
+        (ended_by_an_unnamed_signal, rf"was killed by signal {signal.SIGRTMIN + 3}$"),
+        (gone, r"exit status 7 before it was done: .*if __name__ == '__main__':$"),
+    ],
+)
+def test_process_that_is_killed_is_told_at_once(job, setup_fn, reason):
+    process = TrialProcess(job(setup_fn))
     try:
         message = process.receive(PATIENCE)
         assert message.kind == "failed"
-        assert message.value == (
-            "the process was killed by signal 9 (SIGKILL), as the system does when"
-            " memory runs out"
-        )
+        assert re.search(reason, message.value)
     finally:
         process.close()
         process.close()

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from stagehand.activations.config import ActivationStagehandConfig
     from stagehand.activations.learning import Lesson
+    from stagehand.activations.prefix import Prefix
     from stagehand.core.device import Device
 
 __all__ = ["Parts", "report_of", "state_of"]
@@ -95,7 +96,7 @@ def report_of(parts: Parts) -> str:
     lines = [
         f"saved tensors: {lesson.count} storages, budget"
         f" {format_bytes(spill.budget_bytes)}",
-        *_plan_lines(lesson),
+        *_plan_lines(lesson, lesson.prefix),
     ]
     rates = spill.lessons.rates
     if rates is not None:
@@ -106,10 +107,8 @@ def report_of(parts: Parts) -> str:
     return "\n".join(lines)
 
 
-def _plan_lines(lesson: Lesson) -> Iterator[str]:
-    prefix, forecast = lesson.prefix, lesson.forecast
-    if prefix is None:
-        return
+def _plan_lines(lesson: Lesson, prefix: Prefix) -> Iterator[str]:
+    forecast = lesson.forecast
     if lesson.useless:
         yield "switched off: the peak of device memory is elsewhere"
     elif not prefix.count:

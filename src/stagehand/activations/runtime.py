@@ -299,7 +299,7 @@ class ActivationRuntime:
     def _need_parts(self) -> Parts:
         if self._parts is None:
             raise ClosedError(
-                "this ActivationRuntime is disabled: it watches no blocks, and there is"
-                " nothing to attach to a conductor; make one with enabled=True"
+                "this ActivationRuntime is disabled, so it has no parts to limit or to"
+                " measure with: set enabled=True in its config, or leave this call out"
             )
         return self._parts

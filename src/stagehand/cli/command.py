@@ -1,5 +1,6 @@
 """`stagehand run`: its options, its progress bar and its tables."""
 
+import os
 from enum import Enum
 from pathlib import Path
 from typing import Annotated
@@ -144,9 +145,10 @@ def run(
     similarities of the texts. The exit code is 1 if --verify finds a difference, and 2
     if the model or the options cannot be used, or the trace cannot be written.
     """
-    if trace is not None and not trace.parent.is_dir():
+    # Unlike Path.is_dir, this never raises.
+    if trace is not None and not os.path.isdir(trace.parent):
         raise typer.BadParameter(f"--trace: there is no directory '{trace.parent}'")
-    if trace is not None and trace.is_dir():
+    if trace is not None and os.path.isdir(trace):
         raise typer.BadParameter(f"--trace: '{trace}' is a directory, no file's path")
     how = Streaming(
         vram_budget=vram_budget,

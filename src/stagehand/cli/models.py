@@ -3,6 +3,7 @@
 import importlib
 import inspect
 import json
+import os
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -14,14 +15,14 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 
 import stagehand
-from stagehand.errors import ConfigError, MissingTensorError
+from stagehand.errors import ConfigError, MissingTensorError, StagehandError
 from stagehand.stores.converting import is_converted
 
 __all__ = [
     "FoundModel",
     "ModelKind",
-    "builder_of",
     "find_model",
+    "load_model",
     "open_model",
     "open_tokenizer",
 ]
@@ -72,7 +73,7 @@ def find_model(name: str) -> FoundModel:
         CheckpointError: If it holds no weights, or they are not sound.
     """
     path = _demo_directory() if name == "demo" else Path(name)
-    if not path.is_dir():
+    if not os.path.isdir(path):  # unlike Path.is_dir, it never raises
         raise ConfigError(
             f"MODEL is {name!r}: expected a directory with config.json and safetensors "
             "files, or the word 'demo'; found no such directory"
@@ -130,7 +131,7 @@ def _kind_of(config: Any, path: Path) -> ModelKind:
     )
 
 
-def _in_a_line(error: Exception) -> str:
+def _in_a_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
@@ -182,9 +183,7 @@ def open_model(found: FoundModel, *, dtype: torch.dtype | None) -> nn.Module:
             **options,
         )
     except _UNUSABLE as error:
-        raise ConfigError(
-            f"the model in '{found.path}' cannot be opened: {_in_a_line(error)}"
-        ) from error
+        raise _cannot_be_opened(found, error) from error
     if notes["missing_keys"]:
         names = sorted(notes["missing_keys"])
         raise MissingTensorError(
@@ -197,13 +196,40 @@ def open_model(found: FoundModel, *, dtype: torch.dtype | None) -> nn.Module:
 
 def _open_converted(found: FoundModel, dtype: torch.dtype | None) -> nn.Module:
     """Return a model with its weights decoded, by the only one who can read them."""
-    model = stagehand.load(builder_of(found), found.path, dtype=dtype, device="cpu")
+    model = load_model(found, dtype=dtype, device="cpu")
     runtime: Any = model._stagehand_layer_runtime
     runtime.shutdown()
     return model
 
 
-def builder_of(found: FoundModel) -> Any:
+def load_model(
+    found: FoundModel, *, dtype: torch.dtype | None, **options: Any
+) -> nn.Module:
+    """Return the model, streamed from its files.
+
+    Args:
+        found: What `find_model` returned.
+        dtype: The element type to load as; None keeps the checkpoint's.
+        **options: Those of `stagehand.load`.
+
+    Raises:
+        StagehandError: If model, budget and options do not go together.
+    """
+    try:
+        return stagehand.load(_builder_of(found), found.path, dtype=dtype, **options)
+    except StagehandError:
+        raise
+    except _UNUSABLE as error:
+        raise _cannot_be_opened(found, error) from error
+
+
+def _cannot_be_opened(found: FoundModel, error: Exception) -> ConfigError:
+    return ConfigError(
+        f"the model in '{found.path}' cannot be opened: {_in_a_line(error)}"
+    )
+
+
+def _builder_of(found: FoundModel) -> Any:
     """Return what `stagehand.load` builds the model from."""
     if found.kind is ModelKind.CAUSAL:
         return transformers.AutoModelForCausalLM
@@ -232,10 +258,14 @@ def open_tokenizer(found: FoundModel) -> Any:
     """
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(found.path, **_LOCAL)
-    except (ValueError, OSError, ImportError) as error:
-        raise ConfigError(
-            f"the directory '{found.path}' has no usable tokenizer: {error}"
-        ) from error
+    except BaseException as error:
+        # Where a file is not sound, the package `tokenizers` raises a bare `Exception`.
+        if type(error) is Exception or isinstance(error, (*_UNUSABLE, ImportError)):
+            raise ConfigError(
+                f"the directory '{found.path}' has no usable tokenizer:"
+                f" {_in_a_line(error)}"
+            ) from error
+        raise
     # Without its files some classes come up with an empty vocabulary, and no error.
     names = sorted(set(tokenizer.vocab_files_names.values()))
     if names and not any((found.path / name).is_file() for name in names):

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import stagehand
-from stagehand.cli.models import FoundModel, builder_of, open_model
+from stagehand.cli.models import FoundModel, load_model, open_model
 from stagehand.cli.tasks import Task
 from stagehand.core.device import find_device
 from stagehand.errors import StagehandOOMError
@@ -104,8 +104,7 @@ def _stream(found: FoundModel, how: Streaming) -> nn.Module:
         "trace": how.trace is not None,
     }
     if how.file_backed or found.is_converted:
-        source = builder_of(found)
-        return stagehand.load(source, found.path, dtype=how.dtype, **options)
+        return load_model(found, dtype=how.dtype, **options)
     return stagehand.layer(open_model(found, dtype=how.dtype), **options)
 
 

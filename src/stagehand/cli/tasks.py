@@ -148,7 +148,7 @@ class _Ticker:
 def _tokenize(
     tokenizer: Any, text: str, model: nn.Module, device: torch.device, *, room: int
 ) -> dict[str, torch.Tensor]:
-    """Return a text's tokens on the device, if the model has positions for them."""
+    """Return a text's tokens on the device, if the model has a place for each."""
     tokens = tokenizer(text, return_tensors="pt")
     count = tokens["input_ids"].shape[1]
     positions = getattr(model.config, "max_position_embeddings", None)
@@ -158,6 +158,13 @@ def _tokenize(
             f"the text {text[:40]!r} has {count} tokens: expected 1 to "
             f"{max(limit - room, 0)}, as the model has {limit} positions"
             + (f" of which {room} are for new tokens" if room else "")
+        )
+    known = getattr(model.config, "vocab_size", None)
+    last = int(tokens["input_ids"].max())
+    if known is not None and last >= known:
+        raise ConfigError(
+            f"the text {text[:40]!r} has token {last}: expected 0 to {known - 1}, as"
+            f" the model knows {known}; use the tokenizer of this model"
         )
     return {name: value.to(device) for name, value in tokens.items()}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,19 +13,24 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from stagehand.errors import ConfigError, TensorMismatchError
+from stagehand.errors import ConfigError, StagehandError, TensorMismatchError
 from stagehand.pretrained import diffusers_models, transformers_models
 from stagehand.pretrained.deferred import Built, build
 from stagehand.pretrained.naming import Naming
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Iterator
 
     from stagehand.stores.checkpoint import Checkpoint
 
 __all__ = ["Source", "find_source", "main_dtype", "naming_of"]
 
 _CONFIG = "config.json"
+# What constructors come up with where a configuration says what they do not expect.
+_UNUSABLE = (
+    *(ArithmeticError, AssertionError, AttributeError, LookupError, OSError),
+    *(RuntimeError, TypeError, ValueError),
+)
 _MAIN = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -155,21 +161,39 @@ def _not_valid(file: Path, name: str, expected: str, found: Any) -> ConfigError:
 
 def _from_transformers(config: Any, model_class: Any, path: Path) -> Source:
     def make(dtype: torch.dtype | None) -> Built:
-        return build(
-            lambda: transformers_models.build_model(model_class, config, dtype, path),
-            dtype,
-        )
+        with _naming_configuration(path):
+            return build(
+                lambda: transformers_models.build_model(
+                    model_class, config, dtype, path
+                ),
+                dtype,
+            )
 
     return Source(build=make, path=path)
 
 
 def _from_diffusers(model_class: Any, directory: Path, path: Path) -> Source:
     def make(dtype: torch.dtype | None) -> Built:
-        return build(
-            lambda: diffusers_models.build_model(model_class, directory), dtype
-        )
+        with _naming_configuration(directory):
+            return build(
+                lambda: diffusers_models.build_model(model_class, directory), dtype
+            )
 
     return Source(build=make, path=path)
+
+
+@contextmanager
+def _naming_configuration(directory: Path) -> Iterator[None]:
+    """Say of which configuration a class has tried to make a model."""
+    try:
+        yield
+    except StagehandError:
+        raise
+    except _UNUSABLE as error:
+        raise ConfigError(
+            f"no model can be built from the configuration in '{directory}':"
+            f" {type(error).__name__}: {' '.join(str(error).split())}"
+        ) from error
 
 
 def _as_built(model: nn.Module) -> Built:

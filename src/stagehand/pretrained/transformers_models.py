@@ -42,7 +42,10 @@ def read_config(directory: Path, chosen: Any = None) -> Any:
         return transformers.AutoConfig.from_pretrained(
             directory, local_files_only=True, trust_remote_code=False
         )
-    except (ValueError, KeyError, TypeError, AttributeError, OSError, refused) as error:
+    except (
+        *(ArithmeticError, AttributeError, KeyError, OSError, TypeError, ValueError),
+        refused,
+    ) as error:
         raise ConfigError(
             f"the configuration in '{directory}' is not usable:"
             f" {' '.join(str(error).split())}"
@@ -126,9 +129,15 @@ def _read_generation_config(model: Any, directory: Path) -> None:
     if model.can_generate():
         import transformers
 
-        model.generation_config = transformers.GenerationConfig.from_pretrained(
-            directory, local_files_only=True
-        )
+        try:
+            model.generation_config = transformers.GenerationConfig.from_pretrained(
+                directory, local_files_only=True
+            )
+        except (OSError, TypeError, ValueError) as error:
+            raise ConfigError(
+                f"generation_config.json in '{directory}' is not usable:"
+                f" {' '.join(str(error).split())}; correct or remove it"
+            ) from error
 
 
 def name_tensors(

@@ -264,19 +264,21 @@ class Checkpoint(Mapping[str, Extent]):
         hint = f", nearest {' and '.join(map(repr, near))}" if near else ""
         return f"{wanted} expected {dtype} {list(shape)}, found none{hint}"
 
-    def nearest(self, name: str) -> list[str]:
-        """Return a few names that are much like one that is not there."""
-        return difflib.get_close_matches(name, self._candidates(name), n=2)
+    def nearest(self, name: str, names: Sequence[str] | None = None) -> list[str]:
+        """Return a few names that are much like one that is not there.
 
-    def _candidates(self, key: str) -> list[str]:
-        """Return the names to look for near ones in: of many, those of equal numbers.
+        Of many names only those of equal numbers are looked at: comparing texts costs
+        about 50 us each, and models of experts have 100,000.
 
-        Comparing texts costs about 50 us each, and models of experts have 100,000.
+        Args:
+            name: The one that is not there.
+            names: Which there are, if not those in the files.
         """
-        if len(self) <= _COMPARED:
-            return list(self)
-        numbers = _numbers(key)
-        return [name for name in self if _numbers(name) == numbers][:_COMPARED]
+        among = list(self) if names is None else names
+        if len(among) > _COMPARED:
+            numbers = _numbers(name)
+            among = [each for each in among if _numbers(each) == numbers][:_COMPARED]
+        return difflib.get_close_matches(name, among, n=2)
 
     def _where(self) -> str:
         """The files' names, unless it is one file."""

@@ -1,10 +1,11 @@
 """Packed bfloat16 as the wire of a block whose tensors stay in host memory."""
 
+import math
 from collections.abc import Sequence
 
 import torch
 
-from stagehand.core.layout import BlockLayout, Place, plain_tensors
+from stagehand.core.layout import BlockLayout, Place, placed, plain_tensors
 from stagehand.errors import StagehandInternalError
 from stagehand.stores.packed_layout import PackedLayout, packable
 from stagehand.stores.packed_stream import aligned
@@ -21,7 +22,13 @@ WORTH = 0.95
 """A block crosses the link packed if its wire is at most this part of its image."""
 
 _PROBED = 64  # words of each tensor that are compared
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_WORDS = {
+    1: torch.uint8,
+    2: torch.int16,
+    4: torch.int32,
+    8: torch.int64,
+    16: torch.int64,
+}
 
 
 def most_bytes(layout: BlockLayout, device_type: str) -> tuple[int, int]:
@@ -127,15 +134,23 @@ class PackedWire:
         unpack_image(wire, self._form, image, scratch=scratch)
 
     def _look(self) -> torch.Tensor:
-        probes = [probe for probe in self._probes if probe is not None]
+        probes = [probe.flatten() for probe in self._probes]
         return torch.cat(probes) if probes else torch.empty(0, device="cpu")
 
 
-def _probe(host: torch.Tensor, entry: Place) -> torch.Tensor | None:
-    """Return a view of a few words of a tensor that fills its memory, or None."""
-    words = _WORDS.get(host.dtype.itemsize)
-    if words is None or not host.numel() or tuple(host.stride()) != entry.stride:
-        return None
+def _probe(host: torch.Tensor, entry: Place) -> torch.Tensor:
+    """Return a view of a few words of a tensor, spread over it."""
+    words, shape, stride = _WORDS[host.dtype.itemsize], host.shape, host.stride()
     with plain_tensors():
-        flat = host.as_strided((host.numel(),), (1,), host.storage_offset())
-        return flat.view(words)[:: host.numel() // _PROBED | 1]
+        # Without the mark of one that is conjugated, which has no other words.
+        start = int(host.storage_offset())
+        host = placed(host.untyped_storage(), host.dtype, start, shape, stride)
+        if tuple(stride) == entry.stride:  # it fills its memory
+            flat = host.as_strided((host.numel(),), (1,), start)
+            return flat.view(words)[:: host.numel() // _PROBED | 1]
+        if host.is_complex():
+            host = torch.view_as_real(host)
+            words = _WORDS[host.dtype.itemsize]
+        each = math.ceil(_PROBED ** (1 / max(host.dim(), 1)))  # of each dimension
+        steps = (slice(None, None, max(1, size // each)) for size in host.shape)
+        return host.view(words)[tuple(steps)]

@@ -188,8 +188,8 @@ def describe(
 
 def _is_in(checkpoint: Checkpoint, path: Path, header: Header, span: Span) -> bool:
     """Whether this is the tensor of that name: an index may prefer another file's."""
-    if span.dtype is None or span.name not in checkpoint:
-        return False
+    if span.dtype is None:  # a type that torch lacks: who asks for it is told
+        return True
     extent = checkpoint[span.name]
     return (extent.path, extent.offset) == (path, header.data_offset + span.start)
 

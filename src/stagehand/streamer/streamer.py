@@ -17,6 +17,7 @@ from stagehand.errors import ConfigError, MissingTensorError, StagehandWarning
 from stagehand.settings import check_value
 from stagehand.stores.checkpoint import Checkpoint
 from stagehand.stores.files import FileSet
+from stagehand.stores.packed_files import unpacked
 from stagehand.stores.safetensors import read_tensor
 from stagehand.streamer.depths import Depths
 from stagehand.streamer.images import LayerImage, wanted_dtype
@@ -238,7 +239,8 @@ class LayerStreamer:
             weight = packed.decoded(self._files).to(self._device.torch_device)
             return weight.to(wanted_dtype(name, weight.dtype, self.dtype))
         if extent is None:
-            near = self._checkpoint.nearest(name)
+            names = [unpacked(key)[0] for key in self._checkpoint]
+            near = self._checkpoint.nearest(name, names)
             hint = f", nearest {' and '.join(map(repr, near))}" if near else ""
             raise MissingTensorError(
                 f"tensor {name!r} is not in {self._checkpoint}{hint}"
