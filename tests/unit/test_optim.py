@@ -172,6 +172,33 @@ def test_float32_states_of_bfloat16_parameters_are_exact(amsgrad, small_chunks):
     assert_same((params, optimizer), (rounded, reference))
 
 
+@pytest.mark.parametrize("dtype", HALF)
+def test_gradients_of_a_wider_type_count_whole_and_states_round_to_nearest(
+    dtype, small_chunks
+):
+    params = parameters(dtype)
+    optimizer = OffloadedAdamW(params)
+    wide = [torch.nn.Parameter(p.detach().float()) for p in params]
+    reference = torch.optim.AdamW(wide, fused=True)
+    for step in range(10):
+        give_gradients(wide, step)
+        for exact, parameter in zip(wide, params, strict=True):
+            parameter.grad_dtype = torch.float32
+            parameter.grad = exact.grad.clone()
+        optimizer.step()
+        reference.step()
+        with torch.no_grad():
+            for exact in wide:
+                state = reference.state[exact]
+                for tensor in (exact, state["exp_avg"], state["exp_avg_sq"]):
+                    tensor.copy_(tensor.to(dtype))
+    for mine, exact in zip(params, wide, strict=True):
+        assert same_bits(mine, exact.to(dtype))
+        for name in ("exp_avg", "exp_avg_sq"):
+            found = optimizer.state[mine][name]
+            assert same_bits(found, reference.state[exact][name].to(dtype)), name
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_bfloat16_states_are_neighbours_of_the_exact_ones(dtype, small_chunks):
     params = parameters(dtype, shapes=[(500,)])
