@@ -30,6 +30,7 @@ from stagehand.stores.checkpoint import Checkpoint
 from stagehand.stores.converting import convert_to_packed, convert_to_squareq
 from stagehand.stores.files import FileSet
 from stagehand.stores.packed_files import packed_name, packed_weights
+from stagehand.stores.packing import pack
 from stagehand.stores.writing import replaced, safetensors_file
 from stagehand.units import parse_bytes
 
@@ -431,6 +432,41 @@ def decoded_folder(folder):
     for path in folder.glob("*.safetensors"):
         found.update(decoded(path)[0])
     return found
+
+
+def _stream():
+    weight = torch.randn(64, 64, generator=torch.Generator().manual_seed(0)) / 8
+    packed = pack(weight.bfloat16())
+    assert packed is not None
+    return packed.stream
+
+
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        (
+            lambda: {"64x64": _stream(), "4096": _stream()},
+            "expected one tensor 'a', found another one in the checkpoint; remove one",
+        ),
+        (lambda: {"64x64": _stream().view(torch.int8)}, "uint8 .* found torch.int8"),
+        (lambda: {"64x64": _stream()[None]}, r"in one dimension, found .* \[1, "),
+        (lambda: {"64x65": _stream()}, r"4160 weights for \[64, 65\], found 4096"),
+        (lambda: {"64x64": _stream()[:5]}, "5 bytes"),
+        (lambda: {"64x64": _stream()[:-1]}, "bytes"),
+    ],
+    ids=["twice", "type", "dimensions", "shape", "head", "end"],
+)
+def test_tensor_that_is_no_packed_weight_is_named(tmp_path, tensors, message):
+    path = tmp_path / "model.safetensors"
+    save_file({f"a.packed.bfloat16.{s}": t for s, t in tensors().items()}, path)
+    checkpoint = Checkpoint.open(path)
+    with (
+        contextlib.closing(FileSet(checkpoint.files)) as files,
+        pytest.raises(CheckpointError, match=message) as caught,
+    ):
+        packed_weights(checkpoint, files)
+    assert "'a.packed.bfloat16" in str(caught.value)
+    assert str(path) in str(caught.value)
 
 
 @pytest.mark.parametrize("size", [1, 20_000, "80KB", "1TB"])

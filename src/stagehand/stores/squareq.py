@@ -240,9 +240,10 @@ def _layers_v1(file: Pickled) -> dict[str, QuantizedWeight]:
     layers = [_layer_v1(file, fields, tensors) for fields in listed]
     named = {layer.name: layer for layer in layers}
     if len(named) != len(listed) or set(named) != set(tensors):
-        odd = sorted(set(tensors) ^ set(named)) or ["one of them twice"]
+        odd = sorted(set(tensors) ^ set(named))[:_LISTED]
         what = "layers of the manifest"
-        found = f"{len(listed)}, without or besides {odd[:_LISTED]}"
+        more = f"without or besides {odd}" if odd else "one of them twice"
+        found = f"{len(listed)}, {more}"
         refuse(path, what, f"the {len(tensors)} that the file holds", found)
     return named
 
