@@ -108,6 +108,25 @@ DENSE_MODELS = (
     _causal("gpt_neox", "GPTNeoXForCausalLM", r"^gpt_neox\.layers\.\d+$", **GATED),
 )
 
+# Latent attention, a dense layer first, a shared expert, grouped routing.
+DEEPSEEK_V3 = _causal(
+    "deepseek_v3",
+    "DeepseekV3ForCausalLM",
+    **GATED,
+    num_key_value_heads=4,
+    moe_intermediate_size=32,
+    n_routed_experts=8,
+    num_experts_per_tok=2,
+    n_group=4,
+    topk_group=2,
+    first_k_dense_replace=1,
+    q_lora_rank=32,
+    kv_lora_rank=16,
+    qk_rope_head_dim=8,
+    qk_nope_head_dim=16,
+    v_head_dim=16,
+)
+
 EXPERT_MODELS = (
     MIXTRAL,
     _causal(
@@ -121,24 +140,7 @@ EXPERT_MODELS = (
         decoder_sparse_step=2,
         experts_implementation="eager",
     ),
-    # Latent attention, a dense layer first, a shared expert, grouped routing.
-    _causal(
-        "deepseek_v3",
-        "DeepseekV3ForCausalLM",
-        **GATED,
-        num_key_value_heads=4,
-        moe_intermediate_size=32,
-        n_routed_experts=8,
-        num_experts_per_tok=2,
-        n_group=4,
-        topk_group=2,
-        first_k_dense_replace=1,
-        q_lora_rank=32,
-        kv_lora_rank=16,
-        qk_rope_head_dim=8,
-        qk_nope_head_dim=16,
-        v_head_dim=16,
-    ),
+    DEEPSEEK_V3,
     _causal(
         "olmoe",
         "OlmoeForCausalLM",

@@ -30,7 +30,7 @@ from architectures import (
     to_device,
 )
 from architectures.diffusion import UNETS
-from architectures.language import GPT2, GROUPED, LLAMA, MIXTRAL
+from architectures.language import DEEPSEEK_V3, GPT2, GROUPED, LLAMA, MIXTRAL
 from architectures.text import M2M_100, T5
 from architectures.vision import TOWER, images
 from stagehand.errors import (
@@ -366,12 +366,18 @@ def test_dtype_casts_as_from_pretrained_does(sim, saved, tmp_path):
     assert_bitwise_equal(model.state_dict(), expected.cpu().state_dict(), "values")
 
 
-def test_layers_that_a_class_keeps_in_float32_are_cast(sim, saved):
-    folder = saved(T5, torch.float16)
+@pytest.mark.parametrize(
+    ("architecture", "dtype"),
+    [(T5, torch.float16), (DEEPSEEK_V3, torch.float16), (DEEPSEEK_V3, torch.bfloat16)],
+    ids=str,
+)
+def test_what_a_class_keeps_in_float32_is_cast(sim, saved, architecture, dtype):
+    """Some do so for float16 alone, others for all types of 16 bits."""
+    folder = saved(architecture, dtype)
     model = stagehand.load(folder, vram_budget="1MB")
     runtime_of(model).shutdown()
-    expected = opened(T5, folder, torch.float16)
-    assert torch.float32 in {p.dtype for p in expected.parameters()}
+    expected = opened(architecture, folder, dtype)
+    assert torch.float32 in {t.dtype for t in expected.state_dict().values()}
     assert_bitwise_equal(model.state_dict(), expected.state_dict(), "state_dict()")
 
 
