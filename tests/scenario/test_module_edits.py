@@ -986,6 +986,32 @@ def test_a_table_of_another_shape_is_refused_by_the_next_pass_not_by_the_shutdow
     assert model.table.weight.shape == (200, WIDTH)
 
 
+class Routed(nn.Module):
+    """Casts its router in its forward, as switch transformers do."""
+
+    def __init__(self):
+        super().__init__()
+        self.router, self.layers = nn.Linear(WIDTH, WIDTH), stack()
+
+    def forward(self, x):
+        self.router = self.router.to(torch.float64)
+        return self.layers(x * self.router(x.double()).to(x.dtype))
+
+
+def test_what_a_forward_casts_itself_is_to_be_cast_before_the_model_streams(place):
+    """The error said to stream the model again, whose next pass cast it again."""
+    model, x = Routed(), batch()
+    expected = run_resident(deepcopy(model), place, x)
+    stagehand.layer(model, vram_budget=4 * LAYER_BYTES, device=place)
+    with pytest.raises(OrphanedParameterError, match="own forward casts has to be"):
+        assert_passes_equal(model, expected, x)
+    runtime_of(model).shutdown()
+    model.router.to(torch.float64)
+    stagehand.layer(model, vram_budget=4 * LAYER_BYTES, device=place)
+    assert_passes_equal(model, expected, x)
+    runtime_of(model).shutdown()
+
+
 @pytest.mark.parametrize("leaves", [False, True], ids=["used again", "given up"])
 def test_what_is_assigned_is_written_when_other_streams_have_read_what_was_there(
     sim, leaves

@@ -362,7 +362,8 @@ class Mover:
         raise OrphanedParameterError(
             f"a tensor of block {block.name!r} was replaced {refused[0]}, and has its"
             f" old values again{more}; call runtime.shutdown() before changing a"
-            " parameter's shape or element type, then stagehand.layer() again"
+            " parameter's shape or element type, then stagehand.layer() again; what"
+            " the model's own forward casts has to be cast before stagehand.layer()"
         )
 
     def _take_in(self, block: Block) -> list[str]:
