@@ -24,7 +24,7 @@ trace in the graph and stays an activation.
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakMethod
 
 import torch
@@ -33,7 +33,6 @@ from torch import is_grad_enabled
 from stagehand.core.casts import cast_of, note_cast
 from stagehand.core.device import Device
 from stagehand.core.saved import Kept, modified, unchanged
-from stagehand.core.transfer import Slot
 from stagehand.errors import StagehandInternalError
 from stagehand.residency.blocks import Block
 from stagehand.residency.scheduler import Scheduler
@@ -48,6 +47,9 @@ from stagehand.torch_private import (
     sparing,
     top_saved_hooks,
 )
+
+if TYPE_CHECKING:
+    from stagehand.core.transfer import Slot
 
 __all__ = ["SavedTensors", "WeightHandle"]
 
@@ -237,6 +239,7 @@ class SavedTensors:
     ) -> None:
         self._scheduler = scheduler
         self._slots = scheduler.slots_by_memory
+        self._left = scheduler.left_memory
         self._owners = owners
         blocks = dict.fromkeys(owners.values())
         types = {place.dtype for block in blocks for place in block.layout.entries}
@@ -306,7 +309,8 @@ class SavedTensors:
         """Whether a view of a tensor would keep the memory of a slot."""
         if type(tensor) not in _PLAIN or tensor.layout is not torch.strided:
             return False
-        return tensor.untyped_storage().data_ptr() in self._slots
+        memory = tensor.untyped_storage().data_ptr()
+        return memory in self._slots or memory in self._left
 
     @looked_through
     @skipped
@@ -340,12 +344,17 @@ class SavedTensors:
                             if known.version == known.tensor._version:
                                 return known
                             return _note(block, place)
-                slot = self._slots.get(saved.untyped_storage().data_ptr())
+                memory = saved.untyped_storage().data_ptr()
+                slot = self._slots.get(memory)
             except RuntimeError:  # sparse, or nested: without one address, or one shape
                 pass
             else:
                 if slot is not None and slot.occupant is not None:
-                    handle = self._handle(saved, address, slot)
+                    handle = self._handle(saved, slot.occupant)
+                    if handle is not None:
+                        self._seen[address] = slot
+                elif self._left and memory in self._left:
+                    handle = self._handle_of_left(saved)
                 elif saved.dtype is not self._uncast and saved.grad_fn is not None:
                     handle = self._cast(saved)
             if handle is not None:
@@ -424,11 +433,19 @@ class SavedTensors:
             self.push_hooks()
         return packed.view()
 
-    def _handle(
-        self, saved: torch.Tensor, address: int, slot: Slot
-    ) -> WeightHandle | None:
-        """Return a handle of what lies in a slot; None if it is no view of weights."""
-        dtype, block = saved.dtype, slot.occupant
+    def _handle_of_left(self, saved: torch.Tensor) -> WeightHandle | None:
+        """Return a handle of a view whose slot has left its memory to who holds it.
+
+        A recompute may come by with the block still in its slot, and has to save the
+        same. What else may lie at the address by now is no view of a weight.
+        """
+        block = self._owners.get(id(saved._base))
+        return None if block is None else self._handle(saved, block)
+
+    def _handle(self, saved: torch.Tensor, block: Block) -> WeightHandle | None:
+        """Return a handle of what lies in a block's image; None if it is no view of
+        weights."""
+        dtype = saved.dtype
         # A handle knows bytes, not their meaning.
         if saved.is_neg() or (dtype.is_complex and saved.is_conj()):
             return None
@@ -439,7 +456,6 @@ class SavedTensors:
         for table in (self._seen, self._places):
             if len(table) >= _PLACES_KEPT:
                 table.clear()
-        self._seen[address] = slot
         offset = int(saved.storage_offset())
         number = _number_at(block, offset * dtype.itemsize)
         key: _Key = number, offset, dtype, shape, stride

@@ -15,7 +15,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+    noop_context_fn,
+)
 
 import stagehand
 from architectures import assert_bitwise_equal
@@ -246,13 +251,18 @@ def test_a_call_that_reads_many_weights_needs_room_for_these_and_says_so_once(
 class Recomputed(nn.Module):
     """Calls a layer, and what reads others' weights: both again in backward."""
 
-    def __init__(self, reader: Callable[[], nn.Module]) -> None:
+    def __init__(
+        self,
+        reader: Callable[[], nn.Module],
+        contexts: Callable[[], Any] = noop_context_fn,
+    ) -> None:
         super().__init__()
         self.layer = linear()
         self.reader = reader()
+        self.contexts = contexts
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return checkpoint(self.run, x, use_reentrant=False)
+        return checkpoint(self.run, x, use_reentrant=False, context_fn=self.contexts)
 
     def run(self, x: torch.Tensor) -> torch.Tensor:
         return self.reader(x) + self.layer(x)
@@ -288,6 +298,53 @@ def assert_learns_alike(
     runtime = model._stagehand_layer_runtime
     assert runtime.report().peak_device_bytes <= budget
     runtime.shutdown()
+
+
+class Keeping(nn.Module):
+    """Cuts a layer's weight, and reads the cut when another layer has run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.up, self.down = linear(), linear(), linear()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.up(x).tanh()
+        cut = self.inner.weight[1:]
+        hidden = self.down(hidden)[:, 2:]
+        return x + (hidden * x.mean()) @ cut[1:]
+
+
+def saves_all() -> Any:
+    """Contexts of a selective checkpoint that recomputes nothing it can save."""
+    policy = CheckpointPolicy.PREFER_SAVE
+    return create_selective_checkpoint_contexts(lambda *_, **__: policy)
+
+
+@pytest.mark.parametrize("layers", [2, 3, 4, 7])
+@pytest.mark.parametrize("contexts", [noop_context_fn, saves_all])
+@pytest.mark.parametrize("trains", [True, False], ids=["trained", "frozen"])
+@pytest.mark.parametrize("reader", [Transposed, Keeping])
+@pytest.mark.parametrize("device", ["hpu", "cpu"], ids=["simulated", "host"])
+def test_a_region_that_reads_a_weight_saves_the_same_when_it_is_recomputed(
+    device: str,
+    reader: Callable[[], nn.Module],
+    trains: bool,
+    contexts: Callable[[], Any],
+    layers: int,
+    sim: ModuleType,
+) -> None:
+    """Where others had got the weight's slot meanwhile the forward kept the cut itself,
+    and a recompute found the weight in its slot. Selective checkpoints saw its copy."""
+    readers = [Recomputed(reader, contexts) for _ in range(3)]
+    model = nn.Sequential(linear(), *readers).requires_grad_(trains)
+    x = torch.randn(8, WIDTH, device=device).requires_grad_()
+    expected = learn(deepcopy(model).to(device), x), x.grad
+    stagehand.layer(model, vram_budget=layers * LAYER_BYTES, device=device)
+    for number in range(3):
+        x.grad = None
+        found = learn(model, x), x.grad
+        assert_bitwise_equal(found, expected, f"step {number}")
+    model._stagehand_layer_runtime.shutdown()
 
 
 @pytest.mark.parametrize("device", ["hpu", "cpu"], ids=["simulated", "host"])

@@ -27,7 +27,7 @@ def test_tensors_that_lie_in_no_slot_are_kept_whatever_they_are(kind):
         "wrapped": lambda: TwoTensor(eye, eye.clone()),
     }
     given = kinds[kind]().requires_grad_()
-    nothing = SimpleNamespace(slots_by_memory={}, fetched=None)
+    nothing = SimpleNamespace(slots_by_memory={}, left_memory=set(), fetched=None)
     with SavedTensors(nothing, {}, never, lambda: None, HostDevice()).hooks():
         squares = given * given
     squares.sum().backward()

@@ -99,6 +99,8 @@ class Scheduler:
         self._ahead = LookAhead(order, self.blocks, loader, self._mover)
         self.slots_by_memory = self._memory.by_address
         """Slots that have memory, by its address."""
+        self.left_memory = self._memory.left
+        """Addresses of slots' memory that this pass has left to who holds it."""
         self._latest: Block | None = None
         self.fetched: Block | None = None
         """The block that `fetch` holds."""
@@ -399,6 +401,7 @@ class Scheduler:
         self._latest = None  # so a pass notes the same uses, whatever came before it
         self._ahead.turn(goes_back=goes_back)
         self._mover.passed += 1
+        self.left_memory.clear()
         blocks = [s.occupant for s in self._memory.slots if s.occupant is not None]
         bound = [block for block in blocks if block.bound]
         if any_replaced(bound):

@@ -69,6 +69,8 @@ class SlotMemory:
         self.slots: list[Slot] = []
         self.by_address: dict[int, Slot] = {}
         """Slots that have memory, by its address."""
+        self.left: set[int] = set()
+        """Addresses of memory that this pass has left to who holds it."""
         self.neighbours: Neighbours | None = None
         """Others on the device, who may make room for a block that is needed now."""
         self.widen: Callable[[int], None] = _keep_limit
@@ -252,6 +254,7 @@ class SlotMemory:
         if lease is None:
             return
         self._counters.abandoned_slots += 1
+        self.left.add(slot.address)
         self._engine.disown(lease.buffer, slot)
         self._part(slot, lease.abandon)
 

@@ -20,6 +20,7 @@ from stagehand.torch_private import (
     remove_hooks,
     take_off,
 )
+from stagehand.weights.edges import call_unseen
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -419,7 +420,7 @@ class StrayUses:
             self._look_at(value, read)
         if all(map(self._is_at_hand, read)) or self._is_torn():
             return func(*args, **kwargs)
-        self._bring(read)
+        call_unseen(self._bring, read)
         try:
             return func(*args, **kwargs)
         finally:
