@@ -353,10 +353,15 @@ class SavedTensors:
                     handle = self._handle(saved, slot.occupant)
                     if handle is not None:
                         self._seen[address] = slot
-                elif self._left and memory in self._left:
-                    handle = self._handle_of_left(saved)
-                elif saved.dtype is not self._uncast and saved.grad_fn is not None:
-                    handle = self._cast(saved)
+                else:
+                    if self._left and memory in self._left:
+                        handle = self._handle_of_left(saved)
+                    if (
+                        handle is None
+                        and saved.dtype is not self._uncast
+                        and saved.grad_fn is not None
+                    ):
+                        handle = self._cast(saved)
             if handle is not None:
                 return handle
         site = self.site
