@@ -127,6 +127,32 @@ class Both(torch.nn.Module):
         return (x @ self.weight).tanh() @ self.weight.t()
 
 
+class AsNumbers(torch.nn.Module):
+    """Reads its weight, and the same bytes as integers."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(32, 32), requires_grad=False)
+
+    def forward(self, x):
+        scale = self.weight.view(torch.int32)
+        return ((x * self.weight[:4]) * scale[:4]) * 1e-9
+
+
+def test_views_of_one_place_with_other_element_types_are_told_apart(sim):
+    model = torch.nn.Sequential(*(AsNumbers() for _ in range(4)))
+    plain = deepcopy(model).to("hpu")
+    stagehand.layer(model, vram_budget=2 * 32 * 32 * 4)
+    for _ in range(3):
+        gradients = []
+        for each in (plain, model):
+            x = batch().to("hpu").requires_grad_()
+            each(x).sum().backward()
+            gradients.append(x.grad)
+        assert torch.equal(*gradients)
+    runtime_of(model).shutdown()
+
+
 def test_views_of_a_weight_are_known_again_until_it_changes(sim, monkeypatch):
     made = []
     monkeypatch.setattr(
