@@ -8,6 +8,7 @@ import torch
 from torch.testing._internal.two_tensor import TwoTensor
 
 import stagehand
+from equality import all_equal
 from scenario.small import LAYER_BYTES, batch, runtime_of, stack
 from stagehand import graph
 from stagehand.core.device import HostDevice
@@ -113,6 +114,41 @@ def test_views_that_are_new_in_each_pass_do_not_pile_up(sim, monkeypatch):
         slots = runtime._parts.scheduler._memory.slots
         assert all(len(slot.views) <= 4 for slot in slots)  # the block's own are one
     assert runtime.report().abandoned_slots == 0
+    runtime.shutdown()
+
+
+class Cuts(torch.nn.Module):
+    """A block that reads many rows of its weight, other ones in each pass."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(64, 64))
+        self.passes = 0
+
+    def forward(self, x):
+        self.passes += 1
+        for row in range(self.passes, self.passes + 12):
+            x = x + x * self.weight[row, :8].tanh() * self.weight[row + 1, 3:11]
+        return x
+
+
+def test_places_that_are_new_in_each_pass_do_not_pile_up(sim, monkeypatch):
+    monkeypatch.setattr(graph, "_HANDLES_KEPT", 4)
+    monkeypatch.setattr(graph, "_PLACES_KEPT", 6)
+    model = torch.nn.Sequential(*(Cuts() for _ in range(4)))
+    plain = deepcopy(model).to("hpu")
+    stagehand.layer(model, vram_budget=2 * 64 * 64 * 4)
+    runtime = runtime_of(model)
+    for number in range(5):
+        gradients = []
+        for each in (plain, model):
+            each.zero_grad()
+            each(torch.ones(2, 8, device="hpu")).sum().backward()
+            gradients.append([p.grad.cpu() for p in each.parameters()])
+        assert all_equal(*gradients), number
+        saved = runtime._saved
+        assert max(len(saved._places), len(saved._seen)) <= 6
+        assert all(len(b.handles) <= 4 for b in runtime._parts.scheduler.blocks)
     runtime.shutdown()
 
 
