@@ -104,8 +104,7 @@ class Additions:
         self._note(model)
         if len(new) < len(unknown):
             self.look_again()  # each time: values may come in place, unseen
-        present = {id(t): t for t in (*model.parameters(), *model.buffers())}
-        gone = [t for key, t in self._joined.items() if key not in present]
+        gone = self._gone(model)
         if not new and not gone:
             return False
         for tensor in gone:
@@ -115,6 +114,23 @@ class Additions:
             self._parts.odd.append(tensor)
         self._make_place(new)
         return True
+
+    def drop_gone(self) -> bool:
+        """Bring home what has left, where there is no room to begin a pass.
+
+        Call between passes, when nothing is in use.
+
+        Returns:
+            Whether there was something: then less room is needed.
+        """
+        model = self._model()
+        gone = [] if model is None else self._gone(model)
+        for tensor in gone:
+            self._leave(tensor)
+        if gone:
+            self._parts.grant_odd()
+            self._wires.plan_within(self._parts.weights.limit_bytes)
+        return bool(gone)
 
     def look(self) -> None:
         """Note what has joined, where the device is the host and nothing is moved.
@@ -194,6 +210,11 @@ class Additions:
         tensors = (*model.parameters(), *buffers)
         return [tensor for tensor in tensors if id(tensor) not in known]
 
+    def _gone(self, model: nn.Module) -> list[torch.Tensor]:
+        """Return what had joined and is in the model no more."""
+        present = {id(t) for t in (*model.parameters(), *model.buffers())}
+        return [t for key, t in self._joined.items() if key not in present]
+
     def _known(self) -> set[int]:
         parts = self._parts
         blocks = {id(tensor) for block in parts.blocks for tensor in block.tensors}
@@ -257,7 +278,7 @@ class Additions:
         parts.steering.steer()
         parts.device_arena.trim()  # what is kept for reuse counts, too
         if not parts.grant_odd():
-            needed = limit - parts.weights.free_bytes + parts.odd_bytes
+            needed = parts.steering.smallest_budget() + parts.apart_bytes
             raise self._refusal(new, needed)
         parts.place_odd()
         for number, tensor in enumerate(parts.odd):

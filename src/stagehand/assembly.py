@@ -189,13 +189,21 @@ class Parts:
         )
 
     def grant_odd(self) -> bool:
-        """Book memory for tensors that are in no block; False if there is none."""
+        """Book memory for tensors that are in no block; False if there is none.
+
+        Others give up what they need not keep, then blocks of this model do: the next
+        plan is made for what is left.
+        """
         if self.odd_grant is not None:
             self.odd_grant.release()
-        nbytes = self.odd_bytes
-        grant = self.weights.grant(nbytes, "tensors in no block")
+        nbytes, weights = self.odd_bytes, self.weights
+        grant = weights.grant(nbytes, "tensors in no block")
         if grant is None and self.scheduler.make_room(nbytes):
-            grant = self.weights.grant(nbytes, "tensors in no block")
+            grant = weights.grant(nbytes, "tensors in no block")
+        if grant is None:
+            room = weights.held_bytes + weights.free_bytes
+            self.scheduler.give_up(max(0, room - nbytes), all_of_it=False)
+            grant = weights.grant(nbytes, "tensors in no block")
         self.odd_grant = grant
         return grant is not None
 

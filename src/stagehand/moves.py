@@ -24,6 +24,10 @@ class _Parkable(Protocol):
     def torch_device(self) -> torch.device:
         """Where it computes."""
 
+    @property
+    def runs(self) -> bool:
+        """Whether this thread is in a pass."""
+
     def park(self) -> None:
         """Bring every tensor home."""
 
@@ -80,7 +84,8 @@ class Moves:
                     f" to {result.device}; call the runtime's shutdown() first"
                 )
             kinds.add(result.device.type)
-        if "cpu" in kinds:
+        stays = place.type == "cpu" and runtime.runs  # to where it computes now
+        if "cpu" in kinds and not stays:
             runtime.park()
         elif kinds:
             runtime.place()

@@ -130,7 +130,7 @@ class Passing(PassListener):
         self._measure.begin_pass()
         takes_gradients = self._takes_gradients()
         self._parts.scheduler.expect_changes(follow=not takes_gradients)
-        self._hands_over = self._tenancy.begin()
+        self._begin_tenancy()
         self._take_additions()
         self._note_changes()
         if self._gradients is not None:
@@ -173,6 +173,22 @@ class Passing(PassListener):
             if trains or block.trained:
                 block.mark_changed()
             block.trained = trains
+
+    def _begin_tenancy(self, *, may_drop: bool = True) -> None:
+        """Let other models make room for a pass.
+
+        Args:
+            may_drop: Whether what has left this model may leave the device for it.
+        """
+        try:
+            self._hands_over = self._tenancy.begin()
+        except StagehandOOMError:
+            additions = self._additions()
+            if additions is None or not may_drop or self._parts.scheduler.in_use:
+                raise
+            if not additions.drop_gone():
+                raise
+            self._hands_over = self._tenancy.begin()
 
     def _look_again(self) -> None:
         """Look in the next pass for what has joined: a buffer was replaced, say."""
@@ -235,7 +251,7 @@ class Passing(PassListener):
         self._saved.backward = graph_task()
         self._tell(Phase.BACKWARD)
         self._parts.scheduler.expect_changes(follow=True)
-        self._hands_over = self._tenancy.begin()
+        self._begin_tenancy(may_drop=by_module)
         if by_module:  # no forward may have looked since users changed the model
             self._take_additions()
             self._note_changes()

@@ -288,6 +288,11 @@ class Runtime(Passing, Sharing, Storing, Conduct):
         return self._check_open()
 
     @property
+    def runs(self) -> bool:
+        """Whether this thread is in a pass of the model."""
+        return self._edges.running()
+
+    @property
     def torch_device(self) -> torch.device:
         """Where the model computes."""
         return self._device.torch_device

@@ -699,6 +699,42 @@ def test_those_that_are_one_block_with_other_weights_read_all(hold):
         held.run(tokens(), torch.tensor([[1, 2]]))
 
 
+class Otherwise(Experts):
+    """Experts whose weights are not as many rows, each behind the one before."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        whole = torch.randn(16 * EXPERTS * WIDTH) / 8
+        if how == "transposed":
+            self.up = nn.Parameter(whole.view(16, EXPERTS, WIDTH).transpose(0, 1))
+        if how == "overlapping":
+            self.up = nn.Parameter(whole.view(EXPERTS, 16, WIDTH))
+        shift = {
+            "transposed": torch.randn(EXPERTS, WIDTH),
+            "overlapping": whole[16 : 16 + EXPERTS * WIDTH].view(EXPERTS, WIDTH),
+            "one for all": torch.randn(1, WIDTH),
+            "scalar": torch.tensor(0.25),
+        }
+        self.shift = nn.Parameter(shift[how])
+
+    def forward(self, x: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+        shift = self.shift
+        if shift.dim() and len(shift) == EXPERTS:
+            shift = shift[numbers].sum(1)
+        return super().forward(x, numbers) + shift
+
+
+@pytest.mark.parametrize("place", ["hpu", "cpu"])
+@pytest.mark.parametrize("how", ["transposed", "overlapping", "one for all", "scalar"])
+def test_those_of_other_rows_read_all(hold, how, place):
+    model = Chosen()
+    model.experts[0] = Otherwise(how)
+    held = hold(model, place=place)
+    for _ in range(3):
+        held.run(tokens(), torch.tensor([[1, 9]]))
+    assert rows_of(held.model) == [0, EXPERTS]
+
+
 @pytest.mark.parametrize("change", [_looking_hook, _parametrized])
 def test_those_that_read_all_leave_others_to_their_calls(hold, change):
     model = nn.Sequential(*(Layer() for _ in range(2 * DEPTH)))

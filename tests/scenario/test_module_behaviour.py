@@ -867,6 +867,86 @@ class Counting(nn.Module):
         return self.linear(x) + self.calls
 
 
+class Buffered(nn.Module):
+    """A layer beside a buffer that may be another one, or none, from pass to pass."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("scale", torch.full((WIDTH,), 0.5))
+        self.register_buffer("shift", None)
+
+    def forward(self, x):
+        x = self.layer(x) * (1 if self.scale is None else self.scale)
+        x = x if self.shift is None else x + self.shift
+        return x + self.more if hasattr(self, "more") else x
+
+
+def test_a_buffer_beside_another_joins_where_the_model_streams(sim):
+    model = nn.Sequential(*(Buffered() for _ in range(4)))
+    plain = deepcopy(model).to("hpu")
+    stagehand.layer(model, vram_budget=3 * LAYER_BYTES)
+    for number in range(3):
+        if number == 1:
+            for each, place in ((model, "cpu"), (plain, "hpu")):
+                more = torch.arange(float(WIDTH), device=place)
+                each[1].register_buffer("more", more)
+        with torch.no_grad():
+            assert_bitwise_equal(model(batch()), plain(batch().to("hpu")), f"{number}")
+    assert model[1].more.device.type == "hpu"
+    runtime_of(model).shutdown()
+    assert model[1].more.device.type == "cpu"
+
+
+def test_buffers_without_values_are_no_matter_where_the_model_is_moved(sim):
+    """Nor are those that are None, or are made so while the model is away."""
+    model = nn.Sequential(*(Buffered() for _ in range(4)))
+    plain = deepcopy(model).to("hpu")
+    stagehand.layer(model, vram_budget=3 * LAYER_BYTES)
+    for number in range(3):
+        with torch.no_grad():
+            assert_bitwise_equal(model(batch()), plain(batch().to("hpu")), f"{number}")
+        if number == 0:
+            model[2].register_buffer("later", torch.empty(3, device="meta"))
+            model[3].scale = model[3].scale.clone()  # on the device
+            model.cpu()
+            assert model[3].scale.device.type == "cpu"
+            model[3].scale = plain[3].scale = None
+    runtime_of(model).shutdown()
+    assert model[2].later.is_meta
+
+
+class Moving(nn.Module):
+    """Moves all of itself to where its input is, in the middle of its forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(5))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x).tanh()
+            self.to(x.device)
+        return x
+
+
+@pytest.mark.parametrize("grads", [False, True])
+def test_a_model_may_move_itself_to_its_input_in_the_middle_of_a_pass(place, grads):
+    model = Moving()
+    plain = deepcopy(model).to(place)
+    stagehand.layer(model, vram_budget=3 * LAYER_BYTES, device=place)
+    for number in range(4):
+        found = []
+        for each in (model, plain):
+            with torch.set_grad_enabled(grads):
+                output = each(batch().to(place))
+            if grads:
+                output.sum().backward()
+            found.append([output, *(p.grad.cpu() for p in each.parameters() if grads)])
+        assert_bitwise_equal(*found, f"pass {number}")
+    runtime_of(model).shutdown()
+
+
 def test_buffer_made_anew_in_forward_comes_home_with_the_model(sim):
     model = nn.Sequential(*(Counting() for _ in range(4)))
     stagehand.layer(model, vram_budget=45_000, device="hpu")

@@ -996,3 +996,104 @@ def test_a_weight_of_two_streamed_models_is_trained_by_one(sim):
     runtime_of(first).shutdown()
     second(x).sum().backward()
     runtime_of(second).shutdown()
+
+
+class Joined(nn.Module):
+    """Layers, and a buffer that may join later."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = stack(4)
+
+    def forward(self, x):
+        x = self.layers(x)
+        return x + self.more.sum() if hasattr(self, "more") else x
+
+
+def join(model, plain, numel):
+    """Let a buffer join a streamed model and a resident one."""
+    more = torch.arange(float(numel)) / numel
+    model.register_buffer("more", more)
+    plain.register_buffer("more", more.to("hpu"))
+
+
+def test_what_joined_and_was_sent_home_gets_room_from_others_again(sim):
+    budget, x = 8 * LAYER_BYTES, batch().to("hpu")
+    pairs = [(model, deepcopy(model).to("hpu")) for model in (Joined(), stack(10))]
+    for model, _ in pairs:
+        stagehand.layer(model, vram_budget=budget)
+    (one, plain), (other, _) = pairs
+    join(one, plain, 4000)
+    account = runtime_of(one)._parts.weights.whole
+    with torch.no_grad():
+        for number in range(3):
+            for model, expected in pairs:
+                assert_bitwise_equal(model(x), expected(x), f"round {number}")
+            one.cpu()
+            other(x)
+            one.to("hpu")
+            assert one.more.device.type == "hpu"
+    assert account.peak_bytes <= budget
+    for model, _ in pairs:
+        runtime_of(model).shutdown()
+
+
+@pytest.mark.parametrize("latest", [0, 1])
+@pytest.mark.parametrize(("depth", "numel"), [(6, 1000), (5, 2000), (3, 6000)])
+def test_what_joins_has_the_room_that_its_model_does_not_need(
+    sim, latest, depth, numel
+):
+    """The model's other blocks took what a reservation for another one had left."""
+    budget, x = 10 * LAYER_BYTES, batch().to("hpu")
+    pairs = [(model, deepcopy(model).to("hpu")) for model in (Joined(), stack(depth))]
+    for model, _ in pairs:
+        stagehand.layer(model, vram_budget=budget)
+    (one, plain), (other, _) = pairs
+    runtime_of(other).reserve_for_resident()
+    with torch.no_grad():
+        for number in range(4):
+            if number == 2:
+                join(one, plain, numel)
+            for model, expected in (pairs[1 - latest], pairs[latest]):
+                assert_bitwise_equal(model(x), expected(x), f"round {number}")
+    assert runtime_of(one)._parts.weights.whole.peak_bytes <= budget
+    for model, _ in pairs:
+        runtime_of(model).shutdown()
+
+
+@pytest.mark.parametrize("latest", [0, 1])
+@pytest.mark.parametrize(
+    ("numel", "says"),
+    [(3000, "needs 16.36 KB of"), (5000, "have joined Joined since")],
+)
+def test_what_joined_where_others_leave_no_room_can_be_taken_out_again(
+    sim, latest, numel, says
+):
+    """Where it was on the device already, no pass began in which it would have left."""
+    budget, x = 10 * LAYER_BYTES, batch().to("hpu")
+    pairs = [(model, deepcopy(model).to("hpu")) for model in (Joined(), stack(7))]
+    for model, _ in pairs:
+        stagehand.layer(model, vram_budget=budget)
+    (one, plain), (other, _) = pairs
+    runtime_of(other).reserve_for_resident()
+    account = runtime_of(one)._parts.weights.whole
+    with torch.no_grad():
+        for leaves in (True, False):
+            for model, expected in (pairs[1 - latest], pairs[latest]):
+                assert_bitwise_equal(model(x), expected(x), "before")
+            join(one, plain, numel)
+            for _ in range(2):
+                with pytest.raises(stagehand.StagehandOOMError, match=says) as refused:
+                    one(x)
+                assert account.held_bytes <= budget
+            assert refused.value.needed_bytes == 8 * LAYER_BYTES + 4 * numel
+            if leaves:
+                more = one.more
+                del one.more, plain.more
+                assert_bitwise_equal(one(x), plain(x), "taken out")
+                assert more.device.type == "cpu"
+        assert account.peak_bytes <= budget
+        runtime_of(one).set_budget(refused.value.needed_bytes)
+        assert_bitwise_equal(one(x), plain(x), "with room")
+    for model, _ in pairs:
+        runtime_of(model).shutdown()

@@ -605,6 +605,74 @@ def test_what_left_before_backward_is_there_for_recomputes_on_all_streams(sim, l
     runtime.shutdown()
 
 
+class Sparse(torch.nn.Module):
+    """Its region reads a sparse tensor, too, which has no memory of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        def saves_all():
+            policy = CheckpointPolicy.PREFER_SAVE
+            return create_selective_checkpoint_contexts(lambda *_, **__: policy)
+
+        return checkpoint(self.run, x, use_reentrant=False, context_fn=saves_all)
+
+    def run(self, x):
+        hidden = self.layer(x).tanh()
+        return hidden * float(torch.sparse.sum(torch.eye(3).to_sparse()))
+
+
+def test_selective_regions_may_read_sparse_tensors(sim):
+    model = torch.nn.Sequential(*(Sparse() for _ in range(4)))
+    plain = deepcopy(model).to("hpu")
+    stagehand.layer(model, device="hpu", vram_budget=3 * 4 * WIDTH * (WIDTH + 16))
+
+    def step(model):
+        x = torch.ones(2, WIDTH, device="hpu", requires_grad=True)
+        model.zero_grad()
+        model(x).sum().backward()
+        return x.grad, [p.grad.cpu() for p in model.parameters()]
+
+    for number in range(3):
+        assert_bitwise_equal(step(model), step(plain), f"step {number}")
+    runtime_of(model).shutdown()
+
+
+class Masked(torch.nn.Linear):
+    """A part that is called by itself, with a mask beside its input."""
+
+    def forward(self, x, mask):
+        return (super().forward(x) * mask).tanh()
+
+
+@REENTRANT
+def test_what_is_given_by_name_is_moved_where_a_part_is_recomputed(sim, reentrant):
+    """The mask is on the host, the input is on the device already."""
+    model = torch.nn.ModuleList(Masked(WIDTH, WIDTH) for _ in range(4))
+    plain = deepcopy(model).to("hpu")
+    stagehand.layer(model, device="hpu", vram_budget=3 * 4 * WIDTH * (WIDTH + 16))
+    mask = torch.arange(float(WIDTH)) % 3
+
+    def step(model, mask):
+        x = torch.ones(2, WIDTH, device="hpu", requires_grad=True)
+        y = x
+        for part in model:
+            if reentrant:
+                y = checkpoint(lambda y, p=part: p(y, mask=mask), y, use_reentrant=True)
+            else:
+                y = checkpoint(part, y, mask=mask, use_reentrant=False)
+        model.zero_grad()
+        y.sum().backward()
+        return x.grad, [p.grad.cpu() for p in model.parameters()]
+
+    for number in range(3):
+        expected, found = step(plain, mask.to("hpu")), step(model, mask)
+        assert_bitwise_equal(found, expected, f"step {number}")
+    runtime_of(model).shutdown()
+
+
 def test_what_left_before_backward_comes_in_it_where_there_was_no_room_before(
     sim, monkeypatch
 ):

@@ -8,6 +8,7 @@ import torch
 from torch.testing._internal.two_tensor import TwoTensor
 
 import stagehand
+from equality import all_equal
 from scenario.small import LAYER_BYTES, batch, runtime_of, stack
 from stagehand import graph
 from stagehand.core.device import HostDevice
@@ -116,6 +117,41 @@ def test_views_that_are_new_in_each_pass_do_not_pile_up(sim, monkeypatch):
     runtime.shutdown()
 
 
+class Cuts(torch.nn.Module):
+    """A block that reads many rows of its weight, other ones in each pass."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(64, 64))
+        self.passes = 0
+
+    def forward(self, x):
+        self.passes += 1
+        for row in range(self.passes, self.passes + 12):
+            x = x + x * self.weight[row, :8].tanh() * self.weight[row + 1, 3:11]
+        return x
+
+
+def test_places_that_are_new_in_each_pass_do_not_pile_up(sim, monkeypatch):
+    monkeypatch.setattr(graph, "_HANDLES_KEPT", 4)
+    monkeypatch.setattr(graph, "_PLACES_KEPT", 6)
+    model = torch.nn.Sequential(*(Cuts() for _ in range(4)))
+    plain = deepcopy(model).to("hpu")
+    stagehand.layer(model, vram_budget=2 * 64 * 64 * 4)
+    runtime = runtime_of(model)
+    for number in range(5):
+        gradients = []
+        for each in (plain, model):
+            each.zero_grad()
+            each(torch.ones(2, 8, device="hpu")).sum().backward()
+            gradients.append([p.grad.cpu() for p in each.parameters()])
+        assert all_equal(*gradients), number
+        saved = runtime._saved
+        assert max(len(saved._places), len(saved._seen)) <= 6
+        assert all(len(b.handles) <= 4 for b in runtime._parts.scheduler.blocks)
+    runtime.shutdown()
+
+
 class Both(torch.nn.Module):
     """Reads its weight, and the transpose of it, which begins at the same byte."""
 
@@ -125,6 +161,32 @@ class Both(torch.nn.Module):
 
     def forward(self, x):
         return (x @ self.weight).tanh() @ self.weight.t()
+
+
+class AsNumbers(torch.nn.Module):
+    """Reads its weight, and the same bytes as integers."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(32, 32), requires_grad=False)
+
+    def forward(self, x):
+        scale = self.weight.view(torch.int32)
+        return ((x * self.weight[:4]) * scale[:4]) * 1e-9
+
+
+def test_views_of_one_place_with_other_element_types_are_told_apart(sim):
+    model = torch.nn.Sequential(*(AsNumbers() for _ in range(4)))
+    plain = deepcopy(model).to("hpu")
+    stagehand.layer(model, vram_budget=2 * 32 * 32 * 4)
+    for _ in range(3):
+        gradients = []
+        for each in (plain, model):
+            x = batch().to("hpu").requires_grad_()
+            each(x).sum().backward()
+            gradients.append(x.grad)
+        assert torch.equal(*gradients)
+    runtime_of(model).shutdown()
 
 
 def test_views_of_a_weight_are_known_again_until_it_changes(sim, monkeypatch):

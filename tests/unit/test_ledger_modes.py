@@ -111,6 +111,15 @@ def test_a_ceiling_below_a_floor_and_a_floor_above_a_ceiling_are_denied():
     books.grant(20, "b", mode=CEILING)
     assert books.grant(19, "a", mode=CEILING) is None
     assert books.grant(21, "b", mode=FLOOR) is None
+    assert books.grant(20, "b", mode=FLOOR) is not None
+
+
+def test_floors_and_ceilings_hold_nothing():
+    books = account()
+    books.grant(20, "a", mode=FLOOR)
+    books.grant(30, "a", mode=CEILING)
+    books.grant(5, "a")
+    assert books.holders() == {"a": 5}
 
 
 class Holder:
@@ -157,6 +166,19 @@ def test_a_part_calls_back_from_the_whole_without_holding_a_lock():
     assert (whole.holders(), part.holders()) == ({"part": 50}, {"a": 50})
     grant.release()
     assert whole.held_bytes == part.held_bytes == 0
+
+
+def test_a_part_calls_back_its_own_before_those_of_the_whole():
+    """And not what nobody can call back, of either."""
+    whole, holder = account(100, None), Holder()
+    part = SubAccount("part", 100, whole)
+    part.grant(10, "kept", priority=Priority.BACKGROUND)
+    for books, name in ((whole, "other"), (part, "own")):
+        books.grant(40, name, priority=Priority.BACKGROUND, recall=holder.recall)
+    assert nbytes_of(part.grant(50, "demand")) == 50
+    assert holder.asked == ["own"]
+    assert part.grant(90, "more") is None
+    assert part.holders() == {"kept": 10, "demand": 50}
 
 
 def test_nothing_is_called_back_for_equals_or_where_it_fits_or_for_a_soft_request():

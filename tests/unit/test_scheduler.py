@@ -28,6 +28,7 @@ from stagehand.core.arena import Arena
 from stagehand.core.device import AcceleratorDevice, HostDevice
 from stagehand.core.layout import layout_of
 from stagehand.core.ledger import Account
+from stagehand.core.limits import Limits
 from stagehand.core.states import BlockState
 from stagehand.core.stopwatch import Stopwatch
 from stagehand.core.telemetry import Counters
@@ -615,6 +616,69 @@ def test_block_that_is_changed_on_the_host_is_loaded_when_that_is_over(rig_of):
     rig.end_pass()
     rig.device.synchronize()
     assert torch.equal(seen.cpu(), torch.full((30,), 7.0))
+
+
+def test_block_that_is_changed_on_the_host_is_not_staged_meanwhile(rig_of):
+    """It is used once more in the same pass; what a reader got by then would be old."""
+    rig = rig_of(4, pinned=())
+    for _ in range(2):
+        rig.run(1, 2, 3, 1)
+    block = rig.blocks[1]
+    rig.begin_pass()
+    rig.scheduler.before(block)
+    rig.scheduler.after(block)
+    rig.scheduler._mover.evict(block)
+    block.stepping = True
+    for number in (2, 3):
+        rig.scheduler.before(rig.blocks[number])
+        rig.scheduler.after(rig.blocks[number])
+        assert block.state is BlockState.UNLOADED
+    block.stepping = False
+    rig.scheduler.before(block)
+    rig.scheduler.after(block)
+    rig.end_pass()
+
+
+def test_several_blocks_of_which_one_cannot_be_read_are_all_in_use_no_more(rig_of):
+    rig = rig_of(4, pinned=(1, 2), spare=2 * UNIT)
+    rig.scheduler.park()
+    rig.blocks[3].store.failure = ReadError("the disk is gone")
+    rig.begin_pass()
+    with pytest.raises(ReadError, match="the disk is gone"):
+        rig.scheduler.before_all(rig.blocks[1:])
+    assert rig.scheduler.in_use == []
+    rig.end_pass()
+
+
+def test_block_that_has_left_is_not_where_its_use_has_left_it(rig_of):
+    rig = rig_of(3)
+    rig.begin_pass()
+    rig.scheduler.before(rig.blocks[1])
+    rig.scheduler.after(rig.blocks[1])
+    assert rig.scheduler.is_latest(rig.blocks[1])
+    rig.scheduler.give_up(0, all_of_it=False)
+    assert not rig.scheduler.is_latest(rig.blocks[1])
+    rig.end_pass()
+
+
+def test_limits_let_nothing_be_loaded_ahead_where_memory_was_short(rig_of):
+    """Nor what gave way to others, where they let nothing be loaded ahead at all."""
+    rig = rig_of(6, spare=3 * UNIT)
+    for _ in range(3):
+        rig.run(1, 2, 3, 4, 5)
+    assert rig.scheduler.lookahead
+    rig.scheduler.obey(Limits(lookahead_blocks=0))
+    rig.scheduler.give_up(0, all_of_it=False)
+    stay = [block for block in rig.scheduler.staying() if block.index]
+    assert stay
+    assert rig.scheduler.recall()
+    assert [block.slot for block in stay] == [None] * len(stay)
+    rig.scheduler._free_idle()
+    assert rig.scheduler.strained
+    rig.scheduler.obey(Limits())
+    assert rig.scheduler.lookahead == 0
+    rig.run(1, 2, 3, 4, 5)
+    assert rig.scheduler.lookahead
 
 
 def test_tensor_assigned_on_one_stream_and_taken_in_on_another_is_no_race(sim):

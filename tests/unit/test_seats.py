@@ -116,6 +116,20 @@ def test_the_cap_sinks_when_passes_that_were_promised_more_have_ended():
     assert seats.account.limit_bytes == 60
 
 
+@pytest.mark.parametrize("why", ["kept", "waits", "between passes"])
+def test_beside_a_pass_the_cap_keeps_what_others_do_not_give_up(why):
+    seats, runs, other, largest = seated(30, 25, 0)
+    run_elsewhere(runs, 60)
+    if why == "kept":
+        seats.keep(other.number)
+    else:
+        other.thread, other.waits, other.limit = object(), why == "waits", 35
+    for seat in (runs, other):
+        seat.tenant.claims(budget=60)
+    seats.forget(largest.number)
+    assert seats.account.limit_bytes == 60 + (35 if why == "between passes" else 25)
+
+
 def test_a_pass_that_has_ended_leaves_no_thread_and_may_have_changed_a_claim():
     seats, runs, _ = seated(30, 30)
     run_elsewhere(runs, 60)

@@ -724,6 +724,17 @@ def test_write_back_is_never_denied_and_the_lane_forgets_old_ones(sim):
     rig.device.synchronize()
 
 
+def test_speculation_is_told_that_the_lane_home_is_full(sim):
+    rig = Rig(d2h_capacity=1)
+    rig.load(1)
+    assert rig.engine.deny_home(Priority.SPECULATIVE) is None
+    rig.engine.save(rig.slot, rig.buffer, rig.host(0))
+    assert rig.engine.deny_home(Priority.SPECULATIVE) is Denied.D2H_SLOTS_EXHAUSTED
+    assert rig.engine.deny_home(Priority.REQUIRED) is None
+    rig.device.synchronize()
+    assert rig.engine.deny_home(Priority.SPECULATIVE) is None
+
+
 def test_without_a_capacity_nothing_is_denied_and_nothing_kept(sim):
     rig = Rig()
     for value in range(5):

@@ -128,7 +128,7 @@ class LookAhead:
         order = self._order
         length = order.length if order.cursor >= 0 else 0
         kept = order.turn(goes_back=goes_back, changes_follow=self.changes_follow)
-        if kept and not order.lost:
+        if kept:
             self._front = max(self._front - length, -1)
             self._staged_front = max(self._staged_front - length, -1)
             self._claims = {s: (b, at - length) for s, (b, at) in self._claims.items()}

@@ -582,7 +582,7 @@ class Scheduler:
             return True
         for block in self._ahead.this_pass:
             if block.slot is None and block.stays and block.home is not None:
-                urgent = block.image is not None and not self._loader.fills
+                urgent = block.image is not None
                 priority = Priority.REQUIRED if urgent else Priority.SPECULATIVE
                 if block.home.occupant or not self._mover.load(
                     block, block.home, priority
