@@ -89,7 +89,7 @@ class Mover:
             if priority >= _SPECULATIVE:
                 return False
             self.await_steps()
-        if block.views_in is not slot:  # else the slot has memory
+        if block.views_in is not slot or slot.lease is None:
             urgent = priority < _SPECULATIVE
             if not self._memory.settle_in(block, slot, urgent=urgent):
                 return False

@@ -83,10 +83,10 @@ class SlotMemory:
         self._free_idle = free_idle
 
     def settle_in(self, block: Block, slot: Slot, *, urgent: bool) -> bool:
-        """Give the slot memory, if it has none, and the block its views of that.
+        """Give the slot memory and the block its views of it, where they have none yet.
 
         Args:
-            block: Is to be loaded into the slot, and has no views of it.
+            block: Is to be loaded into the slot.
             slot: Empty.
             urgent: Whether others must give up memory for it.
 
@@ -109,6 +109,8 @@ class SlotMemory:
                     self._strip(slot)
                     lease.release()
                 raise
+        if block.views_in is slot:
+            return True
         # Only the difference: a reader thread, too, may refer to the memory now.
         before, counted = storage_use_count(slot.storage), block.form in slot.views
         try:
