@@ -115,6 +115,25 @@ def test_operators_with_several_results_are_not_computed_again(runtime, sim):
     assert launches(context_fn=runtime.checkpoint_contexts) <= plain - 3
 
 
+def test_regions_inside_of_regions_are_exact(runtime):
+    """Copies of the inner one's results were counted as operators of the outer one."""
+    within = {}
+
+    def inner(x):
+        return (x * 2).sigmoid().cos()
+
+    def outer(x):
+        for _ in range(3):
+            x = checkpoint(inner, x.sin(), use_reentrant=False, **within)
+        return x.sigmoid()
+
+    expected = gradients([outer] * 3)
+    within["context_fn"] = runtime.checkpoint_contexts
+    for _ in range(3):
+        with runtime.managed_forward():
+            assert_same(gradients([outer] * 3, **within), expected)
+
+
 def test_result_that_its_region_changes_in_place_is_computed_again(runtime):
     def region(x):
         early = x * 3

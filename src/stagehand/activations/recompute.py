@@ -5,6 +5,9 @@ recompute. In forward, the results of operators are noted in order: large ones a
 as any saved tensor is, so they may leave the device; the others are only counted. The
 recompute takes the large ones back in the same order instead of computing them. What
 draws random numbers is always computed again: those that follow would be others.
+
+Copies that this takes are no operators of the region. Modes below do not see them: one
+may be that of a region around this one, which would count them.
 """
 
 from __future__ import annotations
@@ -17,7 +20,13 @@ import torch
 from stagehand.activations.pieces import Extra, Piece
 from stagehand.core.saved import Kept
 from stagehand.errors import StagehandError
-from stagehand.torch_private import CAST, DispatchMode, dispatching, sharing_versions
+from stagehand.torch_private import (
+    CAST,
+    DispatchMode,
+    dispatching,
+    sharing_versions,
+    without_modes,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -77,7 +86,8 @@ class _Region:
             return
         scope = None
         if self.spill is not None:
-            scope = self.spill.begin()
+            with without_modes(but_sanitizer=True):
+                scope = self.spill.begin()
             self.pack = self.spill.packer(scope, Kept)
         failed = True
         try:
@@ -86,7 +96,8 @@ class _Region:
             failed = False
         finally:
             if self.spill is not None and scope is not None:
-                self.spill.end(scope, failed=failed)
+                with without_modes(but_sanitizer=True):
+                    self.spill.end(scope, failed=failed)
 
     @contextmanager
     def recompute(self) -> Iterator[None]:
@@ -107,7 +118,7 @@ class _Region:
         each = result if type(result) is tuple else (result,)
         if not any(map(self._is_large, each)) or _is_random(function, args):
             return None
-        with sharing_versions():
+        with sharing_versions(), without_modes(but_sanitizer=True):
             kept = [self._packed(item) for item in each]
         return kept if type(result) is tuple else kept[0]
 
@@ -126,9 +137,10 @@ class _Region:
 
     def again(self, kept: Any) -> Any:
         """Return the result that something stands for."""
-        if type(kept) is list:
-            return tuple(map(self._unpacked, kept))
-        return self._unpacked(kept)
+        with without_modes(but_sanitizer=True):
+            if type(kept) is list:
+                return tuple(map(self._unpacked, kept))
+            return self._unpacked(kept)
 
     def let_write(self, args: Any) -> None:
         """Let what is about to be written wait for copies that read it."""
