@@ -308,6 +308,39 @@ def test_reentrant_checkpoints_accumulate_one_by_one(sim, setting):
     assert_trains_equally(build, script, setting)
 
 
+class Cut(torch.autograd.Function):
+    """Gives no gradient back."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return None
+
+
+@over(FEW)
+@pytest.mark.parametrize("hook", [None, lambda parameter: None], ids=["", "hooked"])
+def test_what_a_recompute_has_brought_stays_where_nothing_follows(sim, setting, hook):
+    """A node without a gradient was taken for an optimizer that had used it up."""
+
+    class Cutting(Reusing):
+        def forward(self, x):
+            x = self.entry(x)
+            first = Cut.apply(self.blocks[0](x))
+            return self.head(first + checkpoint(self.blocks[0], x, use_reentrant=True))
+
+    def script(run):
+        if hook is not None:
+            for parameter in run.model.parameters():
+                run.handles.append(parameter.register_post_accumulate_grad_hook(hook))
+        for number in range(3):
+            run.backward(run.loss(number))
+
+    assert_trains_equally(built(lambda: Cutting(Residual, [0])), script, setting)
+
+
 def double(grad):
     return 2 * grad
 

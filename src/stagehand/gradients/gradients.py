@@ -357,7 +357,9 @@ class Gradients:
 
         `grad` is None, and autograd adds nothing, where a weight turns out to have no
         gradient: in a gradient of a gradient, say, that does not depend on its bias.
+        What came before, as of a recompute, is not used up where `_after` finds none.
         """
+        home.idle = grad is None
         if grad is None:
             return
         self._enter()
@@ -385,8 +387,9 @@ class Gradients:
         """Send a new gradient home."""
         parameter = home.parameter
         grad = parameter.grad
-        if grad is None:  # an optimizer has used it up
-            home.grad, home.whole = None, False
+        if grad is None:
+            if not home.idle:  # an optimizer has used it up
+                home.grad, home.whole = None, False
         elif grad.device == self._device.torch_device:
             if home.block.bindings == home.spent + 1 and not keeps_graph():
                 home.spent += 1  # mostly; as `count` does

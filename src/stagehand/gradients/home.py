@@ -35,7 +35,7 @@ class Home:
 
     __slots__ = (
         *("__weakref__", "block", "handles", "of", "parameter"),
-        *("alone", "key", "lease", "place"),
+        *("alone", "idle", "key", "lease", "place"),
         *("came", "earlier", "grad", "had", "more", "parts"),
         *("spent", "task", "touched", "whole"),
     )
@@ -59,6 +59,8 @@ class Home:
         """Whether there was a gradient when this backward pass came to it."""
         self.came = False
         """Whether this backward pass has brought a gradient."""
+        self.idle = False
+        """Whether the node that runs now adds nothing: its gradient is None."""
         self.earlier: torch.Tensor | None = None
         """What was there before, if the sum of what comes is to be added to it."""
         self.more = False
