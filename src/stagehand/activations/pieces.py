@@ -122,7 +122,7 @@ class Handle:
     ghost: torch.Tensor | None
 
     def __str__(self) -> str:
-        like = self.whole_form() if self.alias is None else self.alias
+        like = self.whole_form()
         return f"a saved {like.dtype} tensor of shape {list(like.shape)}"
 
     def check(self) -> None:
@@ -153,7 +153,9 @@ class Handle:
             self.alias = None
 
     def whole_form(self) -> _Form:
-        """Return the form of a tensor that was let go."""
+        """Return the form of the tensor, which may have been let go."""
+        if self.alias is not None:
+            return _Form.of(self.alias)
         if self.form is not None:
             return self.form
         bundle = (self.piece or self).bundle  # type: ignore[attr-defined]
@@ -387,7 +389,7 @@ class Bundle:
         maker: The stream that asked for `back`, to which that memory belongs.
         seen: The stream that has waited for `arrived`.
         due: How many handles are to be unpacked before `back` is let go.
-        sums: CRC32 of the bytes of each piece that left, if asked for, by its start.
+        sums: CRC32 of each tensor that left, if asked for, by its handle's number.
         gone: Where a bundle that dies leaves its memory, for the carrier to take back.
     """
 
