@@ -1,12 +1,13 @@
 """Checkpointed regions that keep what is large give the gradients of plain ones."""
 
 import gc
+from dataclasses import replace
 
 import pytest
 import torch
 from keeping import BUDGET, ROW_BYTES, ROWS, WIDTH, assert_same, inputs
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from stagehand.activations.config import ActivationStagehandConfig
 from stagehand.activations.learning import Lesson
@@ -14,6 +15,7 @@ from stagehand.activations.prefix import Prefix
 from stagehand.activations.recompute import _Region
 from stagehand.activations.runtime import ActivationRuntime
 from stagehand.core.saved import Kept
+from stagehand.errors import StagehandError
 
 HALF_ROW = ROW_BYTES // 2
 
@@ -143,6 +145,39 @@ def test_result_that_its_region_changes_in_place_is_computed_again(runtime):
         return early * early * late
 
     check(runtime, [region] * 3)
+
+
+def test_numbers_that_a_region_reads_are_those_of_forward(runtime):
+    def region(x):
+        y = x.sigmoid().cos()
+        return y * y.sum().item() + y
+
+    check(runtime, [region] * 3)
+
+
+def test_region_that_calls_other_operators_again_is_told_so(runtime):
+    calls = []
+
+    def region(x):
+        calls.append(x)
+        return x.sin().cos() if len(calls) % 2 else x.cos().sin()
+
+    for _ in range(2):
+        with (
+            runtime.managed_forward(),
+            pytest.raises(StagehandError, match=r"called aten\.cos.*same operators"),
+        ):
+            gradients([region], context_fn=runtime.checkpoint_contexts)
+    calls.clear()
+    check(runtime, [lambda x: x.sin().cos()] * 3)
+
+
+@pytest.mark.filterwarnings("ignore:.*peak of its memory:stagehand.StagehandWarning")
+@pytest.mark.parametrize("threshold", [0, HALF_ROW])
+def test_regions_that_do_not_stop_early_are_exact(runtime, threshold):
+    runtime.config = replace(runtime.config, recompute_threshold_bytes=threshold)
+    with set_checkpoint_early_stop(False):
+        check(runtime, [lambda x: x.sin().cos().sigmoid()] * 3)
 
 
 def test_change_waits_for_the_copy_of_what_it_changes(runtime):

@@ -595,6 +595,28 @@ def test_advice_comes_from_a_measured_step(make, sim):
     assert "checkpoint" in str(advice)
 
 
+class Masked(nn.Module):
+    """Takes more than the tensor that a checkpoint around it would save."""
+
+    def forward(self, x, mask, scale):
+        return x.sigmoid().masked_fill(mask, 0.0) * (scale or 1.0)
+
+
+def test_advice_counts_only_what_a_block_takes_as_saved_by_its_checkpoint(make):
+    runtime = make(budget=2 * ROW_BYTES)
+    blocks = nn.ModuleList(Masked() for _ in range(3))
+    mask = inputs().detach() > 0
+
+    def loss_of(model, x):
+        for block in blocks:
+            x = block(x, mask, None)
+        return x.square().sum()
+
+    with runtime.watch_blocks(blocks.named_children()) as watch:
+        step(runtime, blocks, loss_of)
+    assert [cost.input_bytes for cost in watch.costs()] == [ROW_BYTES] * 3
+
+
 def test_advice_needs_a_step_that_was_saved(make):
     runtime = make()
     with runtime.watch_blocks([]) as watch:

@@ -583,3 +583,46 @@ def test_no_change_of_habit_lets_graphs_keep_more_than_the_budget(graphs, sim, s
             while losses:
                 assert torch.equal(steps.pop().backward(losses.pop()), expected)
             assert not number or max(seen) <= 6 * NBYTES
+
+
+def test_what_is_changed_while_it_leaves_stays_and_raises(saved, sim):
+    """Its copy is no copy of what was saved; what left with it comes back all the same.
+
+    In forwards before, nobody held it.
+    """
+    parts = torch.linspace(-1, 1, 64 * 1024, device="hpu").split(1024)
+    leaves = [part.clone().requires_grad_() for part in parts]
+    kept, spill = [], spill_of(saved)
+
+    def forward(change):
+        losses = []
+        for number, leaf in enumerate(leaves):
+            y = leaf * 3
+            losses.append(y.sin().sum())
+            if number == 1 and change:
+                kept.append(y)
+            if number == 3 and change:
+                kept[0].detach().mul_(2)
+        return losses
+
+    spill.budget_bytes = 16 * 4096
+    spill._bundle_bytes = 4 * 4096
+    expected = [3 * (3 * leaf.detach()).cos() for leaf in leaves]
+    for _ in range(3):
+        with saved:
+            losses = forward(change=False)
+        sum(losses).backward()
+    for leaf in leaves:
+        leaf.grad = None
+    with sim.expect_races(match="that a copy on stream"), saved:
+        losses = forward(change=True)
+    before = spill.tally.stuck_count
+    for number, loss in enumerate(losses):
+        if number != 1:
+            loss.backward()
+            assert torch.equal(leaves[number].grad, expected[number])
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        losses[1].backward()
+    assert before > 0
+    kept.clear()
+    del loss, losses

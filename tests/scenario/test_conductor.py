@@ -132,6 +132,7 @@ def early(found):
 def test_a_disabled_conductor_has_no_parts_and_its_methods_do_nothing(sim):
     conductor = stagehand.ConductorRuntime(stagehand.ConductorConfig(enabled=False))
     assert vars(conductor) == {"_enabled": False}
+    assert not conductor.enabled
     conductor.attach("nothing that could be attached")
     conductor.attach_store("store", dict)
     conductor.enter_optimizer()  # without a step

@@ -223,13 +223,10 @@ class Carrier:
 
     def drop(self, bundle: Bundle) -> None:
         """Let go of a bundle's device memory: it is used, or was fetched too early."""
-        back, arrived, left = bundle.back, bundle.arrived, bundle.left
-        if arrived is None or left is None:
-            return
-        if bundle.seen is None and bundle.maker is not None:
-            bundle.maker.wait_event(arrived)
+        arrived, maker = bundle.arrived, bundle.maker
+        if bundle.seen is None and maker is not None and arrived is not None:
+            maker.wait_event(arrived)
         bundle.left = arrived  # the slab is read until then
-        del back
         bundle.back = bundle.arrived = bundle.seen = None
 
     def may_send(self) -> bool:

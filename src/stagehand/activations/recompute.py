@@ -12,7 +12,7 @@ may be that of a region around this one, which would count them.
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -102,10 +102,7 @@ class _Region:
     @contextmanager
     def recompute(self) -> Iterator[None]:
         """Take it back."""
-        if not self.threshold:
-            yield
-            return
-        with dispatching(_Takes(self)):
+        with dispatching(_Takes(self)) if self.threshold else nullcontext():
             yield
 
     def keep(self, function: Any, args: Any, result: Any) -> Any:

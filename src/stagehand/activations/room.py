@@ -12,6 +12,8 @@ from stagehand.activations.returning import Returning
 if TYPE_CHECKING:
     import torch
 
+    from stagehand.core.ledger import Watermarks
+
 __all__ = ["Room"]
 
 _STUCK_LOOKS = 8  # at pieces that others keep, at a time
@@ -318,11 +320,8 @@ class Room(Returning):
 
     # Watermarks
 
-    def _read(self, nbytes: int) -> None:
+    def _read(self, marks: Watermarks, nbytes: int) -> None:
         """Let the device's memory set the budget, now and then."""
-        marks = self._marks
-        if marks is None:
-            return
         self._unread += nbytes
         if self._unread * _READINGS < marks.high_bytes - marks.low_bytes:
             return

@@ -162,7 +162,7 @@ class Spill(Room):
             extra.number = next(self._numbers)
             return extra
         if self._marks is not None:
-            self._read(nbytes)
+            self._read(self._marks, nbytes)
         if self._held + nbytes > self.budget_bytes:
             self._make_room(nbytes)
         piece = Piece()
