@@ -224,7 +224,9 @@ class Carrier:
     def drop(self, bundle: Bundle) -> None:
         """Let go of a bundle's device memory: it is used, or was fetched too early."""
         arrived, maker = bundle.arrived, bundle.maker
-        if bundle.seen is None and maker is not None and arrived is not None:
+        if arrived is None:  # an interrupt came just before it was noted
+            return
+        if bundle.seen is None and maker is not None:
             maker.wait_event(arrived)
         bundle.left = arrived  # the slab is read until then
         bundle.back = bundle.arrived = bundle.seen = None
