@@ -42,6 +42,7 @@ from stagehand.errors import (
     TensorMismatchError,
 )
 from stagehand.stores.converting import convert_to_packed
+from stagehand.stores.writing import SafetensorsBody
 from streamed import aligned, original, weight_bytes
 
 
@@ -928,10 +929,10 @@ def test_auto_class_without_a_class_for_the_configuration_is_refused(saved):
 def test_scratch_that_cannot_be_written_is_named_and_leaves_nothing(
     sim, saved, tmp_path, monkeypatch
 ):
-    def save(*_: object) -> None:
+    def add(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(stagehand.pretrained.scratch, "save_file", save)
+    monkeypatch.setattr(SafetensorsBody, "add", add)
     with pytest.raises(
         CheckpointError, match=r"000000\.safetensors cannot be written: .*No space"
     ):
