@@ -136,7 +136,8 @@ def test_first_tokens_take_chosen_experts_alone_while_the_others_are_pinned(
         assert_bitwise_equal(output, expected, f"token {seed}")
         crossed = runtime.report().streamed_bytes - before
     rows = mixture.DEPTH * mixture.TAKEN * mixture.ROW_BYTES
-    assert rows <= crossed <= rows + mixture.DEPTH * mixture.MIX_BYTES
+    # Some may be loaded for the next token already; no layer's experts were whole.
+    assert rows <= crossed < rows + mixture.EXPERT_BYTES
     assert not any(pinned(model))
     gate.open()
     end(model)
