@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from stagehand.decoding import BIAS, WEIGHT, bytes_of, decode, like_of, value_of
+from stagehand.decoding import BIAS, WEIGHT, bytes_of, decode, value_of
 from stagehand.errors import ConfigError
 from stagehand.files import names_in
-from stagehand.stores.checkpoint import key_of
+from stagehand.stores.checkpoint import key_of, like_of
 from stagehand.stores.compact_wires import packed_wire, quantized_wire
 from stagehand.stores.files import FileSet
 from stagehand.stores.packed_files import PackedWeight, packed_name, packed_weights

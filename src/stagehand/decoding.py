@@ -17,8 +17,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
-
 from stagehand.core.layout import plain_tensors
 from stagehand.errors import ConfigError, StagehandWarning
 from stagehand.stores.checkpoint import Checkpoint
@@ -29,6 +27,8 @@ from stagehand.units import MIB, format_bytes
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
+    import torch
+
     from stagehand.stores.squareq import SquareQ
 
 __all__ = [
@@ -36,7 +36,6 @@ __all__ = [
     "WEIGHT",
     "bytes_of",
     "decode",
-    "like_of",
     "removal_of",
     "scratch_folder",
     "value_of",
@@ -97,11 +96,6 @@ def _remove(folders: Iterable[Path], maker: int) -> None:
 def bytes_of(likes: Mapping[str, torch.Tensor]) -> int:
     """Return how many bytes tensors have, by their names."""
     return sum(like.numel() * like.element_size() for like in likes.values())
-
-
-def like_of(shape: Iterable[int], dtype: torch.dtype) -> torch.Tensor:
-    """Return a tensor of a shape and an element type, without values."""
-    return torch.empty(tuple(shape), dtype=dtype, device="meta")
 
 
 def value_of(slab: SquareQ, name: str, like: torch.Tensor) -> torch.Tensor:

@@ -164,6 +164,15 @@ def test_an_edit_of_one_layer_survives_shutdown_without_another_pass(
     assert_bitwise_equal(values(model), values(plain), "after shutdown")
 
 
+def assert_edits_are_used(model, plain, place, x):
+    """Of the next pass and after shutdown, for which this is the end."""
+    with torch.no_grad():
+        output = model(x)
+    assert_bitwise_equal(output, run_resident(plain, place, x), "the next pass")
+    runtime_of(model).shutdown()
+    assert_bitwise_equal(values(model), values(plain), "after shutdown")
+
+
 @pytest.mark.parametrize("edit", EDITS, ids=lambda e: e.__name__)
 @pytest.mark.parametrize("passes", [0, 2])
 def test_edits_between_uses_by_hand_are_used(place, edit, passes):
@@ -179,11 +188,7 @@ def test_edits_between_uses_by_hand_are_used(place, edit, passes):
         for mine, theirs in zip(weights(model), weights(plain), strict=True):
             edit(mine)
             edit(theirs)
-    with torch.no_grad():
-        output = model(x)
-    assert_bitwise_equal(output, run_resident(plain, place, x), "the next pass")
-    runtime.shutdown()
-    assert_bitwise_equal(values(model), values(plain), "after shutdown")
+    assert_edits_are_used(model, plain, place, x)
 
 
 @pytest.mark.parametrize(
@@ -211,11 +216,7 @@ def test_edits_in_a_use_by_hand_are_used_and_at_home_after_it(place, edit, passe
             if id(mine) in here:
                 assert_bitwise_equal(mine.data.cpu(), theirs.data, f"after {name}")
                 assert mine.is_cpu or runtime._block(name).stays
-    with torch.no_grad():
-        output = model(x)
-    assert_bitwise_equal(output, run_resident(plain, place, x), "the next pass")
-    runtime.shutdown()
-    assert_bitwise_equal(values(model), values(plain), "after shutdown")
+    assert_edits_are_used(model, plain, place, x)
 
 
 def test_an_edit_before_the_first_pass_is_used(place):

@@ -16,6 +16,7 @@ from torch import nn
 
 import stagehand
 from stagehand.errors import ConfigError, MissingTensorError, StagehandError
+from stagehand.pretrained.sources import UNUSABLE
 from stagehand.stores.converting import is_converted
 
 __all__ = [
@@ -32,10 +33,7 @@ _SUPPORTED = (
     "LMHeadModel) and text encoders (BERT, RoBERTa, MPNet and their kin)"
 )
 # What transformers comes up with where files say what its classes do not expect.
-_UNUSABLE = (
-    *(ArithmeticError, AssertionError, AttributeError, LookupError, OSError),
-    *(RuntimeError, StrictDataclassError, TypeError, ValueError),
-)
+_UNUSABLE = (*UNUSABLE, StrictDataclassError)
 # Asked nothing about code in the directory, transformers would ask on the terminal.
 _LOCAL: Any = {"local_files_only": True, "trust_remote_code": False}
 

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
-
 from stagehand.errors import CheckpointError
-from stagehand.stores.checkpoint import Checkpoint
+from stagehand.stores.checkpoint import Checkpoint, like_of
 from stagehand.stores.files import FileSet
 from stagehand.stores.safetensors import read_tensor
 from stagehand.stores.writing import check_room, safetensors_file
@@ -19,6 +17,8 @@ from stagehand.stores.writing import check_room, safetensors_file
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
+
+    import torch
 
     from stagehand.pretrained.naming import Made
 
@@ -31,10 +31,7 @@ PREFIX = "made from the checkpoint: "
 def shapes_of(made: Made, checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
     """Return what would be computed, on `meta`."""
     entries = {key: checkpoint[key] for key in made.sources}
-    sources = {
-        key: torch.empty(entry.shape, dtype=entry.dtype, device="meta")
-        for key, entry in entries.items()
-    }
+    sources = {key: like_of(e.shape, e.dtype) for key, e in entries.items()}
     return dict(made.compute(sources))
 
 

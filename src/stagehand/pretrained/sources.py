@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
     from stagehand.stores.checkpoint import Checkpoint
 
-__all__ = ["Source", "find_source", "main_dtype", "naming_of"]
+__all__ = ["UNUSABLE", "Source", "find_source", "main_dtype", "naming_of"]
 
 _CONFIG = "config.json"
 # What constructors come up with where a configuration says what they do not expect.
-_UNUSABLE = (
+UNUSABLE = (
     *(ArithmeticError, AssertionError, AttributeError, LookupError, OSError),
     *(RuntimeError, TypeError, ValueError),
 )
@@ -189,7 +189,7 @@ def _naming_configuration(directory: Path) -> Iterator[None]:
         yield
     except StagehandError:
         raise
-    except _UNUSABLE as error:
+    except UNUSABLE as error:
         raise ConfigError(
             f"no model can be built from the configuration in '{directory}':"
             f" {type(error).__name__}: {' '.join(str(error).split())}"

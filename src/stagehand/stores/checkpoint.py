@@ -6,7 +6,7 @@ not hold what its header says, or a model that needs what no file has, is refuse
 
 import difflib
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from stat import S_ISDIR, S_ISREG
@@ -23,7 +23,7 @@ from stagehand.errors import (
 )
 from stagehand.stores.headers import FileStamp, Header, Span, load_json, read_header
 
-__all__ = ["Checkpoint", "Extent", "KeyMap", "key_of", "read_index"]
+__all__ = ["Checkpoint", "Extent", "KeyMap", "key_of", "like_of", "read_index"]
 
 KeyMap = Callable[[str], str] | Mapping[str, str] | None
 
@@ -39,6 +39,11 @@ _MODEL_NAMES = (
 _OTHER_FORMATS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.gguf", "*.msgpack")
 _LISTED = 5
 _COMPARED = 5000
+
+
+def like_of(shape: Iterable[int], dtype: torch.dtype) -> torch.Tensor:
+    """Return a tensor of a shape and an element type, without values."""
+    return torch.empty(tuple(shape), dtype=dtype, device="meta")
 
 
 def key_of(name: str, key_map: KeyMap) -> str:

@@ -18,7 +18,7 @@ import torch
 
 from stagehand.core.layout import plain_tensors
 from stagehand.errors import CheckpointError, ConfigError, HeaderError
-from stagehand.stores.checkpoint import Checkpoint, read_index
+from stagehand.stores.checkpoint import Checkpoint, like_of, read_index
 from stagehand.stores.files import FileSet
 from stagehand.stores.headers import check_name, code_of
 from stagehand.stores.packed_files import is_packed, packed_name
@@ -471,7 +471,7 @@ def _opened(source: str | Path) -> Iterator[_Tensors]:
     pickled = _pickled_files(path)
     if pickled:
         found = _unpickled(pickled)
-        sizes = {name: _like(t.shape, t.dtype) for name, (_, t) in found.items()}
+        sizes = {name: like_of(t.shape, t.dtype) for name, (_, t) in found.items()}
         try:
             yield _Tensors(
                 path,
@@ -490,7 +490,7 @@ def _opened(source: str | Path) -> Iterator[_Tensors]:
             f"{path} is packed or quantized already: expected a plain checkpoint;"
             " convert the one that it was made from"
         )
-    sizes = {name: _like(e.shape, e.dtype) for name, e in checkpoint.items()}
+    sizes = {name: like_of(e.shape, e.dtype) for name, e in checkpoint.items()}
     files = FileSet(checkpoint.files)
     held, root = checkpoint.files, checkpoint.root
     if root.is_dir():
@@ -523,10 +523,6 @@ def is_converted(path: str | Path) -> bool:
 
 def _is_smaller(checkpoint: Checkpoint) -> bool:
     return any(map(is_packed, checkpoint)) or any(map(has_manifest, checkpoint.files))
-
-
-def _like(shape: Iterable[int], dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty(tuple(shape), dtype=dtype, device="meta")
 
 
 def _pickled_files(path: Path) -> list[Path]:
