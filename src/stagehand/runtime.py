@@ -141,49 +141,13 @@ class Runtime(Passing, Sharing, Storing, Conduct):
         self._gradients = self._make_gradients()
         if self._gradients is not None:
             parts.scheduler.await_steps_with(_weakly(self._gradients.await_steps))
-        self._hooks = SiteHooks(
-            self._edges,
-            before=parts.scheduler.before,
-            push_hooks=self._saved.push_hooks,
-            track=self._track,
-            untrack=self._untrack,
-            drop_rows=parts.scheduler.drop_rows,
-            complete_rows=parts.scheduler.complete_rows,
-            settle=self._settle,
-            resume=self.resume,
-            await_copies=parts.loader.await_copies,
-            look_again=self._look_again,
-        )
+        self._hooks = self._make_hooks()
         parts.scheduler.widen_by(_weakly(self._widen))
         if not self._device.is_host:  # there it is read where it is
             parts.scheduler.tell_of_leave(_weakly(self._add_edges))
         self._readers = readers_of(sites, [table for table, _ in finding.gathered])
-        self._rows = RowGather(
-            model,
-            settings.device.torch_device,
-            self._counters,
-            self._owners,
-            join=parts.scheduler.join,
-            bring=parts.scheduler.before,
-            leave=parts.scheduler.after,
-            take_in=parts.scheduler.take_in,
-            is_torn=self._edges.is_torn,
-            follow=self._follow,
-        )
-        self._strays = Strays(
-            model,
-            [site for site, _ in sites],
-            self._owners,
-            self._rows,
-            device=settings.device.torch_device,
-            spare=self._hooks.spare,
-            bring=self._lend,
-            is_latest=parts.scheduler.is_latest,
-            fill=self._casts.fill,
-            let_go=parts.scheduler.after,
-            is_torn=self._edges.is_torn,
-            keep=parts.keep,
-        )
+        self._rows = self._make_rows(model)
+        self._strays = self._make_strays(model, [site for site, _ in sites])
         additions = Additions(model, parts, self._wires, self._home)
         self._additions = weakref.ref(additions)  # see `Moves`
         ends = _weakly(self._let_go)
@@ -192,7 +156,17 @@ class Runtime(Passing, Sharing, Storing, Conduct):
         )
         # Not at exit: other exit functions may use the model; the system frees memory.
         self._finalizer.atexit = False
-        # Before this the model and the device are unchanged: there is nothing to undo.
+        self._begin(model, finding, sites, additions)
+
+    def _begin(
+        self,
+        model: nn.Module,
+        finding: Finding,
+        sites: Sequence[tuple[nn.Module, Block]],
+        additions: Additions,
+    ) -> None:
+        """Stream the model, which is unchanged before this, or undo what was done."""
+        parts = self._parts
         try:
             # Until it is whole, or undone, no other model may have it make room.
             self._edges.lock.acquire()
@@ -203,7 +177,7 @@ class Runtime(Passing, Sharing, Storing, Conduct):
             parts.steering.steer()
             self._measure.know(parts.scheduler.blocks)
             self._place_rest()
-            self._startup_seconds = time.perf_counter() - settings.began
+            self._startup_seconds = time.perf_counter() - self._settings.began
             self._edges.lock.release()
         except BaseException:
             self._undo(model)
@@ -265,6 +239,54 @@ class Runtime(Passing, Sharing, Storing, Conduct):
             enter=self._edges.enter_backward,
             fetch=self._fetch,
             begin=parts.scheduler.begin_training,
+        )
+
+    def _make_hooks(self) -> SiteHooks:
+        scheduler = self._parts.scheduler
+        return SiteHooks(
+            self._edges,
+            before=scheduler.before,
+            push_hooks=self._saved.push_hooks,
+            track=self._track,
+            untrack=self._untrack,
+            drop_rows=scheduler.drop_rows,
+            complete_rows=scheduler.complete_rows,
+            settle=self._settle,
+            resume=self.resume,
+            await_copies=self._parts.loader.await_copies,
+            look_again=self._look_again,
+        )
+
+    def _make_rows(self, model: nn.Module) -> RowGather:
+        scheduler = self._parts.scheduler
+        return RowGather(
+            model,
+            self._device.torch_device,
+            self._counters,
+            self._owners,
+            join=scheduler.join,
+            bring=scheduler.before,
+            leave=scheduler.after,
+            take_in=scheduler.take_in,
+            is_torn=self._edges.is_torn,
+            follow=self._follow,
+        )
+
+    def _make_strays(self, model: nn.Module, sites: list[nn.Module]) -> Strays:
+        scheduler = self._parts.scheduler
+        return Strays(
+            model,
+            sites,
+            self._owners,
+            self._rows,
+            device=self._device.torch_device,
+            spare=self._hooks.spare,
+            bring=self._lend,
+            is_latest=scheduler.is_latest,
+            fill=self._casts.fill,
+            let_go=scheduler.after,
+            is_torn=self._edges.is_torn,
+            keep=self._parts.keep,
         )
 
     def _add_edges(self) -> None:

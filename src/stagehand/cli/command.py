@@ -1,6 +1,8 @@
 """`stagehand run`: its options, its progress bar and its tables."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
 from typing import Annotated
@@ -145,11 +147,8 @@ def run(
     similarities of the texts. The exit code is 1 if --verify finds a difference, and 2
     if the model or the options cannot be used, or the trace cannot be written.
     """
-    # Unlike Path.is_dir, this never raises.
-    if trace is not None and not os.path.isdir(trace.parent):
-        raise typer.BadParameter(f"--trace: there is no directory '{trace.parent}'")
-    if trace is not None and os.path.isdir(trace):
-        raise typer.BadParameter(f"--trace: '{trace}' is a directory, no file's path")
+    if trace is not None:
+        _check_trace(trace)
     how = Streaming(
         vram_budget=vram_budget,
         ram_budget=ram_budget,
@@ -162,16 +161,11 @@ def run(
     # What transformers logs about checkpoints would break the progress bar.
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    try:
+    with _errors_told():
         found = find_model(model)
         texts = tuple(text or (_DEMO_TEXTS if model == "demo" else ()))
         task = _choose_task(found, texts, max_new_tokens)
         streamed, resident = _run_with_progress(found, task, how, verify)
-    except StagehandInternalError:
-        raise
-    except StagehandError as error:
-        typer.echo(f"stagehand: {error}", err=True)
-        raise typer.Exit(_UNUSABLE) from error
     equal = None if resident is None else bitwise_equal(streamed.results, resident)
     console = Console()
     console.print(task.show(streamed.results))
@@ -224,7 +218,7 @@ def convert(
     either. What fails leaves nothing behind; the exit code is 2 then.
     """
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
-    try:
+    with _errors_told():
         if packed and (only is not None or exclude != EXCLUDED):
             raise ConfigError(
                 "--only and --exclude choose what is quantized, and --packed quantizes"
@@ -252,11 +246,6 @@ def convert(
                 written = convert_to_squareq(
                     source, target, only=only, exclude=exclude, progress=tell
                 )
-    except StagehandInternalError:
-        raise
-    except StagehandError as error:
-        typer.echo(f"stagehand: {error}", err=True)
-        raise typer.Exit(_UNUSABLE) from error
     typer.echo(
         f"{written.path}: {written.smaller} tensors"
         f" {'packed' if packed else 'quantized'}, {written.plain} as they were;"
@@ -268,6 +257,26 @@ def convert(
             " that shrink, and found none",
             err=True,
         )
+
+
+@contextmanager
+def _errors_told() -> Iterator[None]:
+    """Tell what a user can mend in one line, and exit; what only we can is raised."""
+    try:
+        yield
+    except StagehandInternalError:
+        raise
+    except StagehandError as error:
+        typer.echo(f"stagehand: {error}", err=True)
+        raise typer.Exit(_UNUSABLE) from error
+
+
+def _check_trace(path: Path) -> None:
+    # Unlike Path.is_dir, this never raises.
+    if not os.path.isdir(path.parent):
+        raise typer.BadParameter(f"--trace: there is no directory '{path.parent}'")
+    if os.path.isdir(path):
+        raise typer.BadParameter(f"--trace: '{path}' is a directory, no file's path")
 
 
 def _device_name(value: str) -> str | None:
