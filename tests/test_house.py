@@ -22,9 +22,10 @@ PLAN: dict[int, dict[str, tuple[str, ...]]] = {
     0: {"": ("errors", "units", "settings", "attribute", "frames", "torch_private")},
     1: {
         "core": (
-            *("states", "machine", "device", "stopwatch", "clock", "telemetry"),
+            *("states", "machine", "workers", "copies", "device"),
+            *("stopwatch", "clock", "telemetry"),
             *("limits", "turn", "hidden_gradients"),
-            *("ledger", "arena", "workers", "layout", "saved"),
+            *("ledger", "arena", "layout", "saved"),
             *("trees", "casts", "terms", "steps"),
             *("wire_ring", "traffic", "flight", "transfer"),
         )

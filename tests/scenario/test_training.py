@@ -9,6 +9,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from stagehand.errors import StagehandWarning
+from stagehand.gradients import gradients
 from stagehand.gradients.home import HOMES
 from training import (
     ALL,
@@ -559,3 +560,28 @@ def test_page_locked_memory_that_holds_no_gradients_warns_once(sim):
         assert_trains_equally(net, train, TIGHT, ram_budget=30_000)
     found = [w for w in caught if "no page-locked memory is left" in str(w.message)]
     assert len(found) == 1
+
+
+FEW_THREADS = "PyTorch uses 1 of the 16 processors .* take 16 times .*set_num_threads"
+
+
+@pytest.mark.filterwarnings("error:PyTorch uses")
+def test_training_on_one_of_many_processors_warns_once(sim, monkeypatch):
+    """`accelerate launch` allows PyTorch one thread, unless it is told otherwise."""
+    monkeypatch.setattr(gradients, "processors", lambda: 16)
+    with pytest.warns(StagehandWarning, match=FEW_THREADS) as caught:
+        assert_trains_equally(net, train, TIGHT)
+    assert len(caught) == 1
+
+
+@pytest.mark.filterwarnings("error:PyTorch uses")
+@pytest.mark.parametrize(
+    ("build", "threads", "usable"), [(net, 1, 3), (net, 5, 16), (flanked_net, 1, 16)]
+)
+def test_training_on_the_device_or_on_enough_processors_does_not_warn(
+    sim, monkeypatch, build, threads, usable
+):
+    monkeypatch.setattr(gradients, "processors", lambda: usable)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    setting = Setting("hpu", "blocks", "third")
+    assert_trains_equally(build, lambda run: run.loss(0).backward(), setting)

@@ -7,10 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from stagehand.core.copies import copy_values
 from stagehand.core.layout import (
     BlockLayout,
     contiguous_stride,
-    copy_values,
     layout_of,
     same_bits,
 )

@@ -1,11 +1,12 @@
-"""Host memory is the machine's, or what the process's container leaves of it."""
+"""Memory and processors are the machine's, or what its container leaves a process."""
 
+import os
 import types
 
 import psutil
 import pytest
 
-from stagehand.core.machine import free_host_bytes, host_bytes
+from stagehand.core.machine import free_host_bytes, host_bytes, processors
 
 GB = 10**9
 
@@ -14,6 +15,11 @@ GB = 10**9
 def _machine(monkeypatch):
     memory = types.SimpleNamespace(available=60 * GB, total=64 * GB)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
+
+
+@pytest.fixture(autouse=True)
+def _processors(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
 
 
 @pytest.fixture
@@ -79,3 +85,38 @@ def test_group_without_a_limit_leaves_the_machines_memory(machine, limit):
 def test_system_without_control_groups_leaves_the_machines_memory(tmp_path):
     assert free_host_bytes(tmp_path) == 60 * GB
     assert host_bytes(tmp_path) == 64 * GB
+
+
+# --------------------------------------------------------------------------- processors
+
+
+@pytest.mark.parametrize(
+    ("membership", "folder", "files", "expected"),
+    [
+        (V2, "", {"cpu.max": "400000 100000\n"}, 4),
+        (V2, "", {"cpu.max": "50000 100000\n"}, 1),
+        (V2, "", {"cpu.max": "max 100000\n"}, 16),
+        (V2, "", {"cpu.max": "6400000 100000\n"}, 16),
+        (V1, "cpu", {"cpu.cfs_quota_us": "250000", "cpu.cfs_period_us": "100000"}, 2),
+        (V1, "cpu", {"cpu.cfs_quota_us": "-1", "cpu.cfs_period_us": "100000"}, 16),
+    ],
+)
+def test_container_may_give_less_than_all_processors(
+    tmp_path, membership, folder, files, expected
+):
+    root = tmp_path
+    (root / "proc/self").mkdir(parents=True)
+    (root / "proc/self/cgroup").write_text(membership)
+    group = root / "sys/fs/cgroup" / folder / "pod"
+    group.mkdir(parents=True)
+    for name, text in files.items():
+        (group / name).write_text(text)
+    assert processors(root) == expected
+
+
+def test_processors_are_those_on_which_the_process_may_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {3, 5, 9})
+    assert processors(tmp_path) == 3
+    monkeypatch.delattr(os, "sched_getaffinity")
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    assert processors(tmp_path) == 8

@@ -8,6 +8,7 @@ import textwrap
 import threading
 import weakref
 from concurrent.futures import CancelledError, Future
+from functools import partial
 from queue import SimpleQueue
 
 import pytest
@@ -193,6 +194,36 @@ def test_dropped_job_that_runs_is_over_when_drop_returns(group):
     group.drop(running)
     assert running.done()
     releasing.join()
+
+
+def test_several_jobs_are_done_when_one_call_returns(group):
+    seen = []
+    group.do_all(partial(seen.append, number) for number in range(20))
+    assert seen == list(range(20))
+
+
+def test_failure_of_several_jobs_is_raised_when_none_of_them_runs():
+    group = WorkerGroup("reader", 2)
+    begun, go_on = threading.Event(), threading.Event()
+    ended = []
+
+    def fail_beside():
+        assert begun.wait(PATIENCE)
+        fail()
+
+    def wait():
+        begun.set()
+        ended.append(go_on.wait(PATIENCE))
+
+    releasing = threading.Timer(0.05, go_on.set)
+    releasing.start()
+    with pytest.raises(ReadError, match="cannot be read"):
+        group.do_all([fail_beside, wait])
+    assert ended == [True]
+    releasing.join()
+    group.close()
+    with pytest.raises(ClosedError):
+        group.do_all([wait])
 
 
 def test_failure_of_a_dropped_job_is_dropped_too(group):

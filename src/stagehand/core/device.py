@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 import torch
 
+from stagehand.core.copies import clear
 from stagehand.core.machine import free_host_bytes
 from stagehand.errors import ConfigError, StagehandWarning
 from stagehand.torch_private import allocated_on, inference_mode, reserved_on, stream_on
@@ -458,7 +459,7 @@ def _registered_memory(nbytes: int, index: int) -> torch.Tensor:
     if nbytes >= _HUGE_PAGE:  # not the end: it would take a whole huge page
         _advise_huge_pages(memory, nbytes // _HUGE_PAGE * _HUGE_PAGE)
     whole = torch.frombuffer(memory, dtype=torch.uint8)
-    whole.zero_()  # touched by all of PyTorch's threads: present pages lock faster
+    clear(whole)  # by several threads: present pages lock faster
     memory.lock(whole.data_ptr(), nbytes, index)
     return whole
 

@@ -16,6 +16,7 @@ from typing import TypeAlias
 
 import torch
 
+from stagehand.core.copies import copy_all, copy_values
 from stagehand.errors import StagehandInternalError
 from stagehand.torch_private import dispatch_modes, inference_mode, without_modes
 from stagehand.units import rounded_up
@@ -28,7 +29,6 @@ __all__ = [
     "can_cast",
     "contiguous_stride",
     "copy_rows",
-    "copy_values",
     "layout_of",
     "moved",
     "overlapping",
@@ -177,8 +177,7 @@ class BlockLayout:
                     f"tensor {entry.name!r} has {tensor.dtype} {list(tensor.shape)}: "
                     f"the layout was made for {entry.dtype} {list(entry.shape)}"
                 )
-        for view, tensor in zip(self.views(image), tensors, strict=True):
-            copy_values(view, tensor)
+        copy_all(self.views(image), tensors)
 
     @property
     def _widest(self) -> int:
@@ -295,24 +294,6 @@ def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
         strides.append(step)
         step *= max(size, 1)
     return tuple(reversed(strides))
-
-
-def copy_values(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy bit for bit between tensors of one dtype, whatever their strides.
-
-    An expanded target holds one element where it shows many; torch refuses to copy
-    into it, so its repeated dimensions are copied once.
-    """
-    for dim, (size, stride) in enumerate(
-        zip(target.shape, target.stride(), strict=True)
-    ):
-        if stride == 0 and size > 1:
-            target = target.narrow(dim, 0, 1)
-            source = source.narrow(dim, 0, 1)
-    # Memory that was allocated in inference mode may only be written in it.
-    with inference_mode(target.is_inference()):
-        torch.set_grad_enabled(False)  # until it is left
-        target.copy_(source)
 
 
 def copy_rows(target: torch.Tensor, source: torch.Tensor, runs: Runs) -> None:

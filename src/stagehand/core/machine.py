@@ -1,8 +1,9 @@
-"""Host memory: how much of it there is for this process, and giving some back."""
+"""The host: how much memory and how many processors there are for this process."""
 
 from __future__ import annotations
 
 import ctypes
+import os
 import sys
 from functools import cache
 from pathlib import Path
@@ -13,7 +14,7 @@ import psutil
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-__all__ = ["free_host_bytes", "give_back_freed", "host_bytes"]
+__all__ = ["free_host_bytes", "give_back_freed", "host_bytes", "processors"]
 
 _ROOT = Path("/")
 
@@ -21,7 +22,6 @@ _ROOT = Path("/")
 class _Files(NamedTuple):
     """What the files of a control group are called, in one of their two versions."""
 
-    mount: str
     limit: str
     used: str
     cached: tuple[str, ...]
@@ -29,13 +29,11 @@ class _Files(NamedTuple):
 
 
 _OLD = _Files(
-    mount="sys/fs/cgroup/memory",
     limit="memory.limit_in_bytes",
     used="memory.usage_in_bytes",
     cached=("total_inactive_file", "total_active_file"),
 )
 _NEW = _Files(
-    mount="sys/fs/cgroup",
     limit="memory.max",
     used="memory.current",
     cached=("inactive_file", "active_file"),
@@ -62,6 +60,17 @@ def host_bytes(root: Path = _ROOT) -> int:
     return min([total, *(limit for limit, _ in _groups(root))])
 
 
+def processors(root: Path = _ROOT) -> int:
+    """Return how many processors this process may use at a time.
+
+    Args:
+        root: See `free_host_bytes`.
+    """
+    usable = getattr(os, "sched_getaffinity", None)
+    count = len(usable(0)) if usable is not None else os.cpu_count() or 1
+    return max(1, round(min([count, *_quotas(root)])))
+
+
 def give_back_freed() -> None:
     """Have the C library give the system what this process has freed, where it can.
 
@@ -81,10 +90,31 @@ def _malloc_trim() -> Callable[[int], int] | None:
 
 
 def _groups(root: Path) -> Iterator[tuple[int, int]]:
-    """Yield limit and use of each control group that this process is in.
+    """Yield limit and use of memory of each control group that this process is in."""
+    for group, is_old in _folders(root, "memory"):
+        if (found := _read(group, _OLD if is_old else _NEW)) is not None:
+            yield found
 
-    A group's limit holds for all groups inside of it. Within a container the path may
-    be that of the machine, where nothing is: then the top is the container's.
+
+def _quotas(root: Path) -> Iterator[float]:
+    """Yield the processors' time that each control group gives, in processors."""
+    for group, is_old in _folders(root, "cpu"):
+        names = ("cpu.cfs_quota_us", "cpu.cfs_period_us") if is_old else ("cpu.max",)
+        try:
+            words = " ".join((group / name).read_text() for name in names).split()
+            quota, period = map(int, words)
+        except (OSError, ValueError):  # "max" where there is no limit
+            continue
+        if quota > 0 and period > 0:
+            yield quota / period
+
+
+def _folders(root: Path, controller: str) -> Iterator[tuple[Path, bool]]:
+    """Yield the folder of each control group that this process is in, innermost first.
+
+    And whether it is of the old version. A group's limit holds for all groups inside of
+    it. Within a container the path may be that of the machine, where nothing is: then
+    the top is the container's.
     """
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
@@ -92,14 +122,12 @@ def _groups(root: Path) -> Iterator[tuple[int, int]]:
         return
     for line in lines:
         _, controllers, path = line.split(":", 2)
-        if controllers and "memory" not in controllers.split(","):
+        if controllers and controller not in controllers.split(","):
             continue
-        files = _OLD if controllers else _NEW
-        top = root / files.mount
+        top = root / "sys/fs/cgroup" / (controller if controllers else "")
         group = top / path.lstrip("/")
         while group.is_relative_to(top):
-            if (found := _read(group, files)) is not None:
-                yield found
+            yield group, bool(controllers)
             group = group.parent
 
 

@@ -14,7 +14,7 @@ import os
 import threading
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import CancelledError, Future
 from contextlib import suppress
 from functools import partial
@@ -147,6 +147,24 @@ class WorkerGroup:
             StagehandWarning,
             stacklevel=5,
         )
+
+    def do_all(self, jobs: "Iterable[Callable[[], object]]") -> None:
+        """Do jobs in the threads; on return, whatever it is, none of them runs.
+
+        Raises:
+            BaseException: What the first of those raised that failed.
+            CancelledError: If the group is closed meanwhile.
+            ClosedError: If it was closed before.
+        """
+        futures: list[Future[object]] = []
+        try:
+            for job in jobs:
+                self.hand(futures.append, job)
+            for future in futures:
+                future.result()
+        finally:
+            for future in futures:
+                self.drop(future)
 
     def drop(self, future: "Future[_R]") -> None:
         """Give up a job's result, its failure included; on return it does not run."""

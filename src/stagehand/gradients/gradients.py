@@ -46,6 +46,7 @@ from stagehand.core.hidden_gradients import (
     take_along,
 )
 from stagehand.core.layout import placed_like
+from stagehand.core.machine import processors
 from stagehand.core.terms import terms_of
 from stagehand.core.workers import failure_of, raise_kept
 from stagehand.errors import ConfigError, StagehandWarning
@@ -202,6 +203,8 @@ class Gradients:
         trained = [t for block in blocks for t in block.tensors if t.requires_grad]
         if not (trained or self._homes):
             return  # nothing trains, and nothing did before
+        if not self._homes:
+            _warn_of_few_threads()
         for block in blocks:
             trains = False
             for tensor in block.tensors:
@@ -687,3 +690,19 @@ class Gradients:
         while self._graded:
             self._graded.pop().graded = False
         self._workers.close()
+
+
+def _warn_of_few_threads() -> None:
+    """Warn if PyTorch may use a fourth of the processors, or less: see `watch`."""
+    threads, usable = torch.get_num_threads(), processors()
+    if 4 * threads <= usable:
+        warnings.warn(
+            f"PyTorch uses {threads} of the {usable} processors of the host, where"
+            " gradients of streamed weights are added up and optimizers step: both may"
+            f" take {usable // threads} times as long as they need to; call"
+            f" torch.set_num_threads({usable}), or give launchers that number, such as"
+            " --num_cpu_threads_per_process of `accelerate launch`, which means 1 by"
+            " default",
+            StagehandWarning,
+            stacklevel=2,
+        )

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from stagehand.core.arena import Arena, Lease
+from stagehand.core.copies import clear
 from stagehand.core.device import Device
 from stagehand.core.layout import layout_of
 from stagehand.core.ledger import Account
@@ -69,7 +70,7 @@ class StateMemory:
         holder = f"states of a parameter of shape {list(parameter.shape)}"
         lease = arena.acquire(layout.nbytes, holder)
         self._leases[parameter] = lease
-        return dict(zip(names, layout.host_views(lease.buffer.zero_()), strict=True))
+        return dict(zip(names, layout.host_views(clear(lease.buffer)), strict=True))
 
     def follow(self, parameter: torch.Tensor, state: dict[str, Any]) -> None:
         """Move a state to where its parameter is now."""

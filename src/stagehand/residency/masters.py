@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from stagehand.core.layout import copy_values, moved, plain_tensors
+from stagehand.core.copies import copy_all
+from stagehand.core.layout import moved, plain_tensors
 from stagehand.core.machine import give_back_freed
 from stagehand.core.states import BlockState
 from stagehand.errors import StagehandOOMError
@@ -482,8 +483,7 @@ def _plain_copies(block: Block, hosts: list[torch.Tensor]) -> list[torch.Tensor]
             views = block.layout.views(image)
         else:
             views = [_plain(entry) for entry in block.layout.entries]
-    for view, host in zip(views, hosts, strict=True):
-        copy_values(view, host)
+    copy_all(views, hosts)
     return views
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from stagehand.core.layout import copy_values
+from stagehand.core.copies import copy_values
 from stagehand.core.states import ARRIVED, DROPPED, BlockState
 from stagehand.core.transfer import Priority, Slot, TransferEngine
 from stagehand.errors import OrphanedParameterError, StagehandInternalError

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from stagehand.core.layout import BlockLayout, copy_values, placed, plain_tensors
+from stagehand.core.copies import copy_values
+from stagehand.core.layout import BlockLayout, placed, plain_tensors
 from stagehand.stores.base import Store
 from stagehand.stores.checkpoint import Extent
 from stagehand.stores.files import FileSet, naming

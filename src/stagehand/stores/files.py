@@ -8,7 +8,8 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import CancelledError
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -174,21 +175,14 @@ class FileSet:
         self, jobs: Sequence[tuple[OpenFile, Chunk]], target: memoryview
     ) -> None:
         """Let the reader threads do all jobs, in order, and wait for them."""
-        readers = self._readers
-        futures: list[Future[None]] = []
         try:
-            for file, chunk in jobs:
-                args = chunk, target, self._scratch
-                readers.hand(futures.append, file.read, *args)
-            for future in futures:
-                future.result()
+            self._readers.do_all(
+                partial(file.read, chunk, target, self._scratch) for file, chunk in jobs
+            )
         except (CancelledError, ClosedError):
             raise ClosedError(
                 f"{jobs[0][0].path} cannot be read: its files were closed"
             ) from None
-        finally:
-            for future in futures:
-                readers.drop(future)
 
     def sectors(self, path: Path) -> Sectors:
         """Return the alignment at which reads of a file go straight into memory.

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 
 import torch
 
-from stagehand.core.layout import BlockLayout, Runs, copy_values
+from stagehand.core.copies import copy_all
+from stagehand.core.layout import BlockLayout, Runs
 from stagehand.errors import StagehandInternalError
 from stagehand.stores.base import Wire
 
@@ -96,8 +97,7 @@ class ModuleStore:
     def write_back(self, image: torch.Tensor) -> None:
         """Copy the values of `image` into the host tensors, in place."""
         views = self._layout.views(image)
-        for host, view in zip(self._hosts, views, strict=True):
-            copy_values(host, view)
+        copy_all(self._hosts, views)
 
     def edited(self, index: int) -> None:
         """Do nothing: a host tensor is the truth itself."""

@@ -13,12 +13,12 @@ from pathlib import Path
 
 import torch
 
+from stagehand.core.copies import copy_values
 from stagehand.core.layout import (
     BlockLayout,
     Place,
     Runs,
     copy_rows,
-    copy_values,
     plain_tensors,
     same_bits,
 )

@@ -5,7 +5,8 @@ from typing import Protocol
 
 import torch
 
-from stagehand.core.layout import BlockLayout, Runs, copy_values, same_bits
+from stagehand.core.copies import copy_values
+from stagehand.core.layout import BlockLayout, Runs, same_bits
 from stagehand.stores.base import Store, Wire
 from stagehand.stores.module import ModuleStore
 
