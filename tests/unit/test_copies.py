@@ -8,6 +8,7 @@ import torch
 from stagehand.core import copies
 from stagehand.core.copies import clear, copy_all, copy_values
 from stagehand.core.layout import same_bits
+from threadless import without_threads
 
 PIECE = 4096
 
@@ -111,3 +112,11 @@ def test_copy_that_fails_leaves_none_under_way(used, monkeypatch):
     monkeypatch.setattr(copies, "copy_values", copy_values)
     copy_all([target], [source])
     assert same_bits(target, source)
+
+
+def test_without_another_thread_copies_are_made_in_this_one(used):
+    source, target = torch.randn(5 * PIECE), torch.zeros(5 * PIECE)
+    with without_threads():
+        copy_all([target], [source])
+    assert same_bits(target, source)
+    assert {name for name, _ in used} == {threading.current_thread().name}

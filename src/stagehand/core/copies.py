@@ -77,7 +77,8 @@ def _shares_out(nbytes: int) -> bool:
 
 
 def _do_all(jobs: Iterable[Callable[[], object]]) -> None:
-    copiers = WorkerGroup("copier", _THREADS)  # started in less than they save
+    # Started in less time than they save; without them this thread does it.
+    copiers = WorkerGroup("copier", _THREADS, warns=False)
     try:
         copiers.do_all(jobs)
     finally:

@@ -46,16 +46,22 @@ class WorkerGroup:
         count: Number of threads.
         begin: Called first in each thread, such as to make a device the thread's
             current one: without that, it is device 0.
+        warns: Whether to warn where no thread can start.
     """
 
     def __init__(
-        self, name: str, count: int, begin: Callable[[], object] | None = None
+        self,
+        name: str,
+        count: int,
+        begin: Callable[[], object] | None = None,
+        *,
+        warns: bool = True,
     ) -> None:
         self._name = name
         self._count = count
         self._first = begin
         self._closed = False
-        self._warned = False
+        self._warned = not warns
         self._begin()
         _groups.add(self)
 
