@@ -111,6 +111,7 @@ __all__ = [
     "around_compiling",
     "at_end_of_backward",
     "backward_call",
+    "call_unseen",
     "dispatch_modes",
     "dispatching",
     "func_transform",
@@ -160,6 +161,7 @@ __all__ = [
 _SANITIZER = "torch.cuda._sanitizer"
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
+_Result = TypeVar("_Result")
 SavedHooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 
 
@@ -572,6 +574,19 @@ def without_modes(*, but_sanitizer: bool = False) -> Iterator[None]:
             torch._C._pop_torch_dispatch_stack(None)
         while modes:
             torch._C._push_on_torch_dispatch_stack(modes.pop())
+
+
+def call_unseen(call: Callable[..., _Result], *args: Any) -> _Result:
+    """Call a function without the dispatch modes of this thread.
+
+    Selective checkpointing is one: it counts the operators that a region runs, and
+    expects the same ones when the region is recomputed. The library's copies are not
+    part of that. Only the sanitizer's mode, which looks for races, stays.
+    """
+    if not dispatch_modes():
+        return call(*args)
+    with without_modes(but_sanitizer=True):
+        return call(*args)
 
 
 def is_on_top(mode: TorchFunctionMode) -> bool:

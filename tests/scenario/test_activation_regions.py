@@ -1,14 +1,18 @@
 """Checkpointed regions that keep what is large give the gradients of plain ones."""
 
 import gc
+from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
-from keeping import BUDGET, ROW_BYTES, ROWS, WIDTH, assert_same, inputs
+from keeping import BUDGET, ROW_BYTES, ROWS, WIDTH, assert_same, emptied, inputs
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
+import stagehand
 from stagehand.activations.config import ActivationStagehandConfig
 from stagehand.activations.learning import Lesson
 from stagehand.activations.prefix import Prefix
@@ -212,3 +216,24 @@ def test_result_that_is_changed_after_its_region_is_computed_again(runtime):
         with runtime.managed_forward():
             found = gradient(context_fn=runtime.checkpoint_contexts)
         assert torch.equal(found, expected)
+
+
+def test_what_leaves_inside_of_a_region_is_no_operator_of_it(runtime):
+    """Hooks of the user's hide the region, which counted copies that only forward has.
+
+    What these hooks get is not computed again, so it may leave.
+    """
+
+    def region(inside, x):
+        with saved_tensors_hooks(torch.Tensor.detach, lambda packed: packed), inside:
+            x = x.sin().cos().sigmoid().sin()
+        return x.cos().sin()
+
+    expected = gradients([partial(region, nullcontext())] * 3)
+    with emptied(stagehand.activations(2 * ROW_BYTES)) as saved:
+        for _ in range(3):
+            found = gradients(
+                [partial(region, saved)] * 3, context_fn=runtime.checkpoint_contexts
+            )
+            assert_same(found, expected)
+        assert saved._parts.spill.tally.restored_count > 0

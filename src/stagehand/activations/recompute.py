@@ -6,8 +6,8 @@ as any saved tensor is, so they may leave the device; the others are only counte
 recompute takes the large ones back in the same order instead of computing them. What
 draws random numbers is always computed again: those that follow would be others.
 
-Copies that this takes are no operators of the region. Modes below do not see them: one
-may be that of a region around this one, which would count them.
+What stands for a result is made and taken back unseen: modes below may be those of a
+region around this one, which would count it.
 """
 
 from __future__ import annotations
@@ -86,8 +86,7 @@ class _Region:
             return
         scope = None
         if self.spill is not None:
-            with without_modes(but_sanitizer=True):
-                scope = self.spill.begin()
+            scope = self.spill.begin()
             self.pack = self.spill.packer(scope, Kept)
         failed = True
         try:
@@ -96,8 +95,7 @@ class _Region:
             failed = False
         finally:
             if self.spill is not None and scope is not None:
-                with without_modes(but_sanitizer=True):
-                    self.spill.end(scope, failed=failed)
+                self.spill.end(scope, failed=failed)
 
     @contextmanager
     def recompute(self) -> Iterator[None]:

@@ -43,7 +43,7 @@ from stagehand.activations.books import Tally
 from stagehand.activations.pieces import Allowance, Bundle, Extra, Handle, Piece, Scope
 from stagehand.activations.room import Room
 from stagehand.errors import StagehandInternalError
-from stagehand.torch_private import graph_task, sequence_number, skipped
+from stagehand.torch_private import call_unseen, graph_task, sequence_number, skipped
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -60,7 +60,8 @@ _ref = weakref.ref
 class Spill(Room):
     """Decides what leaves and what comes back, and keeps the books.
 
-    Thread-safe: autograd unpacks in threads of its own.
+    Thread-safe: autograd unpacks in threads of its own. Dispatch modes see none of its
+    copies: one may be that of a checkpointed region, which would count them.
 
     Args:
         device: Where the tensors are.
@@ -77,6 +78,9 @@ class Spill(Room):
     def begin(self) -> Scope:
         """Begin a forward; return what stands for it."""
         self._device.refuse_capture("a forward whose saved tensors may leave")
+        return call_unseen(self._begin)
+
+    def _begin(self) -> Scope:
         with self._lock:
             self._tidy()
             if self._kept:
@@ -135,7 +139,7 @@ class Spill(Room):
             if scope.off:
                 return otherwise(saved)
             with lock:
-                return self._save(saved, storage, nbytes, scope)
+                return call_unseen(self._save, saved, storage, nbytes, scope)
 
         if not self._is_skipped:  # once for all: they share their code
             self._is_skipped = True
@@ -248,6 +252,9 @@ class Spill(Room):
             handle.check()
         if alias is not None and not piece.scope.is_stirred:
             return alias
+        return call_unseen(self._restore, handle, piece)
+
+    def _restore(self, handle: Handle, piece: Piece) -> torch.Tensor:
         with self._lock:
             found = handle.alias
             if found is None:
@@ -361,6 +368,9 @@ class Spill(Room):
             scope: The forward.
             failed: Whether it has raised, so that nothing is learned from it.
         """
+        call_unseen(self._end, scope, failed)
+
+    def _end(self, scope: Scope, failed: bool) -> None:
         with self._lock:
             unseen = len(scope.allowance.pieces)
             if unseen and (scope.bundles or scope.twins):

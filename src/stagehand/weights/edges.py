@@ -34,12 +34,11 @@ from stagehand.frames import Call
 from stagehand.torch_private import (
     at_end_of_backward,
     backward_call,
-    dispatch_modes,
+    call_unseen,
     graph_task,
     in_backward,
     is_autograds,
     pop_saved_hooks,
-    without_modes,
 )
 
 if TYPE_CHECKING:
@@ -49,7 +48,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-__all__ = ["Edges", "PassListener", "call_unseen", "move_inputs"]
+__all__ = ["Edges", "PassListener", "move_inputs"]
 
 
 class PassListener:
@@ -641,16 +640,3 @@ def move_inputs(tree: Any, device: torch.device) -> Any:
             return like
         return moved if type(tree) is dict else type(tree)(moved)
     return tree
-
-
-def call_unseen(call: Callable[..., Any], *args: Any) -> Any:
-    """Call a function without the dispatch modes of this thread.
-
-    Selective checkpointing is one: it counts the operators that a region runs, and
-    expects the same ones when the region is recomputed. Copies of weights are not part
-    of that. Only the sanitizer's mode, which looks for races, stays.
-    """
-    if not dispatch_modes():
-        return call(*args)
-    with without_modes(but_sanitizer=True):
-        return call(*args)

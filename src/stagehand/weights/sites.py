@@ -25,6 +25,7 @@ from stagehand.core.turn import HERE
 from stagehand.residency.finding import is_called
 from stagehand.torch_private import (
     add_hook,
+    call_unseen,
     dispatch_modes,
     global_forward_hooks,
     in_backward,
@@ -34,7 +35,6 @@ from stagehand.torch_private import (
     take_off,
     untraced,
 )
-from stagehand.weights.edges import call_unseen
 
 if TYPE_CHECKING:
     from collections.abc import (

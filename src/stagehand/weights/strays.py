@@ -15,12 +15,12 @@ from stagehand.errors import StagehandOOMError, StagehandWarning
 from stagehand.frames import arguments_of, frames_of, objects_in
 from stagehand.torch_private import (
     WeakMode,
+    call_unseen,
     is_compiled_for,
     is_on_top,
     remove_hooks,
     take_off,
 )
-from stagehand.weights.edges import call_unseen
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
