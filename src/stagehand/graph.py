@@ -9,7 +9,8 @@ block to the device and makes the view where the block lies then.
 One pair of hooks serves a whole pass. Where somebody else's hooks are on top of it, as
 inside of a checkpointed region, a site puts a pair in their place that passes on to
 them what is no weight: forward and recompute leave out the same tensors, so
-checkpointing works, and what a recompute saves holds no slot either.
+checkpointing works, and what a recompute saves holds no slot either. The pair stays to
+the end of the region, also where the model is entered inside of that.
 
 Some read weights in backward that no handle stands for: a part of a site that is
 recomputed by itself, as checkpointing inside of blocks does, or a function that keeps
@@ -40,6 +41,7 @@ from stagehand.torch_private import (
     graph_task,
     in_backward,
     in_function,
+    is_checkpoints,
     looked_through,
     pop_saved_hooks,
     push_saved_hooks,
@@ -498,7 +500,10 @@ class _Saving:
         self._pushed = False
 
     def __enter__(self) -> None:
-        self._pushed = self._saved.push_hooks(instead=False)
+        # A region is recomputed in a pass that is not over before the region is.
+        top = top_saved_hooks()
+        instead = top is not None and is_checkpoints(top[1])
+        self._pushed = self._saved.push_hooks(instead=instead)
 
     def __exit__(self, *_: object) -> None:
         if self._pushed:

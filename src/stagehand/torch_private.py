@@ -125,6 +125,7 @@ __all__ = [
     "in_function",
     "inference_mode",
     "is_autograds",
+    "is_checkpoints",
     "is_compiled_for",
     "is_last_hook",
     "is_on_top",
@@ -158,6 +159,7 @@ __all__ = [
     "without_modes",
 ]
 
+_CHECKPOINTS = "torch.utils.checkpoint"
 _SANITIZER = "torch.cuda._sanitizer"
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -331,6 +333,11 @@ def in_function() -> bool:
     That is code in Python, which may run a part of a model again.
     """
     return isinstance(_node(), BackwardCFunction)
+
+
+def is_checkpoints(hook: Callable[..., Any]) -> bool:
+    """Return whether a hook for saved tensors is that of a checkpointed region."""
+    return getattr(hook, "__module__", None) == _CHECKPOINTS
 
 
 def looked_through(pack: _Function, below: SavedHooks | None = None) -> _Function:

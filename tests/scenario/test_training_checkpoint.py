@@ -700,3 +700,39 @@ def test_what_left_before_backward_comes_in_it_where_there_was_no_room_before(
         expected, found = step(plain, lambda patch: None), step(model, leave)
         assert_bitwise_equal(found, expected, f"step {number}")
     runtime.shutdown()
+
+
+class Scaled(Residual):
+    """Reads a weight of its own after those of its layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.full((WIDTH,), 0.5))
+
+    def forward(self, x):
+        return super().forward(x) * self.scale
+
+
+@built
+def scaled_net():
+    model = Net()
+    model.blocks = torch.nn.ModuleList(Scaled() for _ in range(5))
+    return model
+
+
+@over(SOME)
+def test_regions_around_parts_of_a_model_are_recomputed(setting):
+    """Each layer ended a pass in forward, and what followed in the region saved weights
+    that stay as they were; the recompute, which is one pass, saved handles."""
+
+    def script(run):
+        optimizer = run.optimizer(torch.optim.SGD, lr=0.1)
+        for number in range(3):
+            x = run.batch(number)
+            for block in run.model.blocks:
+                x = checkpoint(block, x, use_reentrant=False)
+            run.backward(x.square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+
+    assert_trains_equally(scaled_net, script, setting)

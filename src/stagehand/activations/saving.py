@@ -12,6 +12,7 @@ from stagehand.core.saved import Kept
 from stagehand.errors import ConfigError, StagehandWarning
 from stagehand.torch_private import (
     in_backward,
+    is_checkpoints,
     looked_through,
     pop_saved_hooks,
     push_saved_hooks,
@@ -31,8 +32,6 @@ __all__ = ["Saving"]
 
 # A forward, the hooks outside of all of ours, and those that were on top before.
 _Entry = tuple["Scope", Any, Any]
-
-_CHECKPOINTS = "torch.utils.checkpoint"
 
 
 def _unpacker(spill: Spill) -> Callable[[Any], torch.Tensor]:
@@ -205,4 +204,4 @@ def _is_checkpoint(hooks: Any) -> bool:
     while below is not None:
         unpack = below
         below = getattr(getattr(unpack, "__self__", None), "below", None)
-    return getattr(unpack, "__module__", None) == _CHECKPOINTS
+    return is_checkpoints(unpack)
