@@ -28,6 +28,7 @@ from stagehand.core.casts import cast_of, is_cast, note_cast
 from stagehand.core.terms import terms_of
 from stagehand.errors import StagehandWarning
 from stagehand.torch_private import (
+    inference_mode,
     sequence_number,
     storage_use_count,
     tensor_use_count,
@@ -165,7 +166,8 @@ class Casts:
     def _empty_one(self, dtype: torch.dtype) -> torch.Tensor:
         found = self._nothing.get(dtype)
         if found is None:
-            found = torch.empty(0, dtype=dtype, device=self._place)
+            with inference_mode(False), without_modes():
+                found = torch.empty(0, dtype=dtype, device=self._place)
             self._nothing[dtype] = found
         return found
 

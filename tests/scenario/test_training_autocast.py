@@ -593,6 +593,33 @@ def test_regions_that_keep_some_results_hear_of_no_casts_that_are_kept_alive(sim
     runtime_of(model).shutdown()
 
 
+def test_regions_that_keep_what_is_large_do_not_count_what_casts_become(sim):
+    """The first cast that is emptied was one more operator of the region's forward."""
+    model = stack(4)
+
+    def step(model, **options):
+        model.zero_grad()
+        with torch.autocast("hpu", dtype=torch.bfloat16):
+            x = batch(2, 32).to("hpu").requires_grad_()
+            checkpoint(
+                model, x, use_reentrant=False, **options
+            ).float().sum().backward()
+        return [p.grad.cpu().clone() for p in model.parameters()]
+
+    config = stagehand.ActivationStagehandConfig(
+        budget="1GB", recompute_threshold_bytes=128
+    )
+    saved = stagehand.ActivationRuntime(config)
+    resident = deepcopy(model).to("hpu")
+    expected = [step(resident), step(resident)]
+    stagehand.layer(model, vram_budget=2 * LAYER_BYTES)
+    options = {"context_fn": saved.checkpoint_contexts}
+    found = [step(model, **options), step(model, **options)]
+    assert_equal_gradients(found, expected)
+    runtime_of(model).shutdown()
+    saved.shutdown()
+
+
 @pytest.mark.parametrize("wanted", [True, False])
 @pytest.mark.parametrize("fails", [True, False])
 def test_cache_is_after_a_pass_as_it_was_before(sim, wanted, fails):
