@@ -105,7 +105,7 @@ class Casts:
             if since is None:
                 torch.set_autocast_cache_enabled(True)
             else:
-                reader.cast = _cast_in(reader, output, since)
+                reader.cast = _cast_in(block, output, since)
         if reader.cast and torch.is_grad_enabled() and self._are_kept():
             for weight in reader.cast:
                 known = block.casts.get(id(weight))
@@ -184,12 +184,11 @@ class Casts:
                 note_cast(block.casts, *found)
 
 
-def _cast_in(
-    reader: Reader, output: Any, since: int
-) -> tuple[torch.Tensor, ...] | None:
+def _cast_in(block: Block, output: Any, since: int) -> tuple[torch.Tensor, ...] | None:
     """Return the matrices that a site's call has cast; None if that is unknown.
 
-    Vectors are too small to matter.
+    Vectors are too small to matter. Of weights that the site shares with others, and
+    that are no part of its block, the casts stay, as they do.
     """
     terms = terms_of(output, since)
     if not terms:
@@ -199,7 +198,7 @@ def _cast_in(
         for node, makers in terms.items()
         if any(is_cast(maker) for maker, _ in makers)
     }
-    return tuple(t for t in reader.own.values() if id(t) in cast and t.dim() > 1)
+    return tuple(t for t in block.tensors if id(t) in cast and t.dim() > 1)
 
 
 def _may_be_cached(tensor: torch.Tensor) -> bool:

@@ -620,6 +620,34 @@ def test_regions_that_keep_what_is_large_do_not_count_what_casts_become(sim):
     saved.shutdown()
 
 
+@pytest.mark.parametrize("checkpointed", [True, False])
+def test_casts_of_what_blocks_share_are_not_emptied_with_a_block(sim, checkpointed):
+    """The next block found a cast without memory, which belongs to none of the two."""
+    model = stack(4)
+    model[0].append(nn.Linear(32, 32))
+    model[3].insert(0, model[0][0])
+
+    def step(model):
+        model.zero_grad()
+        x = batch(2, 32).to("hpu").requires_grad_()
+        with torch.autocast("hpu", dtype=torch.bfloat16):
+            for block in model:
+                x = (
+                    checkpoint(block, x, use_reentrant=False)
+                    if checkpointed
+                    else block(x)
+                )
+        x.float().sum().backward()
+        return [p.grad.cpu().clone() for p in model.parameters()]
+
+    resident = deepcopy(model).to("hpu")
+    expected = [step(resident), step(resident)]
+    runtime = stagehand.StagehandRuntime(model, block_pattern=r"^\d$", device="hpu")
+    runtime.set_budget(7 * LAYER_BYTES)
+    assert_equal_gradients([step(model), step(model)], expected)
+    runtime.shutdown()
+
+
 @pytest.mark.parametrize("wanted", [True, False])
 @pytest.mark.parametrize("fails", [True, False])
 def test_cache_is_after_a_pass_as_it_was_before(sim, wanted, fails):
