@@ -43,6 +43,29 @@ def test_mean_of_many_roundings_is_the_exact_value(exact, renewals, high):
     assert abs(found.mean().item() - exact) < 4 * deviation
 
 
+def stepped(state):
+    """Marsaglia's xorshift with 13, 17 and 5, of 32 bits, in whole numbers."""
+    state ^= state << 13 & 0xFFFFFFFF
+    state ^= state >> 17
+    return state ^ (state << 5 & 0xFFFFFFFF)
+
+
+@pytest.mark.parametrize("high", [False, True])
+def test_bits_are_those_of_the_named_generator_so_that_resumed_runs_draw_them(high):
+    """Any other shift is random enough for the tests of means and correlations."""
+    count, words = 1001, 0xFFFFFFFF
+    drawn = [word & words for word in noise_of(count).tolist()]
+    noise = noise_of(count, renewals=2)
+    wanted = [stepped(stepped(word)) for word in drawn]
+    assert [word & words for word in noise.tolist()] == wanted
+    value = torch.linspace(-3, 5, count)
+    found = rounded(value, noise, high).view(torch.int16).tolist()
+    exact = [bits & words for bits in value.view(torch.int32).tolist()]
+    halves = [word >> 16 if high else word & 0xFFFF for word in wanted]
+    sums = [bits + half for bits, half in zip(exact, halves, strict=True)]
+    assert [bits & 0xFFFF for bits in found] == [total >> 16 for total in sums]
+
+
 def test_halves_of_the_noise_and_renewed_noise_are_independent():
     count = 100_000
     first = noise_of(count)
