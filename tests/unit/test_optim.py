@@ -250,7 +250,7 @@ def test_seed_changes_the_rounding_and_nothing_is_drawn_from_torch():
 
 
 class Largest(TorchDispatchMode):
-    """Notes the largest tensor of four-byte elements that is made."""
+    """Notes the largest tensor that is made."""
 
     def __init__(self):
         super().__init__()
@@ -260,20 +260,24 @@ class Largest(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         made = result if isinstance(result, torch.Tensor) else None
         known = {t.data_ptr() for t in args if isinstance(t, torch.Tensor)}
-        if made is not None and made.data_ptr() not in known and made.itemsize == 4:
+        if made is not None and made.data_ptr() not in known:
             self.numel = max(self.numel, made.numel())
         return result
 
 
-@pytest.mark.parametrize("options", [EXACT, ROUNDED])
-def test_conversion_needs_memory_for_one_chunk_only(options, small_chunks):
+@pytest.mark.parametrize(
+    ("options", "most"), [({}, 1), (EXACT, 64), (ROUNDED, 64)], ids=str
+)
+def test_step_needs_no_memory_but_for_one_chunk_that_is_converted(
+    options, most, small_chunks
+):
     params = parameters(torch.bfloat16, shapes=[(1000,)])
     optimizer = OffloadedAdamW(params, **options)
     train(optimizer, params, range(1))
     give_gradients(params, 1)
     with Largest() as largest:
         optimizer.step()
-    assert largest.numel == 64
+    assert largest.numel <= most
 
 
 def distance_left(optimizer_of):

@@ -374,9 +374,18 @@ def test_dropped_optimizer_is_freed_and_unsubscribed(home):
     assert torch.equal(params[0], before)
 
 
-def test_streamed_model_is_its_runtime(home):
+class Source(torch.nn.Module):
+    """Is streamed by somebody else, who tells of gradients as our runtimes do."""
+
+    def __init__(self, home):
+        super().__init__()
+        self.when_home = home.when_home
+
+
+@pytest.mark.parametrize("model", [Streamed, Source])
+def test_streamed_model_is_its_runtime_and_a_source_may_be_a_module(home, model):
     [weight] = parameters(shapes=[(4,)])
-    optimizer = OffloadedAdamW([weight], overlap=Streamed(home))
+    optimizer = OffloadedAdamW([weight], overlap=model(home))
     give_gradients([weight], 0)
     home.bring(weight)
     assert optimizer.state[weight]["step"] == 1
