@@ -246,10 +246,7 @@ class OffloadedAdamW(torch.optim.AdamW):
     def _check_plain(self, closure: Callable[[], float] | None) -> None:
         if closure is not None:
             problem = "step() got a closure, which may run backward more than once"
-        elif (
-            getattr(self, "grad_scale", None) is not None
-            or getattr(self, "found_inf", None) is not None
-        ):
+        elif getattr(self, "found_inf", None) is not None:
             problem = "a GradScaler steps this optimizer, but gradients are scaled then"
         else:
             return
