@@ -343,6 +343,19 @@ def test_saved_and_loaded_run_goes_on_bit_for_bit(sim, options):
     assert_same((params, optimizer), (others, resumed))
 
 
+def test_states_of_torch_are_rounded_with_the_seed_of_who_loads_them():
+    params = parameters()
+    theirs = torch.optim.AdamW(params)
+    train(theirs, params, range(2))
+    mine = [OffloadedAdamW(copy.deepcopy(params), seed=s, **ROUNDED) for s in (5, 5, 6)]
+    for optimizer in mine:
+        optimizer.load_state_dict(copy.deepcopy(theirs.state_dict()))
+        train(optimizer, optimizer.param_groups[0]["params"], range(2, 4))
+    one, same, other = (states_of(optimizer)[0]["exp_avg"] for optimizer in mine)
+    assert torch.equal(one, same)
+    assert not torch.equal(one, other)
+
+
 @pytest.mark.parametrize("fused", [True, None])
 @pytest.mark.parametrize("to_torch", [False, True])
 def test_checkpoints_are_exchanged_with_torch(to_torch, fused):
@@ -438,11 +451,23 @@ def test_users_load_hooks_see_the_states():
     assert seen == [len(params)] * 2
 
 
-def test_copies_and_pickles_go_on_bit_for_bit():
+def test_what_a_state_holds_for_no_parameter_is_loaded_as_torch_does():
+    for kind in (OffloadedAdamW, torch.optim.AdamW):
+        optimizer = kind(parameters())
+        saved = optimizer.state_dict()
+        saved["state"]["a note"] = 7
+        optimizer.load_state_dict(saved)
+        assert dict(optimizer.state) == {"a note": 7}
+
+
+@pytest.mark.parametrize("load", [False, True])
+def test_copies_and_pickles_go_on_bit_for_bit(load):
     params = parameters()
     optimizer = OffloadedAdamW(params, seed=3, **ROUNDED)
     train(optimizer, params, range(2))
     twin = copy.deepcopy(optimizer)
+    if load:  # before its first step, too
+        twin.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     theirs = twin.param_groups[0]["params"]
     for pair in ((optimizer, params), (twin, theirs)):
         train(*pair, range(2, 4))

@@ -347,6 +347,17 @@ def test_parameters_of_a_group_added_later_are_stepped_early(home):
     assert params[0] not in optimizer.state
 
 
+def test_parameters_of_a_refused_group_are_left_alone(home):
+    params, optimizer = overlapped(home, state_dtype=torch.float32)
+    [refused] = parameters(torch.float64, shapes=[(4,)])
+    with pytest.raises(ConfigError, match="is torch"):
+        optimizer.add_param_group({"params": [refused]})
+    give_gradients([refused, *params], 0)
+    home.bring(refused, *params)
+    optimizer.step()
+    assert set(optimizer.state) == set(params)
+
+
 def test_close_ends_the_overlap_once_and_what_was_stepped_counts(home):
     params, optimizer = overlapped(home)
     give_gradients(params, 0)
