@@ -1,5 +1,6 @@
 """Slots that all engines of a device share, and copies home that yield to loads."""
 
+import contextlib
 import itertools
 
 import pytest
@@ -156,12 +157,14 @@ def test_a_load_that_a_use_waits_for_frees_its_slot(sim):
 # Copies home that yield
 
 
-@pytest.mark.parametrize("how", ["large", "in another order"])
+@pytest.mark.parametrize("how", ["large", "from another order", "to another order"])
 def test_what_cannot_be_cut_goes_as_a_whole(monkeypatch, how):
     device, sent = HostDevice(), []
     pair = torch.zeros(4, 4), torch.zeros(4, 4)
     if how == "large":
         monkeypatch.setattr(traffic_module, "_WHOLE_BYTES", 63)
+    elif how == "from another order":
+        pair = pair[0].t(), pair[1]
     else:
         pair = pair[0], pair[1].t()
     parcel = Parcel(
@@ -382,22 +385,27 @@ def test_an_interrupt_anywhere_stops_nothing_for_ever(sim):
     assert line > 100
 
 
-def test_a_parcel_that_the_collector_sends_in_mid_copy_is_sent_once(sim):
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_parcel_that_the_collector_sends_in_mid_copy_is_sent_once(sim, fails):
+    """Or the rest of it is, where the collector failed and nobody heard."""
     rig = Rig(yielding())
-    parcel = rig.engine.send_group(
-        [(rig.made(value), rig.home()) for value in (1.0, 2.0)], makers=[rig.main]
-    )
+    pairs = [(rig.made(value), rig.home()) for value in (1.0, 2.0)]
+    parcel = rig.engine.send_group(pairs, makers=[rig.main])
     copy, inside = parcel._copy, []
 
     def collected(target, source):
-        if not inside:
-            inside.append(True)
-            rig.traffic.flush()
+        inside.append(target)
+        if len(inside) == 1:
+            with contextlib.suppress(RuntimeError):
+                rig.traffic.flush()
+        elif fails and len(inside) == 3:
+            raise RuntimeError
         copy(target, source)
 
     parcel._copy = collected
     parcel.synchronize()
-    assert parcel.left == rig.traffic.backlog == 0
+    assert parcel.left == 0
+    assert_all_through(rig, pairs)
 
 
 def test_a_traffic_that_has_ended_limits_nothing(sim):
@@ -406,6 +414,9 @@ def test_a_traffic_that_has_ended_limits_nothing(sim):
     for _ in range(2):
         ended.hold_slot(ended.h2d)
     ended.end()
+    assert ended.deny_load(Priority.SPECULATIVE) is None
+    # A thread that was in the middle of a phase posts once more.
+    ended.bounds.post("test", Limits(suppress_speculative=True, inflight_h2d=1))
     assert ended.deny_load(Priority.SPECULATIVE) is None
 
 
