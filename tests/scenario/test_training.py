@@ -585,3 +585,20 @@ def test_training_on_the_device_or_on_enough_processors_does_not_warn(
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     setting = Setting("hpu", "blocks", "third")
     assert_trains_equally(build, lambda run: run.loss(0).backward(), setting)
+
+
+@over(SOME)
+def test_step_after_forwards_that_do_not_go_back_waits_for_what_was_loaded_ahead(
+    sim, setting
+):
+    """The next forward was expected, and its first copies were not in the mark."""
+
+    def script(run):
+        optimizer = sgd(run)
+        for _ in range(2):
+            run.backward(run.loss())
+            for number in range(3):
+                run.note("a loss", run.loss(number))
+            step(optimizer)
+
+    assert_trains_equally(net, script, setting)

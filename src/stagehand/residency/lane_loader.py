@@ -110,6 +110,7 @@ class LaneLoader:
         self._staged: dict[int, _Slab] = {}
         self._keepers: dict[int, _Slab | None] = {}  # by block; made when it is read
         self._has_read = False  # a store's own memory, since this was noted
+        self._reads_changing = False  # the same, of blocks that train
         self._reads = engine.device.new_event()
 
     def set_slabs(self, count: int, nbytes: int) -> None:
@@ -255,6 +256,8 @@ class LaneLoader:
             ticket = self._send_wire(block, slot, target, priority)
         else:
             self._has_read = True
+            if block.trains:
+                self._reads_changing = True
             ticket = self._engine.load(slot, target, image, priority)
         if type(ticket) is not Ticket:
             return False
@@ -431,10 +434,12 @@ class LaneLoader:
         """See `Loader.note_reads`."""
         if self._has_read:
             self._reads.record(self._engine.h2d.stream)
-            self._has_read = False
+            self._has_read = self._reads_changing = False
 
     def await_reads(self) -> None:
         """See `Loader.await_reads`."""
+        if self._reads_changing:  # ahead, for a pass that did not come
+            self._reads.record(self._engine.h2d.stream)
         self._reads.synchronize()
 
     def await_copies(self) -> None:

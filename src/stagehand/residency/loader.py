@@ -69,7 +69,8 @@ class Loader(Protocol):
         """Mark the copies so far that read weights on the host, for `await_reads`."""
 
     def await_reads(self) -> None:
-        """Block the host until the copies marked last are done: weights may be written.
+        """Block the host until the copies marked last are done, and those since then
+        that read weights that train: these may be written.
 
         Any thread may call it.
         """
