@@ -721,6 +721,12 @@ def test_a_budget_that_does_not_fit_is_refused_with_who_holds_what(stream, condu
     assert conductor.budget.ledger.device.held_bytes == 0
 
 
+def test_a_budget_that_does_not_fit_by_itself_is_refused(stream, conduct):
+    conductor = conduct(vram_hard_cap_mb=0.001)
+    with pytest.raises(StagehandOOMError, match="held by nobody;"):
+        conductor.attach(stream())
+
+
 def test_models_that_share_a_device_are_booked_once(stream, conduct):
     models = [stream(), stream()]
     shared = len({id(runtime_of(m).device_account) for m in models}) == 1
@@ -1052,6 +1058,9 @@ def test_shutdown_is_idempotent_and_final(stream, conduct):
         conductor.attach(model)
     with pytest.raises(ClosedError, match="make a new one"):
         conductor.attach_store("store", dict)
+    for kind in ("device", "pinned"):
+        with pytest.raises(ClosedError):
+            conductor.budget.reserve(1, "too late", kind=kind)
 
 
 def test_a_conductor_that_is_dropped_is_not_kept_by_torchs_optimizers(sim):

@@ -654,6 +654,15 @@ def test_pinned_states_have_their_exact_size_and_are_given_back(sim, options):
     assert sim.pinned_bytes() == 0
 
 
+def test_pinned_states_that_follow_to_the_device_leave_no_pinned_memory(sim):
+    [parameter] = parameters(shapes=[(1024,)])
+    optimizer = OffloadedAdamW([parameter], pin_states=True)
+    for step, (device, pinned) in enumerate([("cpu", 8192), ("hpu", 0)] * 2):
+        parameter.data = parameter.data.to(device)
+        train(optimizer, [parameter], [step])
+        assert sim.pinned_bytes() == pinned
+
+
 def test_states_are_not_pinned_unless_asked_for(sim):
     params = parameters()
     train(OffloadedAdamW(params), params, range(1))
