@@ -27,6 +27,7 @@ from scenario.small import (
 from stagehand import ActivationRuntime, ActivationStagehandConfig
 from stagehand.conductor import parts as conductor_parts
 from stagehand.conductor.adapters import Conducted, RuntimeAdapter
+from stagehand.conductor.slots import Token
 from stagehand.core.clock import Phase, PhaseClock
 from stagehand.core.device import HostDevice, find_device
 from stagehand.core.ledger import NO_LIMIT, Mode
@@ -544,6 +545,21 @@ def test_a_model_cannot_be_attached_twice_nor_under_a_name_that_is_taken(
     assert "stagehand, stagehand 2" in repr(conductor)
 
 
+def test_a_store_that_was_attached_first_is_in_no_models_way(stream, conduct):
+    models, conductor = [stream(), stream()], conduct()
+    conductor.attach_store("store", dict)
+    for model in models:
+        conductor.attach(model)
+    conductor.detach(models[0])
+    runtime_of(models[1]).shutdown()
+    run(models[0])
+    conductor.attach(models[0])  # what was shut down is forgotten now
+    conductor.begin_step()
+    conductor.end_step()
+    [record] = conductor.telemetry.records
+    assert set(record.runtime_snapshots) == {"store", "stagehand"}
+
+
 def test_what_cannot_be_attached_is_refused_by_name(stream, conduct):
     model, elsewhere = stream(), stream(device="cpu")
     conductor = conduct()
@@ -725,6 +741,7 @@ def test_a_budget_that_does_not_fit_by_itself_is_refused(stream, conduct):
     conductor = conduct(vram_hard_cap_mb=0.001)
     with pytest.raises(StagehandOOMError, match="held by nobody;"):
         conductor.attach(stream())
+    assert conductor.budget.reserve(0, "nothing") is not None
 
 
 def test_models_that_share_a_device_are_booked_once(stream, conduct):
@@ -1061,6 +1078,18 @@ def test_shutdown_is_idempotent_and_final(stream, conduct):
     for kind in ("device", "pinned"):
         with pytest.raises(ClosedError):
             conductor.budget.reserve(1, "too late", kind=kind)
+
+
+def test_the_limits_of_a_phase_end_with_the_conductor(conduct):
+    conductor = conduct()
+    conductor.begin_step()
+    conductor.enter_forward()
+    conductor.enter_backward()
+    conductor.enter_optimizer()
+    slots = conductor.transfer
+    assert isinstance(slots.acquire("h2d"), Denied)
+    conductor.shutdown()
+    assert isinstance(slots.acquire("h2d"), Token)
 
 
 def test_a_conductor_that_is_dropped_is_not_kept_by_torchs_optimizers(sim):
