@@ -108,8 +108,7 @@ class StateMemory:
         return self._arena if parameter.device.type == "cpu" else None
 
     def _like(self, parameter: torch.Tensor) -> torch.Tensor:
-        dtype = self._dtype or parameter.dtype
-        return torch.empty_like(parameter, dtype=dtype, device="meta")
+        return torch.empty_like(parameter, dtype=self._dtype, device="meta")
 
     def _fits(self, parameter: torch.Tensor, moment: torch.Tensor) -> bool:
         like = self._like(parameter)
