@@ -25,8 +25,9 @@ from scenario.small import (
     stack,
 )
 from stagehand import ActivationRuntime, ActivationStagehandConfig
+from stagehand.conductor import link
 from stagehand.conductor import parts as conductor_parts
-from stagehand.conductor.adapters import Conducted, RuntimeAdapter
+from stagehand.conductor.adapters import Conducted, LinkNeed, RuntimeAdapter
 from stagehand.conductor.slots import Token
 from stagehand.core.clock import Phase, PhaseClock
 from stagehand.core.device import HostDevice, find_device
@@ -545,6 +546,26 @@ def test_a_model_cannot_be_attached_twice_nor_under_a_name_that_is_taken(
     assert "stagehand, stagehand 2" in repr(conductor)
 
 
+def test_copies_home_yield_again_to_a_model_that_comes_back(
+    stream, conduct, monkeypatch
+):
+    """Where it had the same time for each load as before, nobody said so again."""
+    model = stream()
+    here = find_device(None).torch_device
+    rates = link.LinkRates(h2d=1e9, d2h=1e9, h2d_busy=5e8, d2h_busy=5e8)
+    monkeypatch.setattr(link, "_known", {here: rates})
+    need = LinkNeed(compute_seconds=1.0, loads=4)
+    monkeypatch.setattr(type(runtime_of(model)), "link_need", lambda _: need)
+    conductor = conduct(link_arbitration="measure", detect_phases=False)
+    for there in (True, False, True):
+        conductor.detach(model)
+        if there:
+            conductor.attach(model)
+        conductor.begin_step()
+        assert (conductor._parts.traffic._home_share is not None) is there
+        conductor.end_step()
+
+
 def test_a_store_that_was_attached_first_is_in_no_models_way(stream, conduct):
     models, conductor = [stream(), stream()], conduct()
     conductor.attach_store("store", dict)
@@ -804,12 +825,26 @@ def test_a_reservation_that_is_made_between_steps_lasts_until_its_phase_ends(con
         assert held.held_bytes == 0
 
 
+def test_without_a_cap_all_of_the_device_may_be_granted(sim):
+    """What is allocated there already counts in; the host does not tell of it."""
+    for device in ("cpu", "hpu"):
+        ballast = torch.empty(MIB, device=device)
+        conductor = stagehand.ConductorRuntime(device=device)
+        cap = conductor.budget.ledger.device.limit_bytes
+        free = find_device(device).free_bytes()
+        if device == "hpu":
+            assert cap == free + ballast.nbytes
+        assert cap > 0
+        conductor.shutdown()
+
+
 def test_caps_are_those_of_the_configuration(conduct):
     conductor = conduct(vram_soft_cap_mb=2, vram_hard_cap_mb=3, pinned_cap_mb=1)
     reserve = conductor.budget.reserve
     assert reserve(2 * MIB + 1, "a") is None
     assert reserve(2 * MIB + 1, "a", mode=Mode.BURST) is not None
     assert reserve(MIB + 1, "a", kind="pinned") is None
+    assert conductor.budget.counts == (1, 0, 2)
     assert reserve(MIB, "a", kind="pinned") is not None
 
 
@@ -1052,9 +1087,11 @@ def test_events_are_traced_on_request_only(conduct):
         conductor.begin_step(3)
         conductor.budget.reserve(1, "me")
         conductor.transfer.acquire("d2h")
+        conductor.attach_store("store", dict)
+        conductor.detach("store")
         conductor.shutdown()
         events = [event["event"] for event in conductor.telemetry.events]
-        expected = ["phase", "reservation", "slot", "phase"]
+        expected = ["phase", "reservation", "slot", "attached", "detached", "phase"]
         assert events == (expected if traced else [])
 
 

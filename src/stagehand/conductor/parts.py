@@ -87,7 +87,6 @@ class Parts:
         self._durations: dict[str, float] = {}  # seconds in each phase of this step
         self._steps = 0
         self._counted = (0, 0, 0, 0)  # requests, as of the record before
-        self._seconds_per_load = 0.0
         self._leader: tuple[Conducted, Callable[[], None]] | None = None
         self._optimizers: Callable[[], None] | None = None
         try:
@@ -357,9 +356,7 @@ class Parts:
             self.traffic.share_home(None)
             return
         seconds = sum(need.compute_seconds for need in needs) / loads
-        if seconds != self._seconds_per_load:
-            self._seconds_per_load = seconds
-            self.traffic.share_home(partial(_time_left, self.rates, seconds))
+        self.traffic.share_home(partial(_time_left, self.rates, seconds))
 
     # Records
 
