@@ -17,6 +17,7 @@ import stagehand
 from equality import all_equal
 from simulated import workloads
 from stagehand.conductor import link
+from stagehand.core.device import find_device
 from stagehand.residency import finding
 from stagehand.runtime import Runtime
 
@@ -240,6 +241,16 @@ def test_the_link_is_known_for_what_it_is(start):
         assert rates.h2d == pytest.approx(RATE, rel=0.01)
         busy = RATE / 2 if half_duplex else RATE
         assert rates.h2d_busy == pytest.approx(busy, rel=0.2)
+
+
+def test_each_direction_of_the_link_has_a_rate_of_its_own(sim, monkeypatch):
+    monkeypatch.setattr(link, "_PIECE_BYTES", LARGE)
+    monkeypatch.setattr(link, "_known", {})
+    sim.configure(h2d_gbps=RATE / 1e9, d2h_gbps=RATE / 4e9, launch_us=0)
+    rates = link.measure_link(find_device(None))
+    assert rates.h2d == pytest.approx(RATE, rel=0.01)
+    assert rates.d2h == pytest.approx(RATE / 4, rel=0.01)
+    assert rates.h2d_busy > 2 * rates.d2h_busy
 
 
 def test_weights_and_gradients_take_no_longer_than_the_busier_lane(start):

@@ -136,8 +136,10 @@ def test_a_limit_narrows_the_slots_and_gives_them_back(sim):
     rig.device.synchronize()
 
 
-def test_copies_home_fill_their_slots_and_deny_early_ones(sim):
-    rig = Rig(traffic(d2h_slots=1))
+@pytest.mark.parametrize("limited", [False, True])
+def test_copies_home_fill_their_slots_and_deny_early_ones(sim, limited):
+    rig = Rig(traffic(d2h_slots=2 if limited else 1))
+    rig.traffic.bounds.post("me", Limits(inflight_d2h=1 if limited else None))
     assert rig.engine.deny_home(Priority.SPECULATIVE) is None
     done = rig.engine.send_group([(rig.made(), rig.home())], makers=[rig.main])
     reason = rig.engine.deny_home(Priority.SPECULATIVE)
