@@ -300,6 +300,19 @@ def test_pass_whose_times_come_in_parts_is_measured():
     assert rig.steering.workload().seconds == (1.0, 2.0, 3.0, 4.0)
 
 
+def test_nothing_is_learned_while_uses_take_longer_than_they_will():
+    rig = Rig().settled()
+    rig.steering.learns = False
+    assert not rig.steering.wants_times(0)
+    for _ in range(2):  # timed for other reasons
+        rig.note((1, 2, 3, 4), (0.5,) * 4)
+    assert rig.steering.compute_seconds is None
+    rig.steering.learns = True
+    for _ in range(2):
+        rig.note((1, 2, 3, 4), (1.0,) * 4)
+    assert rig.steering.workload().seconds == (1.0,) * 4
+
+
 def test_times_of_another_route_are_no_measurement():
     rig = Rig().settled()
     for _ in range(2):
@@ -377,6 +390,15 @@ def test_times_of_a_route_that_is_planned_for_later_count():
     assert rig.steering.workload().seconds == (5.0, 6.0, 1.0, 2.0, 3.0, 4.0)
 
 
+def test_routes_that_are_known_when_they_are_planned_for_need_one_plan():
+    rig = Rig().settled()
+    for route in [(1, 2), (1, 2, 3, 4)] * 2:
+        rig.note(route, map(float, route))
+    assert rig.steering.steer()
+    assert any(rig.run(*route) for route in [(1, 2), (1, 2, 3, 4)] * 4)
+    assert rig.steering.workload().seconds == (1.0, 2.0, 1.0, 2.0, 3.0, 4.0)
+
+
 def test_a_route_that_is_measured_leaves_the_times_of_others():
     """An encoder's second pass is before its decoder's."""
     rig = Rig().settled()
@@ -392,7 +414,11 @@ def test_a_route_that_is_measured_leaves_the_times_of_others():
 def test_times_of_a_few_routes_are_kept_at_once():
     rig = Rig().settled()
     rig.note((1, 2, 3, 4), (1.0,) * 4)
-    for number in range(5, 100):
+    for number in range(5, 12):
+        rig.note((1, number), (1.0,) * 2)
+    rig.note((1, 2, 3, 4), (1.0,) * 4)
+    assert rig.steering.steer()  # the first of them was there still
+    for number in range(12, 100):
         rig.note((1, number), (1.0,) * 2)
     assert len(rig.steering._times) <= 8
 
@@ -514,6 +540,7 @@ def test_changed_budget_is_planned_for_once_and_from_the_next_pass_on():
     rig = Rig().settled()
     plan = rig.steering.plan
     rig.steering.set_budget(50)
+    rig.steering.note([], [copy(2 * MIB, 0.5)])  # of a pass before
     assert rig.steering.plan is plan
     assert rig.steering.steer()
     assert rig.steering.plan.resident == {0, 1, 2, 3, 4}

@@ -333,10 +333,8 @@ class Steering:
         return _SETTLED_LIKE if set(routes) == set(self._planned) else _SETTLED
 
     def _plan_for(self, routes: tuple[Route, ...]) -> None:
-        """Forget the times of others; what is known of these is known still."""
+        """Plan for other routes, with the times of those that are known."""
         self._planned, self._seconds = routes, None
-        self._known = {r: found for r, found in self._known.items() if r in routes}
-        self._pass = []
         self._take_times()
 
     def _make(self) -> Plan:
