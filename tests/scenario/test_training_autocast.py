@@ -480,6 +480,28 @@ def test_casts_are_held_by_nobody_where_the_model_itself_enters_autocast(sim, tr
     runtime_of(model).shutdown()
 
 
+class CastsItself(nn.Linear):
+    """Its cast is gone when its call ends."""
+
+    def forward(self, x):
+        with torch.autocast("hpu", dtype=torch.bfloat16):
+            return super().forward(x).float()
+
+
+def test_layers_that_enter_autocast_themselves_have_the_resident_gradients(sim):
+    def step(model):
+        model.zero_grad()
+        model(batch(2, 32).to("hpu")).sum().backward()
+        return [p.grad.cpu().clone() for p in model.parameters()]
+
+    model = nn.Sequential(*(CastsItself(32, 32) for _ in range(4)))
+    resident = deepcopy(model).to("hpu")
+    expected = [step(resident), step(resident)]
+    stagehand.layer(model, vram_budget=2 * LAYER_BYTES)
+    assert_equal_gradients([step(model), step(model)], expected)
+    runtime_of(model).shutdown()
+
+
 class UpDown(nn.Module):
     def __init__(self):
         super().__init__()
@@ -496,6 +518,34 @@ def test_layers_that_are_one_block_are_not_taken_for_one_that_is_used_again(sim)
     stagehand.layer(model, vram_budget=34 * LAYER_BYTES)
     assert len(runtime_of(model).block_ids) <= 20
     assert_equal_gradients(gradients(model), expected)
+    runtime_of(model).shutdown()
+
+
+class UpWithout(UpDown):
+    """In later steps its second layer is called where autocast is off."""
+
+    casts = True
+
+    def forward(self, x):
+        x = self.up(x)
+        with torch.autocast("hpu", dtype=torch.bfloat16, enabled=self.casts):
+            return self.down(x.float()).float()
+
+
+def test_a_layer_where_autocast_is_off_has_no_cast_beside_one_that_has(sim):
+    def steps(model):
+        made = []
+        for casts in (True, False, True):
+            for part in model:
+                part.casts = casts
+            made.append(half_step(model))
+        return made
+
+    model = nn.Sequential(*(UpWithout() for _ in range(20)))
+    expected = steps(deepcopy(model).to("hpu"))
+    stagehand.layer(model, vram_budget=34 * LAYER_BYTES)
+    assert len(runtime_of(model).block_ids) <= 20
+    assert_equal_gradients(steps(model), expected)
     runtime_of(model).shutdown()
 
 
@@ -557,7 +607,7 @@ def test_a_block_that_recomputes_a_part_of_itself_casts_as_resident(
 
 
 def keep_products(context, operator, *args, **kwargs):
-    kept = operator is torch.ops.aten.addmm.default
+    kept = operator in (torch.ops.aten.addmm.default, torch.ops.aten.mm.default)
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
@@ -575,9 +625,27 @@ class KeepsProducts(nn.Module):
         return x
 
 
-def test_regions_that_keep_some_results_hear_of_no_casts_that_are_kept_alive(sim):
+class KeepsReads(nn.Module):
+    """Layers in one region read an input that needs no gradient: nothing saves their
+    casts, which are asked for by another product."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(32, 32, bias=False) for _ in range(4))
+
+    def forward(self, x):
+        return checkpoint(
+            lambda x: sum(layer(x).float() for layer in self.layers),
+            x.detach(),
+            use_reentrant=False,
+            context_fn=partial(create_selective_checkpoint_contexts, keep_products),
+        )
+
+
+@pytest.mark.parametrize("make", [KeepsProducts, KeepsReads])
+def test_regions_that_keep_some_results_hear_of_no_casts(sim, make):
     """They found an operator in the recompute that the forward had not run."""
-    model = KeepsProducts()
+    model = make()
 
     def step(model):
         model.zero_grad()
@@ -680,6 +748,9 @@ def test_a_site_that_an_interrupt_has_left_is_forgotten_by_the_next_pass(
                 model(x)
         model(x)
         assert torch.is_autocast_cache_enabled()
+        with torch.autocast("hpu", dtype=torch.bfloat16, cache_enabled=False):
+            model(x)
+            assert not torch.is_autocast_cache_enabled()
     runtime_of(model).shutdown()
 
 
