@@ -237,6 +237,28 @@ def test_frozen_blocks_in_recomputed_regions_are_exact(sim, setting, reentrant):
     assert_trains_equally(built_as("each", reentrant=reentrant), script, setting)
 
 
+class Summed(torch.nn.Linear):
+    def forward(self, pair):
+        x, y = pair
+        return super().forward(x) + y
+
+
+class EachSummed(EachBlock):
+    """Regions of modules that take one container."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(Summed(WIDTH, WIDTH) for _ in range(5))
+
+    def around(self, block, x):
+        return super().around(block, (x, x.tanh()))
+
+
+@over(FEW)
+def test_recomputed_modules_may_take_a_container(sim, setting):
+    assert_trains_equally(built(EachSummed), train, setting)
+
+
 @built
 def tabled_net():
     return EachTabled()
