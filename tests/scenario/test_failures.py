@@ -211,6 +211,33 @@ def test_an_exception_ends_the_pass_at_once(place):
     end(model)
 
 
+class Going(nn.Module):
+    """Goes on where one of its parts cannot be called."""
+
+    def __init__(self):
+        super().__init__()
+        self.parts, self.part = stack(4), stack(2)
+
+    def forward(self, x):
+        with contextlib.suppress(Stop):
+            x = self.part(self.parts(x))
+        return self.parts(x)
+
+
+def test_a_part_that_a_hook_keeps_from_beginning_ends_no_pass_around_it(place):
+    def stop(*_):
+        raise Stop
+
+    model = Going()
+    expected = run_resident(stack(4), place, batch())
+    stagehand.layer(model, device=place, vram_budget=BUDGET)
+    model.part.register_forward_pre_hook(stop, prepend=True)
+    for _ in range(3):
+        assert_bitwise_equal(model(batch()).cpu(), expected.cpu(), "the output")
+    assert runtime_of(model).report().passes == 3
+    runtime_of(model).shutdown()
+
+
 @pytest.mark.parametrize("kind", [Stop, KeyboardInterrupt])
 def test_after_an_exception_the_model_can_be_copied_and_saved(place, kind):
     model = streamed_stack(place)
