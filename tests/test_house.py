@@ -25,7 +25,7 @@ PLAN: dict[int, dict[str, tuple[str, ...]]] = {
             *("states", "machine", "workers", "copies", "device"),
             *("stopwatch", "clock", "telemetry"),
             *("limits", "turn", "hidden_gradients"),
-            *("ledger", "arena", "layout", "saved"),
+            *("ledger", "arena", "layout", "belongings", "saved"),
             *("trees", "casts", "terms", "steps"),
             *("wire_ring", "traffic", "flight", "transfer"),
         )

@@ -17,12 +17,19 @@ from weakref import WeakSet
 
 from torch import nn
 
+from stagehand.core.belongings import own_belongings
 from stagehand.core.hidden_gradients import take_along
 from stagehand.core.layout import moved, relocate
 from stagehand.errors import ConfigError, StagehandOOMError
-from stagehand.foreign import TAKE_OFF, hook_of, hooked_tensors, refuse_sharded
+from stagehand.foreign import (
+    TAKE_OFF,
+    hook_of,
+    hooked_tensors,
+    refuse_sharded,
+    refuse_unmovable,
+)
 from stagehand.residency.blocks import tensor_bytes
-from stagehand.residency.finding import how_to_raise
+from stagehand.residency.finding import how_to_raise, named_tensors
 from stagehand.units import format_bytes, format_limit
 
 if TYPE_CHECKING:
@@ -205,14 +212,15 @@ class Additions:
     def _unknown(self, model: nn.Module) -> list[torch.Tensor]:
         known = self._known()
         place = self._parts.device.torch_device
+        own_belongings(p for p in model.parameters() if id(p) not in known)
         # A buffer that is on the device already was made there by a forward.
-        buffers = (b for b in model.buffers() if b.device != place)
-        tensors = (*model.parameters(), *buffers)
-        return [tensor for tensor in tensors if id(tensor) not in known]
+        made = {id(b) for b in model.buffers() if b.device == place}
+        tensors = {id(t): t for _, t in named_tensors(model)}
+        return [t for key, t in tensors.items() if key not in known | made]
 
     def _gone(self, model: nn.Module) -> list[torch.Tensor]:
         """Return what had joined and is in the model no more."""
-        present = {id(t) for t in (*model.parameters(), *model.buffers())}
+        present = {id(tensor) for _, tensor in named_tensors(model)}
         return [t for key, t in self._joined.items() if key not in present]
 
     def _known(self) -> set[int]:
@@ -235,6 +243,7 @@ class Additions:
     def _refuse_taken_over(self, model: nn.Module, unknown: list[torch.Tensor]) -> None:
         if unknown:
             refuse_sharded(model)
+            refuse_unmovable(model)
             self._refuse_hooked(model, unknown)
 
     def _refuse_hooked(self, model: nn.Module, unknown: list[torch.Tensor]) -> None:

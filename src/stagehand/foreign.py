@@ -5,10 +5,12 @@ from __future__ import annotations
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
+from stagehand.core.belongings import belongings, moves_itself
 from stagehand.errors import ConfigError
+from stagehand.residency.blocks import can_stream
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     import torch
     from torch import nn
@@ -19,6 +21,7 @@ __all__ = [
     "hooked_tensors",
     "refuse_offloaded",
     "refuse_sharded",
+    "refuse_unmovable",
 ]
 
 TAKE_OFF = (
@@ -27,6 +30,7 @@ TAKE_OFF = (
 )
 """What takes the hooks of `accelerate` off, for errors."""
 
+_DECOMPRESSES = "ct_decompress_hook"  # the attribute, of compressed-tensors
 _GROUPS = "group_offloading"  # the name of the hook, in diffusers
 _MOVES = "CpuOffload"  # the class of the hook, in accelerate
 
@@ -66,6 +70,13 @@ def refuse_offloaded(model: nn.Module) -> None:
                 f'model).remove_hook("{_GROUPS}"), which leaves no weights where these'
                 " were offloaded to disk"
             )
+        if _DECOMPRESSES in module.__dict__:
+            raise ConfigError(
+                f"{type(model).__name__} cannot be streamed: a hook of"
+                f" compressed-tensors makes plain weights of the packed ones of"
+                f" {_called(name)} in the first forward, all on the device; load them"
+                " plain, with CompressedTensorsConfig(dequantize=True), say"
+            )
         hook = hook_of(module)
         if any(type(h).__name__ == _MOVES for h in getattr(hook, "hooks", [hook])):
             raise ConfigError(
@@ -98,6 +109,56 @@ def refuse_sharded(model: nn.Module) -> None:
         elif not _is_distributed(type(parameter)):
             continue
         raise ConfigError(_shared_out(model, f"{name!r} is a {kind}"))
+
+
+def refuse_unmovable(model: nn.Module) -> None:
+    """Refuse quantized weights that another library would move in a way of its own.
+
+    With what they keep beside their elements they are on the device together: see
+    `belongings`. That fails where it is those elements once more, so that they would
+    never leave, and where there is nothing yet: some are quantized as they are moved.
+    """
+    for name, weight in model.named_parameters():
+        if not can_stream(weight) or weight.is_meta or not moves_itself(weight):
+            continue
+        found = [*belongings(name, weight)]
+        _refuse_second(model, name, weight, found)
+        if not found:
+            raise ConfigError(
+                f"{_as_kind(model, name, weight)}, which has a to() of its own and"
+                " keeps nothing beside its elements: expected one that is quantized;"
+                " what is quantized as it is moved has to be moved before, by"
+                ' model.to("cpu") or to the device'
+            )
+    for name, module in model.named_modules():
+        own = [(k, p) for k, p in module._parameters.items() if p is not None]
+        found = [*belongings(name, module)] if own else []
+        for key, weight in own:
+            if found and can_stream(weight):
+                _refuse_second(model, f"{name}.{key}".removeprefix("."), weight, found)
+
+
+def _refuse_second(
+    model: nn.Module,
+    name: str,
+    weight: torch.Tensor,
+    found: Iterable[tuple[str, torch.Tensor]],
+) -> None:
+    """Refuse a weight whose memory something else has, which does not leave."""
+    for place, tensor in found:
+        if tensor.numel() and tensor.data_ptr() == weight.data_ptr():
+            raise ConfigError(
+                f"{_as_kind(model, name, weight)}, whose elements {place!r} has as"
+                " well, so that they would stay on the device: expected weights that"
+                " are in one place; quantize it another way"
+            )
+
+
+def _as_kind(model: nn.Module, name: str, weight: torch.Tensor) -> str:
+    return (
+        f"{type(model).__name__} cannot be streamed: {name!r} is a"
+        f" {type(weight).__name__} of {weight.dtype}"
+    )
 
 
 def _called(name: str) -> str:

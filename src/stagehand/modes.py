@@ -18,11 +18,12 @@ from stagehand.assembly import Settings
 from stagehand.attribute import HANDLE
 from stagehand.config import StagehandConfig, Transport
 from stagehand.core.arena import Arena
+from stagehand.core.belongings import own_belongings
 from stagehand.core.device import Device, find_device
 from stagehand.core.layout import can_cast
 from stagehand.core.machine import free_host_bytes, host_bytes
 from stagehand.errors import ConfigError, StagehandWarning
-from stagehand.foreign import refuse_offloaded, refuse_sharded
+from stagehand.foreign import refuse_offloaded, refuse_sharded, refuse_unmovable
 from stagehand.guards import Checks
 from stagehand.residency.blocks import tensor_bytes
 from stagehand.residency.finding import Finding, find_blocks, find_layers
@@ -124,7 +125,7 @@ class StagehandRuntime(Runtime):
             name=type(model).__name__,
             transport=config.transport,
         )
-        _cast(model, dtype)
+        _settle(model, dtype)
         finding = find_blocks(model, block_pattern, on_host=settings.device.is_host)
         _warn_of_room(model, finding, settings, "vram_high_watermark_mb")
         super().__init__(model, finding, settings)
@@ -240,7 +241,7 @@ def layer(
         experts=experts,
         transport=transport,
     )
-    _cast(model, dtype)
+    _settle(model, dtype)
     # A block that is decoded takes the room of two, and a quarter to work in.
     room = budget if transport == "plain" else int(budget / 2.25)
     finding = find_layers(
@@ -389,6 +390,7 @@ def check_model(model: nn.Module, dtype: torch.dtype | None) -> None:
             )
     refuse_offloaded(model)
     refuse_sharded(model)
+    refuse_unmovable(model)
     for name, parameter in model.named_parameters():
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             raise ConfigError(
@@ -405,7 +407,11 @@ def check_model(model: nn.Module, dtype: torch.dtype | None) -> None:
             )
 
 
-def _cast(model: nn.Module, dtype: torch.dtype | None) -> None:
-    """Cast a model that was checked: last, for nothing takes that back."""
+def _settle(model: nn.Module, dtype: torch.dtype | None) -> None:
+    """Cast a model that was checked: last, for nothing takes that back.
+
+    What belongs to its weights is theirs alone from then on.
+    """
     if dtype is not None:
         nn.Module.to(model, dtype)
+    own_belongings(chain(model.parameters(), model.modules()))

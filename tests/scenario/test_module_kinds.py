@@ -661,6 +661,261 @@ def test_error_says_what_stays_because_it_is_no_plain_memory(place):
     assert error.value.needed_bytes < there + 2 * LAYER_BYTES
 
 
+# Quantized weights that keep tensors as attributes
+
+
+class State:
+    """What a weight was quantized with; codes are the same for all."""
+
+    codes = torch.linspace(-1, 1, 256)
+
+    def __init__(self, scales):
+        self.scales, self.more = scales, {"codes": [State.codes]}
+
+
+class Quantized(nn.Parameter):
+    """Is quantized as it is moved, and keeps the scales beside its elements."""
+
+    state = None
+
+    def __new__(cls, data, state=None):
+        made = torch.Tensor._make_subclass(cls, data, False)
+        made.state = state
+        return made
+
+    def __deepcopy__(self, memo):
+        return Quantized(deepcopy(self.data, memo), deepcopy(self.state, memo))
+
+    def to(self, *args, **kwargs):
+        state = self.state
+        if state is None:
+            scales = self.data.abs().amax(dim=1, keepdim=True)
+            near = (self.data / scales)[..., None] - State.codes
+            return Quantized(near.abs().argmin(-1).byte(), State(scales)).to(*args)
+        there = Quantized(super().to(*args, **kwargs), State(state.scales.to(*args)))
+        there.state.more = {"codes": [state.more["codes"][0].to(*args)]}
+        return there
+
+
+class Dequantize(torch.autograd.Function):
+    """Has its weight for backward as it is, not as a saved tensor."""
+
+    @staticmethod
+    def forward(ctx, x, module):
+        ctx.save_for_backward(x)
+        ctx.module = module
+        return x @ module.whole().t()
+
+    @staticmethod
+    def backward(ctx, grad):
+        _ = ctx.saved_tensors
+        return grad @ ctx.module.whole(), None
+
+
+class QuantizedLinear(nn.Module):
+    def __init__(self, quantize=True):
+        super().__init__()
+        self.weight = Quantized(lin().weight.detach())
+        if quantize:
+            self.weight = self.weight.to("cpu")
+
+    def whole(self):
+        state = self.weight.state
+        return state.more["codes"][0][self.weight.int()] * state.scales
+
+    def forward(self, x):
+        return Dequantize.apply(x, self)
+
+
+class Adapted(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.base, self.adapter = QuantizedLinear(), nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x):
+        return (self.base(x) + self.adapter(x)).tanh()
+
+
+def moved_as_their_class_does(model, place):
+    """Let nothing be left behind: `model.to()` assigns what it has moved to `.data`."""
+    for module in model.modules():
+        if isinstance(module, QuantizedLinear):
+            module.weight = module.weight.to(place)
+    return model.to(place)
+
+
+def states(model):
+    return [
+        tensor.device.type
+        for weight in model.parameters()
+        if isinstance(weight, Quantized)
+        for tensor in (weight.state.scales, weight.state.more["codes"][0])
+    ]
+
+
+def test_what_quantized_weights_keep_as_attributes_is_where_they_are(place, mode):
+    """It stayed on the host, and their forward raised of two devices."""
+    plain = moved_as_their_class_does(seeded(repeated(QuantizedLinear)), place)
+    model = seeded(repeated(QuantizedLinear))
+    with torch.no_grad():
+        expected = plain(batch().to(place))
+        runtime = stream(model, place, mode)
+        for _ in range(3):
+            assert_bitwise_equal(model(batch()), expected, "output")
+            assert set(states(model)) == {place}
+        report = runtime.report()
+        assert report.peak_device_bytes <= report.budget_bytes
+        copied = deepcopy(model)
+        runtime.park()
+        assert set(states(model)) == {"cpu"}
+        assert_bitwise_equal(model(batch()), expected, "output after parking")
+    runtime.shutdown()
+    assert set(states(model)) == set(states(copied)) == {"cpu"}
+
+
+def test_adapters_of_quantized_weights_train_as_resident_ones_do(place, mode):
+    plain = moved_as_their_class_does(seeded(repeated(Adapted)), place)
+    model = seeded(repeated(Adapted))
+    runtime = stream(model, place, mode)
+    for _ in range(2):
+        for each, x in ((plain, batch().to(place)), (model, batch())):
+            each(x).square().sum().backward()
+    pairs = zip(model.parameters(), plain.parameters(), strict=True)
+    found = [(p.grad.cpu(), q.grad.cpu()) for p, q in pairs if q.grad is not None]
+    assert len(found) == 4
+    assert_bitwise_equal(*map(list, zip(*found, strict=True)), "gradients")
+    runtime.shutdown()
+
+
+def test_what_several_models_and_their_library_share_stays_where_it_is(place, mode):
+    """One model took the table of all to the device, and home in another's pass."""
+    table = State.codes
+    with torch.no_grad():
+        model, other = (seeded(repeated(QuantizedLinear)) for _ in range(2))
+        expected = moved_as_their_class_does(deepcopy(model), place)(batch().to(place))
+        runtime, second = stream(model, place, mode), stream(other, place, mode)
+        for each in (model, other, model):
+            assert_bitwise_equal(each(batch()), expected, "output")
+            assert State.codes is table
+            assert table.device.type == "cpu"
+        runtime.shutdown()
+        assert_bitwise_equal(other(batch()), expected, "output of the other")
+    second.shutdown()
+
+
+def test_error_says_that_what_stays_is_no_parameter(place):
+    class Buffered(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("packed", torch.ones(WIDTH, WIDTH))
+
+    model = nn.Sequential(lin(), Buffered(), Buffered())
+    with pytest.raises(stagehand.StagehandOOMError) as error:
+        stagehand.layer(model, vram_budget=1024, device=place)
+    there = format_bytes(2 * 4 * WIDTH * WIDTH)
+    assert f"{there} are in 2 tensors that are no parameters" in str(error.value)
+    assert "('1.packed' is the largest)" in str(error.value)
+
+
+def test_weights_that_are_quantized_only_as_they_move_are_refused(place, mode):
+    """They streamed as they were, and their forward failed."""
+    model = seeded(repeated(lambda: QuantizedLinear(quantize=False)))
+    before = Shape.of(model)
+    with pytest.raises(ConfigError, match=r"'0.weight' is a Quantized of .*float32"):
+        stream(model, place, mode)
+    assert Shape.of(model) == before
+
+
+def test_weights_whose_elements_an_attribute_has_as_well_are_refused(place, mode):
+    model = seeded(repeated(QuantizedLinear))
+    model[1].weight.state.whole = model[1].weight.data
+    with pytest.raises(ConfigError, match=r"'1.weight.state.whole' has as\s+well"):
+        stream(model, place, mode)
+    assert set(states(model)) == {"cpu"}
+
+
+def test_quantized_layers_join_and_leave_with_what_they_keep(sim, mode):
+    model, joins = seeded(repeated(QuantizedLinear)), seeded(QuantizedLinear)
+    plain = moved_as_their_class_does(deepcopy(model).append(deepcopy(joins)), "hpu")
+    runtime = stream(model, "hpu", mode)
+    runtime.set_budget("1MB")
+    with torch.no_grad():
+        expected = plain(batch().to("hpu"))
+        model(batch())
+        model.append(joins)
+        assert_bitwise_equal(model(batch()), expected, "output")
+        del model[-1]
+        assert_bitwise_equal(model(batch()), plain[:-1](batch().to("hpu")), "after")
+        assert set(states(joins)) == {"cpu"}
+        model.append(QuantizedLinear(quantize=False))
+        with pytest.raises(ConfigError, match="a Quantized of"):
+            model(batch())
+        del model[-1]
+        model(batch())
+    runtime.shutdown()
+    assert set(states(model)) == {"cpu"}
+
+
+class Stating(nn.Module):
+    """A module that keeps scales by itself, and loads them as it likes."""
+
+    def __init__(self):
+        super().__init__()
+        weight = lin().weight.detach()
+        self.codes = nn.Parameter((weight * 100).char(), requires_grad=False)
+        self.meta = {"scale": weight.abs().amax(dim=1, keepdim=True) / 100}
+
+    def to(self, *_, **__):
+        return self  # there is another way, which nobody knows
+
+    def there(self, place):
+        self.codes = nn.Parameter(self.codes.to(place), requires_grad=False)
+        self.meta = {"scale": self.meta["scale"].to(place)}
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[f"{prefix}scale"] = self.meta["scale"].detach()
+
+    def _load_from_state_dict(self, state_dict, prefix, *args):
+        self.meta = {"scale": state_dict[f"{prefix}scale"]}
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def forward(self, x):
+        return x @ (self.codes * self.meta["scale"]).t()
+
+
+def test_what_modules_keep_for_their_weights_is_where_these_are(place, mode):
+    model, plain = (seeded(repeated(Stating)) for _ in range(2))
+    for module in plain:
+        module.there(place)
+    with torch.no_grad():
+        expected = plain(batch().to(place))
+        runtime = stream(model, place, mode)
+        assert_bitwise_equal(model(batch()), expected, "output")
+        saved = {k: 2 * t.cpu() for k, t in model.state_dict().items()}
+        model.load_state_dict(saved, strict=False)
+        for module in plain:
+            module.codes.mul_(2)
+            module.meta["scale"].mul_(2)
+        expected = plain(batch().to(place))
+        for _ in range(2):
+            assert_bitwise_equal(model(batch()), expected, "output of what was loaded")
+        assert not runtime.report().budget_bytes < runtime.report().peak_device_bytes
+    runtime.shutdown()
+    assert {module.meta["scale"].device.type for module in model} == {"cpu"}
+
+
+def test_model_whose_packed_weights_become_plain_in_a_forward_is_refused(place, mode):
+    """All of them were on the device then, whatever the budget."""
+    model = repeated(lin)()
+    model.ct_decompress_hook = model.register_forward_pre_hook(lambda *_: None)
+    with pytest.raises(ConfigError, match="a hook of compressed-tensors makes plain"):
+        stream(model, place, mode)
+    model.ct_decompress_hook.remove()
+    del model.ct_decompress_hook
+    stream(model, place, mode).shutdown()
+
+
 # Models that are divided between processes
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.jit import ScriptModule
 
+from stagehand.core.belongings import places_of_belongings
 from stagehand.core.layout import ALIGNMENT, overlapping, spanned_bytes
 from stagehand.errors import ConfigError
 from stagehand.residency.blocks import can_stream, tensor_bytes
@@ -26,6 +27,7 @@ __all__ = [
     "find_layers",
     "how_to_raise",
     "is_called",
+    "named_tensors",
 ]
 
 _COPY_EFFICIENT_BYTES = 32 * MIB  # a larger copy is no faster on any link we know
@@ -580,6 +582,14 @@ def _collect_rest(model: nn.Module, finding: Finding) -> None:
         for group in (*finding.streamed, *(group for _, group in finding.gathered))
         for tensor in group.tensors.values()
     }
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+    for name, tensor in named_tensors(model):
         if id(tensor) not in taken:
+            taken.add(id(tensor))
             finding.rest.tensors[name] = tensor
+
+
+def named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield parameters and buffers of a model, and what belongs to them."""
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+    yield from ((place.name, place.tensor) for place in places_of_belongings(model))

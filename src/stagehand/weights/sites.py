@@ -20,6 +20,7 @@ import torch
 from torch import nn
 from torch.compiler import is_dynamo_compiling
 
+from stagehand.core.belongings import places_of_belongings
 from stagehand.core.layout import same_bits
 from stagehand.core.turn import HERE
 from stagehand.residency.finding import is_called
@@ -170,7 +171,7 @@ class _StateLoading(_Hook):
     written.
     """
 
-    __slots__ = ("_await_copies", "_known", "places")
+    __slots__ = ("_await_copies", "_known", "belonged", "places")
 
     def __init__(self, model: nn.Module, await_copies: Callable[[], None]) -> None:
         self._await_copies = await_copies
@@ -178,6 +179,7 @@ class _StateLoading(_Hook):
             id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())
         }
         self.places: list[tuple[nn.Module, str, torch.Tensor]] = []
+        self.belonged: dict[str, torch.Tensor] = {}
 
     def __call__(self, module: nn.Module, *_: Any) -> None:
         self._await_copies()
@@ -188,6 +190,7 @@ class _StateLoading(_Hook):
             for name, tensor in place.items()
             if tensor is not None
         ]
+        self.belonged = {p.name: p.tensor for p in places_of_belongings(module)}
 
     def is_known(self, tensor: torch.Tensor) -> bool:
         """Whether the model had the tensor when it was streamed."""
@@ -202,7 +205,7 @@ class _StateLoaded(_Hook):
 
     A tensor that was in several places, which have different values now, stays in the
     first of them; what was assigned to the others joins the model. So does what was
-    assigned in place of what had joined.
+    assigned in place of what had joined, or of what belonged to a weight.
     """
 
     __slots__ = ("_loading", "_look_again")
@@ -211,8 +214,18 @@ class _StateLoaded(_Hook):
         self._loading = loading
         self._look_again = look_again
 
-    def __call__(self, *_: Any) -> None:
+    def __call__(self, module: nn.Module, *_: Any) -> None:
         places, self._loading.places = self._loading.places, []
+        belonged, self._loading.belonged = self._loading.belonged, {}
+        for place in [*places_of_belongings(module)]:
+            known, loaded = belonged.get(place.name), place.tensor
+            if known is loaded:
+                continue
+            if known is None or not _is_alike(known, loaded):
+                self._look_again()
+                continue
+            known.data = loaded.data
+            place.put(known)
         found = [(*place, getattr(place[0], place[1], None)) for place in places]
         taken = {id(tensor): tensor for *_, tensor, given in found if given is tensor}
         for part, name, tensor, given in found:
@@ -231,8 +244,13 @@ class _StateLoaded(_Hook):
 
 
 def _is_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    alike = one.shape == other.shape and one.dtype == other.dtype
-    return alike and same_bits(one.detach().cpu(), other.detach().cpu())
+    if not _is_alike(one, other):
+        return False
+    return same_bits(one.detach().cpu(), other.detach().cpu())
+
+
+def _is_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.shape == other.shape and one.dtype == other.dtype
 
 
 def _get_nothing() -> Callable[..., None]:
