@@ -16,6 +16,7 @@
 #include <ATen/native/CPUFallback.h>
 #include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/as_strided_native.h>
+#include <ATen/ops/native_group_norm_native.h>
 #include <ATen/ops/unfold_native.h>
 #include <ATen/ops/view_as_complex_native.h>
 #include <ATen/ops/view_as_real_native.h>
@@ -874,6 +875,15 @@ at::Tensor sim_histc(const at::Tensor& x, int64_t bins, const at::Scalar& lo,
   return to_device(at::histc(values, bins, lo, hi).to(x.scalar_type()));
 }
 
+// The general kernel views its input, which need not be contiguous: torch 2.14 has that done
+// for devices that it knows.
+std::tuple<at::Tensor, at::Tensor, at::Tensor> sim_group_norm(
+    const at::Tensor& x, const std::optional<at::Tensor>& weight,
+    const std::optional<at::Tensor>& bias, int64_t n, int64_t c, int64_t hw, int64_t group,
+    double eps) {
+  return at::native::math_group_norm(x.contiguous(), weight, bias, n, c, hw, group, eps);
+}
+
 TORCH_LIBRARY_IMPL(_, HPU, m) {
   m.fallback(torch::CppFunction::makeFromBoxedFunction<&boxed_kernel>());
 }
@@ -897,6 +907,7 @@ TORCH_LIBRARY_IMPL(aten, HPU, m) {
   m.impl("convolution_overrideable", &sim_convolution);
   m.impl("convolution_backward_overrideable", &sim_convolution_backward);
   m.impl("histc", &sim_histc);
+  m.impl("native_group_norm", &sim_group_norm);
 }
 
 // The copies above resolve lazy conjugation and negation themselves. The fallbacks of these
