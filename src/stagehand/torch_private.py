@@ -26,6 +26,8 @@
 - `torch._C._swap_tensor_impl`: give a tensor another value, type and device in place.
   `torch.utils.swap_tensors` refuses tensors with weak references, as recurrent layers
   have to theirs. Without it, importing the library is refused.
+- `torch._C.DisableTorchFunctionSubclass`: what a tensor is whose class makes all that
+  comes of it one of its own. Without it, importing the library is refused.
 - `torch.autograd.Variable._execution_engine.queue_callback`: learn that a backward pass
   is over. It came with the engine.
 - `torch.autograd.graph._engine_run_backward`: the function in which a thread waits for
@@ -109,6 +111,7 @@ __all__ = [
     "add_hook",
     "allocated_on",
     "around_compiling",
+    "as_it_is",
     "at_end_of_backward",
     "backward_call",
     "call_unseen",
@@ -220,6 +223,11 @@ graph_task: Callable[[], int] = _required("_current_graph_task_id")
 _node: Callable[[], Any] = _required("_current_autograd_node")
 negated: Callable[[torch.Tensor], torch.Tensor] = _required("_neg_view", torch)
 """Return the negative of a tensor, over the same memory."""
+as_it_is: Callable[[], AbstractContextManager[None]] = _required(
+    "DisableTorchFunctionSubclass"
+)
+"""Makes a context in which classes of tensors do not see what is done with them."""
+
 _swap_values: Callable[..., None] = _required("_swap_tensor_impl")
 """Exchange what two tensors are; whoever has one has the same object as before."""
 sequence_number: Callable[[], int] = _required("_get_sequence_nr", torch._C._autograd)

@@ -661,6 +661,47 @@ def test_error_says_what_stays_because_it_is_no_plain_memory(place):
     assert error.value.needed_bytes < there + 2 * LAYER_BYTES
 
 
+class Tagged(nn.Parameter):
+    """Plain memory under a tag, which all that comes of it has, too."""
+
+    def __new__(cls, data, tag=None):
+        if tag is None:  # as where it comes of several tensors
+            raise ValueError("a tensor of this kind has a tag")
+        made = torch.Tensor._make_subclass(cls, data, False)
+        made.tag = tag
+        return made
+
+    def __deepcopy__(self, memo):
+        return Tagged(self.data.clone(), self.tag)
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        result = super().__torch_function__(func, types, args, kwargs or {})
+        tag = next((a.tag for a in args if isinstance(a, Tagged)), None)
+        return cls(result, tag) if isinstance(result, torch.Tensor) else result
+
+
+class TaggedLinear(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = Tagged((lin().weight.detach() * 100).char(), tag=100.0)
+
+    def forward(self, x):
+        plain = torch.Tensor._make_subclass(torch.Tensor, self.weight, False)
+        return x @ (plain / self.weight.tag).t()
+
+
+def test_weights_that_only_keep_a_tag_stream(place, mode):
+    """All of them stayed on the device."""
+    model = check(repeated(TaggedLinear), place, mode, batch())
+    assert {(type(layer.weight), layer.weight.tag) for layer in model} == {
+        (Tagged, 100.0)
+    }
+    with pytest.raises(stagehand.StagehandOOMError) as error:
+        stagehand.layer(model, vram_budget=256, device=place)
+    assert error.value.needed_bytes <= 2 * WIDTH * WIDTH
+
+
 # Quantized weights that keep tensors as attributes
 
 

@@ -11,6 +11,7 @@ import torch
 from stagehand.residency.residency import Residency
 from stagehand.torch_private import (
     WRAPPERS,
+    as_it_is,
     inference_mode,
     sequence_number,
     storage_key,
@@ -39,6 +40,7 @@ __all__ = [
     "readers_of",
     "staged_bytes",
     "tensor_bytes",
+    "values_of",
 ]
 
 _SAMPLES = 64  # words of an image
@@ -513,7 +515,16 @@ def tensor_bytes(tensor: torch.Tensor) -> int:
 def can_stream(tensor: torch.Tensor) -> bool:
     """Whether a tensor is plain memory, which a view of other memory can replace."""
     return (
-        type(tensor.data) is torch.Tensor
+        type(values_of(tensor)) is torch.Tensor
         and tensor.layout is torch.strided
         and not tensor.is_nested
     )
+
+
+def values_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor's values, as `data` does, without what its class adds to that.
+
+    Some classes make all that comes of them one of theirs.
+    """
+    with as_it_is():
+        return tensor.data

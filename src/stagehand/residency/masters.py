@@ -11,7 +11,7 @@ from stagehand.core.layout import moved, plain_tensors
 from stagehand.core.machine import give_back_freed
 from stagehand.core.states import BlockState
 from stagehand.errors import StagehandOOMError
-from stagehand.residency.blocks import point_to, staged_bytes
+from stagehand.residency.blocks import point_to, staged_bytes, values_of
 from stagehand.stores.module import ModuleStore
 from stagehand.stores.packed import WORTH, PackedWire, room_for
 from stagehand.stores.packing import pack_image
@@ -106,7 +106,7 @@ class Masters:
         if any(tensor.is_meta for tensor in block.tensors):
             return
         self._origin[block.index] = [tensor.device for tensor in block.tensors]
-        hosts = [_on_host(tensor.data) for tensor in block.tensors]
+        hosts = [_on_host(values_of(tensor)) for tensor in block.tensors]
         block.set_store(ModuleStore(block.layout, hosts))
         block.clean_versions = block.all_versions()
         block.point_to_host()

@@ -13,6 +13,7 @@ from stagehand.core.copies import copy_values
 from stagehand.core.states import ARRIVED, DROPPED, BlockState
 from stagehand.core.transfer import Priority, Slot, TransferEngine
 from stagehand.errors import OrphanedParameterError, StagehandInternalError
+from stagehand.residency.blocks import values_of
 from stagehand.residency.loader import Loader, has_sample, pageable
 from stagehand.torch_private import use_count_of
 
@@ -438,7 +439,7 @@ def _assigned(block: Block) -> tuple[dict[int, torch.Tensor], list[str]]:
     given: dict[int, torch.Tensor] = {}
     refused: list[str] = []
     for number, (tensor, place) in enumerate(block.pairs()):
-        value = tensor.data
+        value = values_of(tensor)
         if value.data_ptr() == block.addresses[number]:
             continue
         tensor.data = place
