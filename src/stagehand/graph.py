@@ -296,6 +296,16 @@ class SavedTensors:
         sparing(self._is_in_slot)
         return not instead
 
+    def come_into_region(self) -> None:
+        """Replace a checkpointed region's pair: what is read there is no site's.
+
+        A region without sites would be recomputed with nobody to bring that.
+        """
+        if is_grad_enabled():
+            top = top_saved_hooks()
+            if top is not None and is_checkpoints(top[1]):
+                self.push_hooks()
+
     def pop_left_hooks(self) -> None:
         """Pop what an interrupt has left on this thread: the model is gone."""
         while (top := top_saved_hooks()) is not None:

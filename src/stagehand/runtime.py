@@ -284,6 +284,7 @@ class Runtime(Passing, Sharing, Storing, Conduct):
             bring=self._lend,
             is_latest=scheduler.is_latest,
             fill=self._casts.fill,
+            note_read=self._saved.come_into_region,
             let_go=scheduler.after,
             is_torn=self._edges.is_torn,
             keep=self._parts.keep,

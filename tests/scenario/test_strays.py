@@ -357,6 +357,41 @@ def test_weights_without_room_to_stay_are_found_where_a_region_is_recomputed(
     assert_learns_alike(model, x, device, 4, sim)
 
 
+class RecomputedAlone(Recomputed):
+    """Calls no layer in the region."""
+
+    casts = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.layer(x)
+        with torch.autocast(x.device.type, torch.bfloat16, enabled=self.casts):
+            return super().forward(x).float()
+
+    def run(self, x: torch.Tensor) -> torch.Tensor:
+        return self.reader(x.sin()).cos()
+
+
+@pytest.mark.parametrize("casts", [False, True], ids=["as it is", "cast"])
+@pytest.mark.parametrize("layers", [2, 4, 7])
+@pytest.mark.parametrize("contexts", [noop_context_fn, saves_all])
+@pytest.mark.parametrize("reader", [*READERS, Keeping])
+@pytest.mark.parametrize("device", ["hpu", "cpu"], ids=["simulated", "host"])
+def test_weights_are_found_where_a_region_that_calls_no_layer_is_recomputed(
+    device: str,
+    reader: Callable[[], nn.Module],
+    contexts: Callable[[], Any],
+    layers: int,
+    casts: bool,
+    sim: ModuleType,
+) -> None:
+    """No site had put its hooks into such a region: nobody watched it in backward."""
+    readers = (RecomputedAlone(reader, contexts) for _ in range(3))
+    model, x = make(lambda: nn.Sequential(*readers))
+    for module in model.middle:
+        module.casts = casts
+    assert_learns_alike(model, x, device, layers, sim)
+
+
 class Several(nn.Module):
     """Reads a list of weights."""
 

@@ -62,6 +62,7 @@ class Strays:
         is_latest: Whether the latest use of any block was this one's, on this stream,
             and it is bound.
         fill: Called with a block that was brought, to give its casts memory again.
+        note_read: See `StrayUses`.
         let_go: See `StrayUses`.
         is_torn: See `StrayUses`.
         keep: Lets blocks stay from the next pass on. Raises `StagehandOOMError` if they
@@ -80,6 +81,7 @@ class Strays:
         bring: Callable[[Sequence[Block]], None],
         is_latest: Callable[[Block], bool],
         fill: Callable[[Block], None],
+        note_read: Callable[[], None],
         let_go: Callable[[Block], None],
         is_torn: Callable[[], bool],
         keep: Callable[[Sequence[Block]], None],
@@ -95,6 +97,7 @@ class Strays:
         self._bring = bring
         self._is_latest = is_latest
         self._fill = fill
+        self._note_read = note_read
         self._let_go = let_go
         self._is_torn = is_torn
         self._keep = keep
@@ -145,6 +148,7 @@ class Strays:
             spare=self._spare,
             bring=self._bring_strays,
             is_at_hand=is_at_hand,
+            note_read=self._note_read,
             let_go=self._let_go,
             is_torn=self._is_torn,
         )
@@ -345,6 +349,8 @@ class StrayUses:
             with the tensor that is read.
         is_at_hand: Whether a block that is not in use can be read even so: one at most.
             The answer must be the same in each pass.
+        note_read: Called where a call reads weights, in use or not: in forward and
+            recompute alike.
         let_go: Called with each of the blocks after that call.
         is_torn: Whether this mode was left active by a pass that was interrupted.
     """
@@ -359,6 +365,7 @@ class StrayUses:
         spare: Callable[[nn.Module, StrayUses, list[RemovableHandle]], None],
         bring: Callable[[Mapping[Block, torch.Tensor]], None],
         is_at_hand: Callable[[Block], bool],
+        note_read: Callable[[], None],
         let_go: Callable[[Block], None],
         is_torn: Callable[[], bool],
     ) -> None:
@@ -369,6 +376,7 @@ class StrayUses:
         self._spare = spare
         self._bring = bring
         self._is_at_hand = is_at_hand
+        self._note_read = note_read
         self._let_go = let_go
         self._is_torn = is_torn
         self._mode = WeakMode(self, rows.mode.model)
@@ -418,6 +426,9 @@ class StrayUses:
         read: dict[Block, torch.Tensor] = {}
         for value in (*args, *kwargs.values()):
             self._look_at(value, read)
+        if read:
+            self._note_read()
+            read = {block: weight for block, weight in read.items() if not block.uses}
         if all(map(self._is_at_hand, read)) or self._is_torn():
             return func(*args, **kwargs)
         call_unseen(self._bring, read)
@@ -436,7 +447,7 @@ class StrayUses:
             elif is_compiled_for():
                 return
             block = self._owners.get(id(value))
-            if block is not None and not block.uses:
+            if block is not None:
                 read.setdefault(block, value)
         elif isinstance(value, list | tuple):
             for item in value:
