@@ -274,6 +274,40 @@ def test_pool_smaller_than_the_largest_block_is_refused_with_both_numbers():
     assert (e.value.needed_bytes, e.value.limit_bytes) == (10 * KB, 9 * KB)
 
 
+@pytest.mark.parametrize("sizes", [[10, 12, 30], [6, 7, 8], [2] * 9])
+def test_images_make_room_to_stage_a_block_that_joins(arena, sizes):
+    """Gradients had taken the rest, and the pass that needed the block failed."""
+    masters = Masters(arena)
+    blocks = adopted(masters, *sizes)
+    masters.pin_all(blocks, lookahead=1)
+    gradients = arena.acquire_nowait(arena.free_bytes, "gradients")
+    blocks.append(block_of(11, len(blocks)))
+    masters.adopt(blocks[-1])
+    slabs, nbytes = masters.pin_all(blocks, lookahead=1)
+    assert slabs
+    assert nbytes >= 11 * KB
+    assert arena.free_bytes >= slabs * nbytes
+    for block in blocks:
+        expected = torch.full_like(block.tensors[0], block.index + 1.0)
+        assert torch.equal(block.tensors[0], expected)
+        assert block.image is not None or block.nbytes <= nbytes
+    gradients.release()
+    give_all_back(masters, blocks)
+
+
+def test_error_names_the_budget_with_which_a_block_can_be_staged():
+    """It named the block's bytes, which were there: others had taken them."""
+    arena = new_arena(20 * KB)
+    masters = Masters(arena)
+    gradients = arena.acquire_nowait(15 * KB, "gradients")
+    blocks = adopted(masters, 10)
+    with pytest.raises(StagehandOOMError, match=r"at least 25\.6\d KB") as e:
+        masters.pin_all(blocks, lookahead=1)
+    assert (e.value.needed_bytes, e.value.limit_bytes) == (10 * KB, 5 * KB)
+    gradients.release()
+    give_all_back(masters, blocks)
+
+
 def test_blocks_from_files_are_staged_beside_pinned_ones(arena):
     masters = Masters(arena)
     blocks = adopted(masters, 10, 10, 10, 10)

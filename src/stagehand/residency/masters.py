@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 import torch
@@ -214,7 +215,8 @@ class Masters:
 
         Pinned and staged blocks alternate, so that the slow ones have time. Much is
         not pinned on return: until it is, all of it may be staged, and `pin_on` is to
-        be called now and then.
+        be called now and then. Where gradients have taken what was left, images make
+        room for a slab.
 
         Args:
             blocks: Streamed blocks, in order, off the device.
@@ -227,14 +229,13 @@ class Masters:
             StagehandOOMError: If not even one slab fits.
         """
         self.stop_pinning()
-        free = self._arena.free_bytes
+        while (slab := self._slab_for(blocks)) > (free := self._arena.free_bytes):
+            if not self._unpin_one(blocks, slab):
+                raise self._too_little_to_stage(slab, free)
         away = [b for b in blocks if b.needs_staging]
         wanted = [b for b in away if b.index in self._origin]
         staged = [b for b in away if b.index not in self._origin]
         total = sum(b.nbytes for b in wanted)
-        slab = max((b.link_nbytes for b in staged), default=0)
-        if total > free or staged:
-            slab = max((b.link_nbytes for b in (*wanted, *staged)), default=0)
         roomy = max(map(staged_bytes, staged), default=0)
         if slab < roomy <= free and (free < 2 * slab or 2 * roomy <= free):
             slab = roomy  # but not where it costs the second one
@@ -242,8 +243,6 @@ class Masters:
             share = 1.0
             count = 0
         else:
-            if slab > free:
-                raise self._too_little_to_stage(slab, free)
             # With one the disk would wait for each copy.
             count = max(min(2, free // slab), min(lookahead + 2, free // (2 * slab)))
             share = min(1.0, (free - count * slab) / total) if total else 0.0
@@ -264,13 +263,38 @@ class Masters:
         self.pin_on()
         return count, slab
 
+    def _slab_for(self, blocks: Sequence[Block]) -> int:
+        """Return the bytes that the largest block needs to be staged; 0 if none is."""
+        away = [b for b in blocks if b.needs_staging]
+        wanted = sum(b.nbytes for b in away if b.index in self._origin)
+        has_all_here = all(b.index in self._origin for b in away)
+        if has_all_here and wanted <= self._arena.free_bytes:
+            return 0
+        return max((b.link_nbytes for b in away), default=0)
+
+    def _unpin_one(self, blocks: Sequence[Block], slab: int) -> bool:
+        """Move one of the pinned blocks to ordinary memory; False if there is none.
+
+        The smallest that makes room for a slab, or else the largest.
+        """
+        size = attrgetter("nbytes")
+        images = (b for b in blocks if b.index in self._images and _can_move(b))
+        pinned = sorted(images, key=size)
+        if not pinned:
+            return False
+        block = next((b for b in pinned if b.nbytes >= slab), pinned[-1])
+        if block.store is not None:
+            hosts = _plain_copies(block, block.store.hosts)
+            block.rehouse(ModuleStore(block.layout, hosts))
+        self._give_up_image(block)
+        return True
+
     def _too_little_to_stage(self, slab: int, free: int) -> StagehandOOMError:
         account = self._arena.account
         own = account.limit_bytes - account.held_bytes + self._arena.kept_bytes
         if own < slab:
-            advice = (
-                f"ram_budget (or pinned_pool_mb) to at least {format_at_least(slab)}"
-            )
+            least = format_at_least(account.limit_bytes + slab - own)
+            advice = f"ram_budget (or pinned_pool_mb) to at least {least}"
         else:  # this model may have it, but all on the device together may not
             advice = f"pinned_cap_mb by at least {format_at_least(slab - free)}"
         return StagehandOOMError(
