@@ -443,8 +443,7 @@ def sparing(is_spared: Callable[[Any], bool]) -> None:
     Args:
         is_spared: Whether a tensor's views are not to be kept, whatever their policy.
     """
-    for place in range(dispatch_modes()):
-        mode: Any = torch._C._get_dispatch_stack_at(place)
+    for mode in _dispatch_stack():
         policy = getattr(mode, "policy_fn", None)
         if policy is None:
             continue
@@ -574,21 +573,28 @@ def without_modes(*, but_sanitizer: bool = False) -> Iterator[None]:
     Args:
         but_sanitizer: Let it look for races with the library's copies.
     """
-    modes = []
-    while dispatch_modes():
-        modes.append(torch._C._pop_torch_dispatch_stack(None))
-    looking = []
+    modes = _dispatch_stack()
+    looking: list[Any] = []
     if but_sanitizer:
         looking = [mode for mode in modes if type(mode).__module__ == _SANITIZER]
-    for mode in looking:
-        torch._C._push_on_torch_dispatch_stack(mode)
-    try:
+    with ExitStack() as rest:
+        for _ in range(2):  # again what an interrupt has left out
+            rest.callback(_put_modes, modes)
+        _put_modes(looking)
         yield
-    finally:
-        for _ in looking:
-            torch._C._pop_torch_dispatch_stack(None)
-        while modes:
-            torch._C._push_on_torch_dispatch_stack(modes.pop())
+
+
+def _put_modes(modes: list[Any]) -> None:
+    """Let these be the dispatch modes of this thread, the first one lowest."""
+    if _dispatch_stack() == modes:
+        return
+    _drop_modes(below=0)
+    for mode in modes:
+        torch._C._push_on_torch_dispatch_stack(mode)
+
+
+def _dispatch_stack() -> list[Any]:
+    return [torch._C._get_dispatch_stack_at(n) for n in range(dispatch_modes())]
 
 
 def call_unseen(call: Callable[..., _Result], *args: Any) -> _Result:

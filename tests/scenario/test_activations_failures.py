@@ -4,8 +4,10 @@ import itertools
 import warnings
 
 import pytest
+import torch
 from keeping import assert_same, emptied, flush, gradients, inputs, plain, stack
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 
 import stagehand
@@ -219,6 +221,36 @@ def test_interrupt_where_a_forward_begins_or_ends_leaves_no_hook_on_the_thread(
             assert top_saved_hooks() is None, number
             assert saved._parts.saving.scope is None
             assert_same(gradients(model, plain, saved), expected)
+        if not interrupted:
+            break
+    assert number > 10
+
+
+class Plain(TorchDispatchMode):
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("sanitized", [False, True])
+def test_interrupt_where_modes_are_put_aside_leaves_them_on_the_thread(
+    sanitized, monkeypatch
+):
+    """Those of a region's were lost. Where its `with` ended it raised another error,
+    which kept a block in use for good."""
+    if sanitized:
+        monkeypatch.setattr(torch_private, "_SANITIZER", __name__)
+    modes = [Plain(), Plain()]
+    for number in itertools.count(1):
+        interrupted = False
+        with modes[0], modes[1]:
+            try:
+                with interrupted_at(number, torch_private.__name__):
+                    torch_private.call_unseen(torch.zeros, 1)
+            except KeyboardInterrupt:
+                interrupted = True
+            depth = torch_private.dispatch_modes()
+            there = [torch._C._get_dispatch_stack_at(n) for n in range(depth)]
+            assert there == modes, number
         if not interrupted:
             break
     assert number > 10
