@@ -347,6 +347,31 @@ def _raise(error):
     raise error
 
 
+@pytest.mark.parametrize("whole", [False, True], ids=["a layer", "the model"])
+def test_a_layer_that_is_called_by_itself_ends_a_pass_that_was_interrupted(
+    sim, place, whole
+):
+    """It went on in that pass, which did not end: weights stayed on the device, and
+    blocks in use, until none was left for others."""
+    model, resident = streamed_stack(place), stack().to(place)
+    for number in range(6):
+        handle = model[number][0].register_forward_pre_hook(
+            lambda *_: _raise(KeyboardInterrupt())
+        )
+        with torch.no_grad(), pytest.raises(KeyboardInterrupt):
+            (model if whole else model[number][0])(batch())
+        handle.remove()
+        other = (number + 1) % 6
+        with torch.no_grad():
+            found = model[other][0](batch())
+            expected = resident[other][0](batch().to(place))
+        assert_bitwise_equal(found, expected, f"{other} after {number}")
+        assert not runtime_of(model)._edges.is_busy
+        assert not any(block.uses for block in blocks_of(model))
+    assert_whole(model, place)
+    end(model)
+
+
 def test_a_change_made_before_an_exception_is_kept(place):
     class Fragile(nn.Module):
         def __init__(self):

@@ -178,6 +178,16 @@ class Edges:
         """Return whether this thread runs inside the model."""
         return self.thread is HERE.thread
 
+    def outside(self) -> bool:
+        """Whether this thread runs outside of the model.
+
+        Also where an interrupt has skipped the end of what it was inside of.
+        """
+        if self.thread is not HERE.thread:
+            return True
+        stack = self._stack
+        return bool(stack) and not _is_running(stack[-1].frame)
+
     def is_torn(self) -> bool:
         """Whether this thread is in no pass, or in one that an interrupt has ended."""
         return self._is_left() if self.inside() else not in_backward()

@@ -22,7 +22,6 @@ from torch.compiler import is_dynamo_compiling
 
 from stagehand.core.belongings import places_of_belongings
 from stagehand.core.layout import same_bits
-from stagehand.core.turn import HERE
 from stagehand.residency.finding import is_called
 from stagehand.torch_private import (
     add_hook,
@@ -396,7 +395,7 @@ class _SiteBegin(_SiteHook):
         edges, moved = self._edges, None
         if edges is None:
             return None
-        if edges.thread is not HERE.thread:
+        if edges.outside():
             moved = edges.enter(module, args, kwargs, _module_frame())
         else:
             if edges.guests:
