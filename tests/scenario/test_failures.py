@@ -76,6 +76,18 @@ def assert_whole(model, place):
     assert_passes_equal(model, run_resident(stack(), place, batch()), batch())
 
 
+class Operators(DispatchMode):
+    """What a checkpointed region counts, in forward and when it is recomputed."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.append(function.overloadpacket.__name__)
+        return function(*args, **(kwargs or {}))
+
+
 class Sanitizer(DispatchMode):
     """What torch's sanitizer looks at: operators that name device memory."""
 
@@ -362,9 +374,12 @@ def test_a_layer_that_is_called_by_itself_ends_a_pass_that_was_interrupted(
             (model if whole else model[number][0])(batch())
         handle.remove()
         other = (number + 1) % 6
+        x, seen = batch().to(place), Operators()
         with torch.no_grad():
-            found = model[other][0](batch())
-            expected = resident[other][0](batch().to(place))
+            with seen:
+                found = model[other][0](x)
+            expected = resident[other][0](x)
+        assert seen.names == ["t", "addmm"]
         assert_bitwise_equal(found, expected, f"{other} after {number}")
         assert not runtime_of(model)._edges.is_busy
         assert not any(block.uses for block in blocks_of(model))

@@ -527,7 +527,7 @@ class Edges:
     def _end_unheard(self) -> None:
         """End a backward of which an interrupt kept the end from being told."""
         self._forget_backward()
-        self._listener.end_backward(failed=True)
+        call_unseen(partial(self._listener.end_backward, failed=True))
         self._backward = self._call = None
 
     def _close_dead(self) -> None:
@@ -604,10 +604,10 @@ class Edges:
         self._abort()
 
     def _abort(self) -> None:
-        self._listener.abort_pass()
+        call_unseen(self._listener.abort_pass)
         if not self._stack:
             self.thread = None
-            self._listener.end_pass()
+            call_unseen(self._listener.end_pass)
 
 
 def _is_running(frame: FrameType | None) -> bool:
