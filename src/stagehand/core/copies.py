@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 __all__ = ["clear", "copy_all", "copy_values"]
 
 _THREADS = 4  # more are hardly faster: the memory is the limit
-_PIECE_BYTES = 16 << 20
-_LARGE_BYTES = 2 * _PIECE_BYTES
+_PIECE_BYTES = 8 << 20
+_LARGE_BYTES = _THREADS * _PIECE_BYTES  # less takes hardly longer than to start threads
 
 _processors = cache(processors)
 
@@ -73,12 +73,17 @@ def _shares_out(nbytes: int) -> bool:
     """Whether threads of ours do it faster than those that PyTorch may use."""
     if nbytes < _LARGE_BYTES:
         return False
-    return 2 * torch.get_num_threads() <= min(_THREADS, _processors())
+    return 2 * torch.get_num_threads() <= _most()
+
+
+def _most() -> int:
+    """How many threads copy at most."""
+    return min(_THREADS, _processors())
 
 
 def _do_all(jobs: Iterable[Callable[[], object]]) -> None:
     # Started in less time than they save; without them this thread does it.
-    copiers = WorkerGroup("copier", _THREADS, warns=False)
+    copiers = WorkerGroup("copier", _most(), warns=False)
     try:
         copiers.do_all(jobs)
     finally:
