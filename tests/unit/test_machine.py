@@ -6,7 +6,13 @@ import types
 import psutil
 import pytest
 
-from stagehand.core.machine import free_host_bytes, host_bytes, processors
+from stagehand.core import machine as machine_file
+from stagehand.core.machine import (
+    free_host_bytes,
+    give_back_freed,
+    host_bytes,
+    processors,
+)
 
 GB = 10**9
 
@@ -85,6 +91,40 @@ def test_group_without_a_limit_leaves_the_machines_memory(machine, limit):
 def test_system_without_control_groups_leaves_the_machines_memory(tmp_path):
     assert free_host_bytes(tmp_path) == 60 * GB
     assert host_bytes(tmp_path) == 64 * GB
+
+
+class Function:
+    """One of the C library."""
+
+    def __init__(self):
+        self.calls = []
+
+    def __call__(self, *args):
+        self.calls.append(args)
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        (["malloc_trim"], {"malloc_trim": [(0,)]}),
+        (
+            ["malloc_trim", "MallocExtension_ReleaseFreeMemory"],
+            {"malloc_trim": [(0,)], "MallocExtension_ReleaseFreeMemory": [()]},
+        ),
+        ([], {}),
+    ],
+    ids=["glibc", "tcmalloc", "another"],
+)
+def test_each_allocator_of_the_process_is_asked_to_give_back(
+    monkeypatch, names, expected
+):
+    """With tcmalloc, a model that is pinned took its memory twice."""
+    process = types.SimpleNamespace(**{name: Function() for name in names})
+    monkeypatch.setattr(machine_file, "_releases", machine_file._releases.__wrapped__)
+    monkeypatch.setattr(machine_file.ctypes, "CDLL", lambda _: process)
+    monkeypatch.setattr(machine_file.sys, "platform", "linux")
+    give_back_freed()
+    assert {name: f.calls for name, f in vars(process).items()} == expected
 
 
 # --------------------------------------------------------------------------- processors

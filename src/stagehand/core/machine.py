@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -72,21 +72,27 @@ def processors(root: Path = _ROOT) -> int:
 
 
 def give_back_freed() -> None:
-    """Have the C library give the system what this process has freed, where it can.
+    """Have the allocator give the system what this process has freed, where it can.
 
-    glibc keeps freed tensors below 32 MiB as long as anything above them is in use.
+    glibc keeps freed tensors below 32 MiB as long as anything above them is in use, and
+    tcmalloc, which some start Python with, keeps all.
     """
-    trim = _malloc_trim()
-    if trim is not None:
-        trim(0)
+    for release in _releases():
+        release()
 
 
 @cache
-def _malloc_trim() -> Callable[[int], int] | None:
+def _releases() -> tuple[Callable[[], object], ...]:
     if sys.platform != "linux":
-        return None
-    trim: Callable[[int], int] | None = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    return trim
+        return ()
+    process = ctypes.CDLL(None)
+    trim = getattr(process, "malloc_trim", None)
+    tcmalloc = getattr(process, "MallocExtension_ReleaseFreeMemory", None)
+    found = [] if trim is None else [partial(trim, 0)]
+    if tcmalloc is not None:
+        tcmalloc.restype = None
+        found.append(tcmalloc)
+    return tuple(found)
 
 
 def _groups(root: Path) -> Iterator[tuple[int, int]]:
