@@ -214,9 +214,9 @@ class Additions:
         place = self._parts.device.torch_device
         own_belongings(p for p in model.parameters() if id(p) not in known)
         # A buffer that is on the device already was made there by a forward.
-        made = {id(b) for b in model.buffers() if b.device == place}
+        known |= {id(b) for b in model.buffers() if b.device == place}
         tensors = {id(t): t for _, t in named_tensors(model)}
-        return [t for key, t in tensors.items() if key not in known | made]
+        return [t for key, t in tensors.items() if key not in known]
 
     def _gone(self, model: nn.Module) -> list[torch.Tensor]:
         """Return what had joined and is in the model no more."""

@@ -345,8 +345,8 @@ def assemble(
     odd = {n: t for n, t in finding.rest.tensors.items() if not can_stream(t)}
     streamed = [block for block in blocks[1:] if not block.hosted]
     wire_bytes = _most_wire_bytes(streamed, settings)
-    why = _why_they_stay(finding.rest.tensors, device)
-    steering = _steering(scheduler, streamed, settings, odd, wire_bytes, why)
+    rest = finding.rest.tensors
+    steering = _steering(scheduler, streamed, settings, rest, odd, wire_bytes)
     pinners = WorkerGroup("pinner", 1, device.claim_thread)
     masters = Masters(pinned_arena, pinners, device.page_locked)
     scheduler.leave_hosts_with(masters.leave)
@@ -381,9 +381,9 @@ def _steering(
     scheduler: Scheduler,
     streamed: Sequence[Block],
     settings: Settings,
+    rest: Mapping[str, torch.Tensor],
     odd: Mapping[str, torch.Tensor],
     wire_bytes: int,
-    why: str,
 ) -> Steering:
     """Return what plans for the budget, with a first plan made.
 
@@ -409,7 +409,7 @@ def _steering(
             wire_bytes=wire_bytes,
             name=_name_of_budget(settings),
             advice=_raise_marks if settings.watermarks else _raise_budget,
-            why=why,
+            why=_why_they_stay(rest, odd, odd_bytes),
         ) from None
 
 
@@ -466,24 +466,22 @@ def _name_of_budget(settings: Settings) -> str:
     return "budget"
 
 
-def _why_they_stay(rest: Mapping[str, torch.Tensor], device: Device) -> str:
+def _why_they_stay(
+    rest: Mapping[str, torch.Tensor], odd: Mapping[str, torch.Tensor], odd_bytes: int
+) -> str:
     """Return what to say of tensors that stay whatever their size; mostly nothing."""
-    odd = {n: t for n, t in rest.items() if not can_stream(t)}
     if odd:
         name, tensor = next(iter(odd.items()))
         what = "that are no plain memory"
         which = f"{name!r}, a {type(tensor.data).__name__}, is the first"
-        return _of_which(_odd_bytes(odd.values(), device), len(odd), what, which)
-    size = {n: tensor_bytes(t) for n, t in rest.items() if not _is_parameter(t)}
+        return _of_which(odd_bytes, len(odd), what, which)
+    others = {n: t for n, t in rest.items() if not isinstance(t, nn.Parameter)}
+    size = {name: tensor_bytes(tensor) for name, tensor in others.items()}
     nbytes = sum(size.values())
     if nbytes <= sum(map(tensor_bytes, rest.values())) // 2:
         return ""
     which = f"{max(size, key=lambda name: size[name])!r} is the largest"
     return _of_which(nbytes, len(size), "that are no parameters", which)
-
-
-def _is_parameter(tensor: torch.Tensor) -> bool:
-    return isinstance(tensor, nn.Parameter)
 
 
 def _of_which(nbytes: int, count: int, what: str, which: str) -> str:

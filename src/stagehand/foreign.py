@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from stagehand.core.belongings import Belonging
+
 __all__ = [
     "TAKE_OFF",
     "hook_of",
@@ -142,13 +144,13 @@ def _refuse_second(
     model: nn.Module,
     name: str,
     weight: torch.Tensor,
-    found: Iterable[tuple[str, torch.Tensor]],
+    found: Iterable[Belonging],
 ) -> None:
     """Refuse a weight whose memory something else has, which does not leave."""
-    for place, tensor in found:
-        if tensor.numel() and tensor.data_ptr() == weight.data_ptr():
+    for place in found:
+        if place.tensor.numel() and place.tensor.data_ptr() == weight.data_ptr():
             raise ConfigError(
-                f"{_as_kind(model, name, weight)}, whose elements {place!r} has as"
+                f"{_as_kind(model, name, weight)}, whose elements {place.name!r} has as"
                 " well, so that they would stay on the device: expected weights that"
                 " are in one place; quantize it another way"
             )

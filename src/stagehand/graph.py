@@ -301,10 +301,8 @@ class SavedTensors:
 
         A region without sites would be recomputed with nobody to bring that.
         """
-        if is_grad_enabled():
-            top = top_saved_hooks()
-            if top is not None and is_checkpoints(top[1]):
-                self.push_hooks()
+        if is_grad_enabled() and _is_in_region():
+            self.push_hooks()
 
     def pop_left_hooks(self) -> None:
         """Pop what an interrupt has left on this thread: the model is gone."""
@@ -496,6 +494,12 @@ class SavedTensors:
         return _Cast(block, weight, cast.dtype, saved)
 
 
+def _is_in_region() -> bool:
+    """Whether a checkpointed region's pair is on top."""
+    top = top_saved_hooks()
+    return top is not None and is_checkpoints(top[1])
+
+
 class _Saving:
     """Pushes hooks for saved tensors, as a context.
 
@@ -511,9 +515,7 @@ class _Saving:
 
     def __enter__(self) -> None:
         # A region is recomputed in a pass that is not over before the region is.
-        top = top_saved_hooks()
-        instead = top is not None and is_checkpoints(top[1])
-        self._pushed = self._saved.push_hooks(instead=instead)
+        self._pushed = self._saved.push_hooks(instead=_is_in_region())
 
     def __exit__(self, *_: object) -> None:
         if self._pushed:

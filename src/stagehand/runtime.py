@@ -6,6 +6,7 @@ import time
 import weakref
 from collections import Counter
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any, ParamSpec
 
 import torch
@@ -156,15 +157,9 @@ class Runtime(Passing, Sharing, Storing, Conduct):
         )
         # Not at exit: other exit functions may use the model; the system frees memory.
         self._finalizer.atexit = False
-        self._begin(model, finding, sites, additions)
+        self._begin(model, partial(self._hook, model, finding, sites, additions))
 
-    def _begin(
-        self,
-        model: nn.Module,
-        finding: Finding,
-        sites: Sequence[tuple[nn.Module, Block]],
-        additions: Additions,
-    ) -> None:
+    def _begin(self, model: nn.Module, hook: Callable[[], None]) -> None:
         """Stream the model, which is unchanged before this, or undo what was done."""
         parts = self._parts
         try:
@@ -173,7 +168,7 @@ class Runtime(Passing, Sharing, Storing, Conduct):
             for block in parts.blocks:
                 parts.masters.adopt(block)
             self._tenancy = Tenancy(parts, self._edges, model)
-            self._hook(model, finding, sites, additions)
+            hook()
             parts.steering.steer()
             self._measure.know(parts.scheduler.blocks)
             self._place_rest()

@@ -511,14 +511,19 @@ class UpDown(nn.Module):
         return self.down(self.up(x))
 
 
-def test_layers_that_are_one_block_are_not_taken_for_one_that_is_used_again(sim):
-    """Its second layer began, and the block was known already."""
-    model = nn.Sequential(*(UpDown() for _ in range(20)))
-    expected = gradients(deepcopy(model).to("hpu"))
+def assert_equal_in_blocks_of_two(build, steps):
+    """Two layers are one block each, and give the gradients of resident ones."""
+    model = nn.Sequential(*(build() for _ in range(20)))
+    expected = steps(deepcopy(model).to("hpu"))
     stagehand.layer(model, vram_budget=34 * LAYER_BYTES)
     assert len(runtime_of(model).block_ids) <= 20
-    assert_equal_gradients(gradients(model), expected)
+    assert_equal_gradients(steps(model), expected)
     runtime_of(model).shutdown()
+
+
+def test_layers_that_are_one_block_are_not_taken_for_one_that_is_used_again(sim):
+    """Its second layer began, and the block was known already."""
+    assert_equal_in_blocks_of_two(UpDown, gradients)
 
 
 class UpWithout(UpDown):
@@ -541,12 +546,7 @@ def test_a_layer_where_autocast_is_off_has_no_cast_beside_one_that_has(sim):
             made.append(half_step(model))
         return made
 
-    model = nn.Sequential(*(UpWithout() for _ in range(20)))
-    expected = steps(deepcopy(model).to("hpu"))
-    stagehand.layer(model, vram_budget=34 * LAYER_BYTES)
-    assert len(runtime_of(model).block_ids) <= 20
-    assert_equal_gradients(steps(model), expected)
-    runtime_of(model).shutdown()
+    assert_equal_in_blocks_of_two(UpWithout, steps)
 
 
 class Tied(nn.Module):

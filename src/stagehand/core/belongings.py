@@ -65,44 +65,13 @@ def moves_itself(thing: torch.Tensor | nn.Module) -> bool:
     return own is not nn.Module.to and not thing._modules
 
 
-def belongings(
-    name: str, thing: torch.Tensor | nn.Module
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors in attributes of what moves itself, and how they are reached.
+def belongings(name: str, thing: torch.Tensor | nn.Module) -> Iterator[Belonging]:
+    """Yield the tensors in attributes of what moves itself, in their places.
 
     Args:
         name: What the weight or the module is called.
         thing: One of both; if it does not move itself, it has none.
     """
-    for place in _places(name, thing):
-        yield place.name, place.tensor
-
-
-def places_of_belongings(model: nn.Module) -> Iterator[Belonging]:
-    """Yield what belongs to weights of a model, and to modules that have weights.
-
-    What belongs to several comes as often.
-    """
-    for name, weight in model.named_parameters():
-        yield from _places(name, weight)
-    for name, module in model.named_modules():
-        if module._parameters:
-            yield from _places(name, module)
-
-
-def own_belongings(things: Iterable[torch.Tensor | nn.Module]) -> None:
-    """Let what belongs to weights and modules be nobody else's, in the same memory.
-
-    A library may give one table of codes to the weights of all models, and use it
-    itself: who points that elsewhere would do so for all.
-    """
-    for thing in things:
-        for place in [*_places("", thing)]:
-            if not place.tensor.requires_grad:
-                place.put(place.tensor.detach())
-
-
-def _places(name: str, thing: torch.Tensor | nn.Module) -> Iterator[Belonging]:
     if not moves_itself(thing):
         return
     if isinstance(thing, nn.Module):
@@ -112,6 +81,30 @@ def _places(name: str, thing: torch.Tensor | nn.Module) -> Iterator[Belonging]:
             yield from _within(inside, key, place, {id(thing)})
     else:
         yield from _all_within(thing, name, {id(thing)})
+
+
+def places_of_belongings(model: nn.Module) -> Iterator[Belonging]:
+    """Yield what belongs to weights of a model, and to modules that have weights.
+
+    What belongs to several comes as often.
+    """
+    for name, weight in model.named_parameters():
+        yield from belongings(name, weight)
+    for name, module in model.named_modules():
+        if module._parameters:
+            yield from belongings(name, module)
+
+
+def own_belongings(things: Iterable[torch.Tensor | nn.Module]) -> None:
+    """Let what belongs to weights and modules be nobody else's, in the same memory.
+
+    A library may give one table of codes to the weights of all models, and use it
+    itself: who points that elsewhere would do so for all.
+    """
+    for thing in things:
+        for place in [*belongings("", thing)]:
+            if not place.tensor.requires_grad:
+                place.put(place.tensor.detach())
 
 
 def _within(table: Any, key: Any, name: str, seen: set[int]) -> Iterator[Belonging]:

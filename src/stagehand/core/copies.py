@@ -16,6 +16,7 @@ import torch
 from stagehand.core.machine import processors
 from stagehand.core.workers import WorkerGroup
 from stagehand.torch_private import inference_mode
+from stagehand.units import MIB
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["clear", "copy_all", "copy_values"]
 
 _THREADS = 4  # more are hardly faster: the memory is the limit
-_PIECE_BYTES = 8 << 20
+_PIECE_BYTES = 8 * MIB
 _LARGE_BYTES = _THREADS * _PIECE_BYTES  # less takes hardly longer than to start threads
 
 _processors = cache(processors)
