@@ -249,7 +249,8 @@ def layer(
         budget_bytes=room,
         opaque=opaque,
         stands_alone=partial(is_experts, kinds=tuple(experts)),
-        on_host=settings.device.is_host,
+        taken=place.taken_bytes,
+        on_host=place.is_host,
     )
     _warn_of_room(model, finding, settings, "vram_budget")
     Runtime(model, finding, settings)

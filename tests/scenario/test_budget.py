@@ -144,6 +144,30 @@ def test_budget_holds_what_the_allocator_rounds_slots_up_to(sim, monkeypatch):
     runtime.shutdown()
 
 
+def test_smallest_budget_of_an_error_works_where_the_allocator_rounds(sim, monkeypatch):
+    """CUDA rounds a block of 2.1 MB up to 2.33, and the smallest budget counts that:
+    what would not fit beside the block stayed on the device for comfort.
+    """
+
+    def taken(device, nbytes):
+        return -(-nbytes // 20_000) * 20_000
+
+    def model():
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(0)
+            return nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.Linear(64, 64))
+
+    monkeypatch.setattr(AcceleratorDevice, "taken_bytes", taken)
+    x = torch.ones(4, 64)
+    expected = run_resident(model(), "hpu", x)
+    streamed, least = model(), smallest_budget(model(), "hpu")
+    stagehand.layer(streamed, vram_budget=least, device="hpu")
+    with torch.no_grad():
+        assert_bitwise_equal(streamed(x), expected, "output")
+    assert runtime_of(streamed).report().peak_device_bytes <= least
+    runtime_of(streamed).shutdown()
+
+
 class Beside(nn.Module):
     """A layer, and a small one that joins it."""
 
