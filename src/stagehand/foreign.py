@@ -146,14 +146,24 @@ def _refuse_second(
     weight: torch.Tensor,
     found: Iterable[Belonging],
 ) -> None:
-    """Refuse a weight whose memory something else has, which does not leave."""
+    """Refuse a weight whose elements something else has, which does not leave."""
     for place in found:
-        if place.tensor.numel() and place.tensor.data_ptr() == weight.data_ptr():
+        if _has_elements_of(weight, place.tensor):
             raise ConfigError(
                 f"{_as_kind(model, name, weight)}, whose elements {place.name!r} has as"
                 " well, so that they would stay on the device: expected weights that"
                 " are in one place; quantize it another way"
             )
+
+
+def _has_elements_of(weight: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether it is their memory, or a copy of quantized ones, on whichever device."""
+    if not other.numel():
+        return False
+    if other.data_ptr() == weight.data_ptr():
+        return True
+    alike = other.dtype == weight.dtype and other.shape == weight.shape
+    return alike and not other.is_floating_point()
 
 
 def _as_kind(model: nn.Module, name: str, weight: torch.Tensor) -> str:

@@ -32,8 +32,13 @@ _FORBIDDEN = {
 }
 _CALL = re.compile("(cuda|hip|cu)[A-Z]")
 
-# What other libraries warn of on a GPU is shown, and is no failure of ours.
-_WARNINGS = ("default", "error::stagehand.errors.StagehandWarning")
+# What other libraries warn of on a GPU is shown, and is no failure of ours. Nor is it
+# that tests in several processes share out the processors.
+_WARNINGS = (
+    "default",
+    "error::stagehand.errors.StagehandWarning",
+    "ignore:PyTorch uses .* of the .* processors",
+)
 ON_GPU = pytest.param(
     "gpu", marks=(pytest.mark.gpu, pytest.mark.filterwarnings(*_WARNINGS))
 )

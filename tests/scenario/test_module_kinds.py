@@ -867,9 +867,16 @@ def test_weights_that_are_quantized_only_as_they_move_are_refused(place, mode):
     assert Shape.of(model) == before
 
 
-def test_weights_whose_elements_an_attribute_has_as_well_are_refused(place, mode):
+@pytest.mark.parametrize("copied", [False, True])
+def test_weights_whose_elements_an_attribute_has_as_well_are_refused(
+    place, mode, copied
+):
+    """As a copy, too: 8-bit layers of bitsandbytes leave one on the device that they
+    come back from.
+    """
     model = seeded(repeated(QuantizedLinear))
-    model[1].weight.state.whole = model[1].weight.data
+    elements = model[1].weight.data
+    model[1].weight.state.whole = elements.to(place, copy=True) if copied else elements
     with pytest.raises(ConfigError, match=r"'1.weight.state.whole' has as\s+well"):
         stream(model, place, mode)
     assert set(states(model)) == {"cpu"}
