@@ -35,6 +35,7 @@ _OVER_BOUND = {
 # Where compute is the bound.
 _OVER_RESIDENT = {"activations/*": 1.01, "*": 1.02}
 _DRIFT = 0.03
+_HOST_DRIFT = 0.1
 _FREED = 0.95
 _OVER_OTHER = {  # the same phases of two ways of ours: all, or those after the first
     ("stagehand-spilling", "stagehand"): (0, 1.01),
@@ -148,6 +149,14 @@ def _misses(line: Line) -> Iterator[str]:
             f"not valid: the link's rate went from {before / 1e9:.1f} to"
             f" {after / 1e9:.1f} GB/s"
         )
+    if computes and "operator_seconds" in line:
+        first = 1e6 * max(line["resident_operator_seconds"])
+        then = 1e6 * min(line["operator_seconds"])
+        if then / first - 1 > _HOST_DRIFT:
+            yield (
+                f"not valid: the host queued an operator in {first:.1f} us at most"
+                f" beside the resident steps, in {then:.1f} at least beside these"
+            )
 
 
 def _over_others(ours: dict[str, Line]) -> Iterator[str]:

@@ -8,15 +8,18 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
+import torch
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from stagehand.core.device import Device, Stream
 
-__all__ = ["Spread", "Steps", "time_each", "time_on", "time_phases"]
+__all__ = ["Spread", "Steps", "operator_seconds", "time_each", "time_on", "time_phases"]
 
 _ENOUGH_SECONDS = 20.0
 _FEWEST = 3
+_OPERATORS, _ROUNDS = 500, 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +49,18 @@ class Steps:
     phases: list[float]
     host: float
     """For each step, of the thread that runs it."""
+
+
+def operator_seconds(device: Device) -> float:
+    """Return what the host takes to queue an operator: how fast it is just now."""
+    one, rounds = torch.zeros(1, device=device.torch_device), []
+    for _ in range(_ROUNDS):
+        device.synchronize()
+        began = time.perf_counter()
+        for _ in range(_OPERATORS):
+            one.add_(1)
+        rounds.append((time.perf_counter() - began) / _OPERATORS)
+    return statistics.median(rounds)
 
 
 def time_on(

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from benchmarks.gpu.cells import LEAST
-from benchmarks.gpu.clock import Steps, time_each, time_phases
+from benchmarks.gpu.clock import Steps, operator_seconds, time_each, time_phases
 from benchmarks.gpu.link import copy_rate, disk_rates
 from benchmarks.gpu.outcomes import difference, equal, repeatable
 from benchmarks.gpu.rates import Rates, copied_bytes
@@ -185,9 +185,11 @@ def _away(
     if task.tally is not None:
         task.tally.reset()
     stages.begin("timing")
+    operator = [operator_seconds(device)]
     calls = card.allocator_calls()
     steps = _time(setting, card)
     calls = card.allocator_calls() - calls
+    operator.append(operator_seconds(device))
     stages.begin("watching")
     stall_ms = _stall_ms(task, lambda: _time(setting, card, _WATCHED))
     bound = task.bound(found.steps.phases, setting.room, rates)
@@ -198,6 +200,8 @@ def _away(
         "phases": steps.phases,
         "host_seconds": steps.host,
         "resident_host_seconds": found.steps.host,
+        "operator_seconds": operator,
+        "resident_operator_seconds": found.operator,
         "allocator_calls": calls / steps.count,
         "resident": asdict(found.steps.whole),
         "resident_phases": found.steps.phases,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from benchmarks.gpu.clock import Steps, time_phases
+from benchmarks.gpu.clock import Steps, operator_seconds, time_phases
 from benchmarks.gpu.outcomes import difference, repeatable
 from benchmarks.gpu.tasks.base import nbytes_of
 from benchmarks.gpu.tasks.making import make
@@ -27,6 +27,8 @@ class Resident:
     difference: float
     """Between two such outcomes: kernels may add in any order."""
     steps: Steps
+    operator: list[float]
+    """Seconds in which the host queues one, before and after the steps."""
     peak_bytes: int
     moved_bytes: int
     """Of the weights that may stream, or of what a step saves for backward."""
@@ -55,12 +57,15 @@ def run_resident(cell: Cell, card: Card) -> Resident:
     saved = (card.device.allocated_bytes() or 0) - held if task.trains else 0
     for phase in others:
         phase()
+    operator = [operator_seconds(card.device)]
     steps = time_phases(card.device, task.phases(), cell.steps)
+    operator.append(operator_seconds(card.device))
     peak = card.device.peak_allocated_bytes() or 0
     return Resident(
         outcome=outcome,
         difference=apart,
         steps=steps,
+        operator=operator,
         peak_bytes=peak,
         moved_bytes=weights if task.at_home else peak - held,
         beside_bytes=max(peak, most) - task.copies_home * weights + task.flying_bytes(),

@@ -464,6 +464,16 @@ def _cell(way, over_bound=1.0, *, seconds=1.0, device_bytes=10**9, **options):
     }
 
 
+def _host(*, resident, streamed, seconds=0.3):
+    """A cell where compute is the bound, of up to 0.3 s."""
+    return _cell(
+        "stagehand",
+        seconds=seconds,
+        resident_operator_seconds=resident,
+        operator_seconds=streamed,
+    )
+
+
 def _lost(*lines):
     from benchmarks.devices import device_section
 
@@ -508,6 +518,16 @@ LOST = {
         "stagehand-reserved: 1.060 of what stagehand-alone takes, 1.05 allowed",
     ),
     "drift": ([_cell("stagehand", h2d_rate_after=45e9)], "not valid: the link's rate"),
+    "slower host": (
+        [_host(resident=[5e-6, 6e-6], streamed=[7e-6, 8e-6])],
+        "not valid: the host queued an operator in 6.0 us at most beside the resident"
+        " steps, in 7.0 at least",
+    ),
+    "uneven host": ([_host(resident=[5e-6, 7e-6], streamed=[7e-6, 8e-6])], "None."),
+    "slower host that nothing waits for": (
+        [_host(resident=[5e-6, 6e-6], streamed=[7e-6, 8e-6], seconds=2.0)],
+        "None.",
+    ),
     "faster": (
         [_cell("stagehand"), _cell("naive-pinned", seconds=0.9)],
         "naive-pinned: faster: 900.00 ms against 1000.00 ms of ours",

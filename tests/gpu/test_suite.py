@@ -77,6 +77,8 @@ MEASURED = {
     "phases",
     "host_seconds",
     "resident_host_seconds",
+    "operator_seconds",
+    "resident_operator_seconds",
     "allocator_calls",
     "took",
     "rates",
