@@ -190,7 +190,8 @@ def generate(options: argparse.Namespace, folder: Path) -> None:
         peak = max(r.device_peak_bytes or 0 for r in streamer.telemetry.records)
     rate = streamer.read_bytes / seconds / 1e9
     print(f"{seconds:.3f} s a token, {rate:.2f} GB/s, {peak / 1e6:.2f} MB of layers")
-    assert peak <= (streamer.depths.n_gpu + 1) * max(streamer.layer_bytes)
+    # The allocator of a GPU rounds layers up: small ones by half of them at most.
+    assert peak <= 1.5 * (streamer.depths.n_gpu + 1) * max(streamer.layer_bytes)
     if tokenizer is not None:
         print(options.prompt + tokenizer.decode(written))
         return
