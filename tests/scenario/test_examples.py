@@ -32,7 +32,9 @@ def test_example_trains_to_the_losses_of_the_resident_model(
     assert re.search(r"budget +20\.00 MB, peak 1\d\.\d+ MB", printed)
 
 
-@pytest.mark.parametrize("place, rounded", [("cpu", 1), ("hpu", 1), ("hpu", 300_000)])
+@pytest.mark.parametrize(
+    ("place", "rounded"), [("cpu", 1), ("hpu", 1), ("hpu", 300_000)]
+)
 def test_streamed_layers_write_the_tokens_of_the_resident_model(
     sim, monkeypatch, capsys, tmp_path, place, rounded
 ):

@@ -58,10 +58,10 @@ class LayerStreamer:
 
     Memory, with `B` the bytes of the largest layer: `(n_gpu + 1) * B` on the device, as
     its allocator rounds `B` up, and what `dtype` casts of one layer; `(n_cpu_pinned +
-    1) * B` pinned, `(n_cpu + 1) * B` in ordinary memory; where files are read past the page cache, a page more (4096
-    bytes) for each layer. Of a checkpoint that `stagehand convert --packed` wrote,
-    layers wait on the host and cross the link packed: three quarters of `B`. The device
-    has two of those more, to decode them from.
+    1) * B` pinned, `(n_cpu + 1) * B` in ordinary memory; where files are read past the
+    page cache, a page more (4096 bytes) for each layer. Of a checkpoint that `stagehand
+    convert --packed` wrote, layers wait on the host and cross the link packed: three
+    quarters of `B`. The device has two of those more, to decode them from.
 
     Args:
         model_dir: The directory of the files.
