@@ -13,7 +13,7 @@ from torch import nn
 from stagehand.core.arena import Arena
 from stagehand.core.device import Device
 from stagehand.core.hidden_gradients import take_along
-from stagehand.core.layout import layout_of, relocate
+from stagehand.core.layout import BlockLayout, layout_of, relocate
 from stagehand.core.ledger import Grant, SubAccount, Watermarks
 from stagehand.core.telemetry import Counters
 from stagehand.core.transfer import TransferEngine
@@ -33,7 +33,7 @@ from stagehand.residency.steering import Steering
 from stagehand.stores.packed import most_bytes
 from stagehand.units import MIB, format_at_least, format_bytes, format_limit
 
-__all__ = ["Parts", "Settings", "assemble"]
+__all__ = ["Parts", "Settings", "assemble", "needed_bytes"]
 
 _READERS = 2  # threads: more do not read faster from one disk
 _NO_CHECKS = Checks()
@@ -342,9 +342,9 @@ def assemble(
         order=order,
         counters=counters,
     )
-    odd = {n: t for n, t in finding.rest.tensors.items() if not can_stream(t)}
+    odd = _odd(finding)
     streamed = [block for block in blocks[1:] if not block.hosted]
-    wire_bytes = _most_wire_bytes(streamed, settings)
+    wire_bytes = _most_wire_bytes((block.layout for block in streamed), settings)
     rest = finding.rest.tensors
     steering = _steering(scheduler, streamed, settings, rest, odd, wire_bytes)
     pinners = WorkerGroup("pinner", 1, device.claim_thread)
@@ -420,12 +420,36 @@ def _shared(settings: Settings) -> SharedDevice:
     return SharedDevice(settings.device, priority=priority)
 
 
+def needed_bytes(finding: Finding, settings: Settings) -> int:
+    """Return the device bytes that a division of a model needs at least.
+
+    For what stays in it, and for one block at a time.
+    """
+    taken = settings.device.taken_bytes
+    stays, *away = map(_layout, [finding.rest, *finding.streamed])
+    return (
+        taken(stays.nbytes)
+        + _odd_bytes(_odd(finding).values(), settings.device)
+        + max((taken(layout.nbytes) for layout in away), default=0)
+        + _most_wire_bytes(away, settings)
+    )
+
+
 def _block(index: int, group: Group, device: Device) -> Block:
-    named = [(name, t) for name, t in group.tensors.items() if can_stream(t)]
-    layout = layout_of([(name, t.detach()) for name, t in named])
-    block = Block(index, group.name, layout, [t for _, t in named])
+    tensors = [tensor for tensor in group.tensors.values() if can_stream(tensor)]
+    block = Block(index, group.name, _layout(group), tensors)
     block.slot_nbytes = device.taken_bytes(block.nbytes)
     return block
+
+
+def _layout(group: Group) -> BlockLayout:
+    named = [(name, t.detach()) for name, t in group.tensors.items() if can_stream(t)]
+    return layout_of(named)
+
+
+def _odd(finding: Finding) -> dict[str, torch.Tensor]:
+    """Return by their names the tensors that are in no block."""
+    return {n: t for n, t in finding.rest.tensors.items() if not can_stream(t)}
 
 
 def _check_slabs(blocks: Iterable[Block], settings: Settings) -> None:
@@ -444,13 +468,13 @@ def _check_slabs(blocks: Iterable[Block], settings: Settings) -> None:
     )
 
 
-def _most_wire_bytes(blocks: Iterable[Block], settings: Settings) -> int:
-    """Return what has to be set aside to decode any of the blocks."""
+def _most_wire_bytes(layouts: Iterable[BlockLayout], settings: Settings) -> int:
+    """Return what has to be set aside to decode any block of these layouts."""
     if settings.transport == "plain" or settings.device.is_host:
         return 0
     device = settings.device
     kind = device.torch_device.type
-    sizes = (most_bytes(block.layout, kind) for block in blocks)
+    sizes = (most_bytes(layout, kind) for layout in layouts)
     return max((sum(map(device.taken_bytes, each)) for each in sizes), default=0)
 
 

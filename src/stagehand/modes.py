@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.jit import ScriptModule
 
-from stagehand.assembly import Settings
+from stagehand.assembly import Settings, needed_bytes
 from stagehand.attribute import HANDLE
 from stagehand.config import StagehandConfig, Transport
 from stagehand.core.arena import Arena
@@ -249,7 +249,7 @@ def layer(
         budget_bytes=room,
         opaque=opaque,
         stands_alone=partial(is_experts, kinds=tuple(experts)),
-        taken=place.taken_bytes,
+        fits=lambda finding: needed_bytes(finding, settings) <= budget,
         on_host=place.is_host,
     )
     _warn_of_room(model, finding, settings, "vram_budget")

@@ -231,13 +231,17 @@ def _none(_: nn.Module) -> bool:
     return False
 
 
+def _always(_: Finding) -> bool:
+    return True
+
+
 def find_layers(
     model: nn.Module,
     *,
     budget_bytes: int,
     opaque: Sequence[type[nn.Module]] = (),
     stands_alone: Callable[[nn.Module], bool] = _none,
-    taken: Callable[[int], int] = int,
+    fits: Callable[[Finding], bool] = _always,
     on_host: bool = False,
 ) -> Finding:
     """Divide a model for layer mode: each module that owns large parameters streams.
@@ -255,7 +259,8 @@ def find_layers(
         opaque: Module classes that read their children's parameters themselves: such a
             module and all below it are one block.
         stands_alone: Whether a module that streams is in no block with others.
-        taken: Returns the device bytes that a piece of some size takes.
+        fits: Whether there is room for what stays in a division, and for one block of
+            it at a time.
         on_host: Whether the device is the host: see `_keep_overlapping`.
 
     Raises:
@@ -263,7 +268,7 @@ def find_layers(
     """
     divide = partial(_divide, model, opaque, stands_alone, on_host=on_host)
     finding = divide(budget_bytes)
-    return finding if _at_once(finding, taken) <= budget_bytes else divide(0)
+    return finding if fits(finding) else divide(0)
 
 
 def how_to_raise(needed_bytes: int) -> str:
@@ -308,23 +313,10 @@ def _divide(
     return finding
 
 
-def _at_once(finding: Finding, taken: Callable[[int], int]) -> int:
-    """Device bytes that are enough: for what stays, and one block at a time."""
-    odd = (t for t in finding.rest.tensors.values() if not can_stream(t))
-    away = (taken(_padded_bytes(group)) for group in finding.streamed)
-    return (
-        taken(_padded_bytes(finding.rest))
-        + sum(taken(tensor_bytes(tensor)) for tensor in odd)
-        + max(away, default=0)
-    )
-
-
 def _padded_bytes(group: Group) -> int:
     """Bytes of a group's image, or a little more if its tensors overlap."""
     return sum(
-        rounded_up(tensor_bytes(tensor), ALIGNMENT)
-        for tensor in group.tensors.values()
-        if can_stream(tensor)
+        rounded_up(tensor_bytes(tensor), ALIGNMENT) for tensor in group.tensors.values()
     )
 
 
