@@ -27,6 +27,7 @@ from stagehand.residency.lane_loader import LaneLoader
 from stagehand.residency.loader import Loader
 from stagehand.residency.masters import Masters
 from stagehand.residency.order import Order
+from stagehand.residency.plan import at_once
 from stagehand.residency.scheduler import Scheduler
 from stagehand.residency.shared import SharedDevice, shared_device
 from stagehand.residency.steering import Steering
@@ -425,13 +426,13 @@ def needed_bytes(finding: Finding, settings: Settings) -> int:
 
     For what stays in it, and for one block at a time.
     """
-    taken = settings.device.taken_bytes
-    stays, *away = map(_layout, [finding.rest, *finding.streamed])
+    device = settings.device
+    layouts = [_layout(group) for group in (finding.rest, *finding.streamed)]
+    slots = [device.taken_bytes(layout.nbytes) for layout in layouts]
     return (
-        taken(stays.nbytes)
-        + _odd_bytes(_odd(finding).values(), settings.device)
-        + max((taken(layout.nbytes) for layout in away), default=0)
-        + _most_wire_bytes(away, settings)
+        at_once(slots, stay=[0])
+        + _odd_bytes(_odd(finding).values(), device)
+        + _most_wire_bytes(layouts[1:], settings)
     )
 
 

@@ -3,12 +3,13 @@
 from copy import deepcopy
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
 import stagehand
 from architectures.trees import assert_bitwise_equal
-from stagehand.core.device import Device
+from stagehand.core.device import AcceleratorDevice, Device
 from stagehand.residency.blocks import Block
 from stagehand.runtime import Runtime
 
@@ -45,6 +46,15 @@ def smallest_budget(model: nn.Module, place: str, **options: Any) -> int:
     except stagehand.StagehandOOMError as error:
         return error.needed_bytes
     raise AssertionError("a budget of one byte was accepted")
+
+
+def round_up(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
+    """Let the device's allocator take memory in whole steps, as CUDA's does."""
+
+    def taken(_: AcceleratorDevice, nbytes: int) -> int:
+        return -(-nbytes // step) * step
+
+    monkeypatch.setattr(AcceleratorDevice, "taken_bytes", taken)
 
 
 def runtime_of(model: nn.Module) -> Runtime:

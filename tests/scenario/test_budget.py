@@ -5,7 +5,14 @@ from copy import deepcopy
 
 import pytest
 import torch
-from small import WIDTH, batch, run_resident, runtime_of, smallest_budget
+from small import (
+    WIDTH,
+    batch,
+    round_up,
+    run_resident,
+    runtime_of,
+    smallest_budget,
+)
 from torch import nn
 
 import stagehand
@@ -118,11 +125,7 @@ def test_budget_holds_what_the_allocator_rounds_slots_up_to(sim, monkeypatch):
     a segment more each, and together they took more of the device than the budget.
     """
     segment = 3_000
-
-    def taken(device, nbytes):
-        return -(-nbytes // segment) * segment
-
-    monkeypatch.setattr(AcceleratorDevice, "taken_bytes", taken)
+    round_up(monkeypatch, segment)
     model, expected = uneven(), run_resident(uneven(), "hpu", batch())
     whole = sum(p.numel() * p.element_size() for p in model.parameters())
     budget = smallest_budget(uneven(), "hpu") + whole // 3
@@ -151,9 +154,9 @@ def test_smallest_budget_of_an_error_leaves_room_for_what_stays(sim, monkeypatch
     decoded in. The smallest budget counts that: what would not fit beside it stayed on
     the device for comfort.
     """
-    step = 20_000 if case == "rounded" else 1
+    round_up(monkeypatch, 20_000 if case == "rounded" else 1)
     dtype = torch.bfloat16 if case == "packed" else torch.float32
-    options = {"device": "hpu", "transport": "plain" if case == "rounded" else case}
+    transport = "packed" if case == "packed" else "plain"
 
     def model():
         with torch.random.fork_rng(devices=[]):
@@ -161,16 +164,10 @@ def test_smallest_budget_of_an_error_leaves_room_for_what_stays(sim, monkeypatch
             layers = [nn.Linear(64, 64), nn.LayerNorm(64), nn.Linear(64, 64)]
             return nn.Sequential(*layers).to(dtype)
 
-    def taken(device, nbytes):
-        return -(-nbytes // step) * step
-
-    monkeypatch.setattr(AcceleratorDevice, "taken_bytes", taken)
     x = torch.ones(4, 64, dtype=dtype)
     expected, streamed = run_resident(model(), "hpu", x), model()
-    with pytest.raises(stagehand.StagehandOOMError) as error:
-        stagehand.layer(streamed, vram_budget=1, **options)
-    least = error.value.needed_bytes
-    stagehand.layer(streamed, vram_budget=least, **options)
+    least = smallest_budget(streamed, "hpu", transport=transport)
+    stagehand.layer(streamed, vram_budget=least, device="hpu", transport=transport)
     with torch.no_grad():
         assert_bitwise_equal(streamed(x), expected, "output")
     assert runtime_of(streamed).report().peak_device_bytes <= least

