@@ -188,6 +188,24 @@ def test_one_pass_uses_what_is_made_while_it_goes_on(gate):
     end(model)
 
 
+def test_what_stays_is_pinned_while_pinned_blocks_are_loaded(gate):
+    """Not a few of them a pass: compute times are learned only when all are."""
+    depth = 2 * DEPTH
+    model = streamed(depth, vram_budget=(depth - 3) * LAYER_BYTES)
+    runtime = runtime_of(model)
+    while not all(b.stays for b in blocks_of(model) if b.image is None):
+        gate.let(runtime, 3)
+        run(model)
+    gate.let(runtime, 3)
+    before = left(model)
+    for where in (1, depth - 1):
+        model[where].register_forward_pre_hook(lambda *_: gate.let(runtime, 3))
+    run(model)
+    assert before - left(model) == 9  # as it began, in the middle, and at its end
+    gate.open()
+    end(model)
+
+
 @pytest.mark.parametrize("budget", [BUDGET, ALL])
 @pytest.mark.parametrize("where", range(DEPTH))
 def test_what_a_forward_changes_on_the_device_is_kept_when_its_block_moves(
@@ -596,11 +614,11 @@ def test_thread_reads_no_weight(gate):
     gate.let(runtime_of(model), 1)
     assert job.lease.buffer.numel() == LAYER_BYTES
     with torch.no_grad():
-        model[0][0].weight.fill_(3.0)
+        model[-1][0].weight.fill_(3.0)
     run(model)
-    assert blocks_of(model)[0].image is not None
+    assert blocks_of(model)[-1].image is not None
     gate.open()
-    assert (end(model)["0.0.weight"] == 3).all()
+    assert (end(model)[f"{DEPTH - 1}.0.weight"] == 3).all()
 
 
 # ------------------------------------------------------------------------------ telling

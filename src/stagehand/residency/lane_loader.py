@@ -239,7 +239,7 @@ class LaneLoader:
         target, image = block.target, block.image
         if target is None:
             raise StagehandInternalError(f"block {block.name!r} has no place in {slot}")
-        if image is None and self.pin_on is not None:
+        if self.pin_on is not None:
             self.pin_on()
             image = block.image
         if block.runs:

@@ -259,6 +259,8 @@ class Masters:
             share = min(1.0, (free - count * slab) / total)
         others = self._reserve(wanted, share)
         self._late = [] if self._slabs[0] else others
+        # From the last one on: the first of a pass are staged while it begins.
+        self._coming.reverse()
         self._coming.sort(key=lambda coming: coming.block.stays)
         self.pin_on()
         return count, slab
