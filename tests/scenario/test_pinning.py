@@ -7,6 +7,8 @@ import subprocess
 import sys
 import threading
 import weakref
+from contextlib import suppress
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ import torch
 
 import stagehand
 from architectures.trees import assert_bitwise_equal
+from interrupts import interrupted_at
 from scenario import test_experts as mixture
 from scenario.small import (
     LAYER_BYTES,
@@ -26,7 +29,7 @@ from scenario.small import (
     stack,
     values,
 )
-from stagehand.core.arena import live_leases
+from stagehand.core.arena import Arena, live_leases
 from stagehand.core.device import AcceleratorDevice
 from stagehand.errors import StagehandWarning
 from stagehand.residency import finding, masters
@@ -67,6 +70,9 @@ class Gate:
 
     def open(self):
         self._wide.set()
+
+    def close(self):
+        self._wide.clear()
 
 
 @pytest.fixture
@@ -604,6 +610,23 @@ def test_interrupted_move_of_a_block_is_done_again(gate, monkeypatch):
         gate.let(runtime_of(model), 3)
     assert all(pinned(model))
     assert_bitwise_equal(end(model), values(stack(DEPTH)), "weights")
+
+
+def test_an_interrupted_end_of_pinning_is_done_again(gate):
+    """What an image had been reserved was released twice."""
+    for number in count(1):
+        gate.close()
+        model = streamed()
+        run(model)
+        gate.open()
+        over = False
+        with suppress(KeyboardInterrupt), interrupted_at(number, Arena._take_back):
+            runtime_of(model)._parts.masters.stop_pinning()
+            over = True
+        assert_bitwise_equal(end(model), values(stack(DEPTH)), "weights")
+        if over:
+            break
+    assert number > DEPTH
 
 
 def test_thread_reads_no_weight(gate):

@@ -67,6 +67,11 @@ class Lease:
         """Whether there is memory: what is reserved only has none yet."""
         return self._buffer is not None
 
+    @property
+    def is_over(self) -> bool:
+        """Whether it has ended: an interrupt may have come just after that."""
+        return self._grant is None
+
     def make(self, by: Callable[[int], torch.Tensor] | None = None) -> None:
         """Make the memory if it was only reserved. In any thread; takes no lock.
 

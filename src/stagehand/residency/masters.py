@@ -396,7 +396,7 @@ class Masters:
                 self._pinners.drop(coming.job)
             if self._images.get(coming.block.index) is coming.lease:
                 self._move(coming.block, coming.lease)  # an interrupt came in between
-            else:
+            elif not coming.lease.is_over:  # or it was interrupted here
                 coming.lease.release()
             self._coming.pop()
 
