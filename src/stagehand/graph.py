@@ -25,7 +25,7 @@ trace in the graph and stays an activation.
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 from weakref import WeakMethod
 
 import torch
@@ -313,7 +313,10 @@ class SavedTensors:
 
     def _is_part(self, owner: Any) -> bool:
         """Whether a hook's object belongs to this runtime."""
-        return owner is self or (type(owner) is _Inside and owner.saved is self)
+        return owner is self or self._is_inside(owner)
+
+    def _is_inside(self, owner: Any) -> "TypeGuard[_Inside]":
+        return type(owner) is _Inside and owner.saved is self
 
     def _is_in_slot(self, tensor: torch.Tensor) -> bool:
         """Whether a view of a tensor would keep the memory of a slot."""
@@ -447,6 +450,26 @@ class SavedTensors:
             # node that unpacks it. Autograd ends with each node what began in it.
             self.push_hooks()
         return packed.view()
+
+    def handle_of(self, kept: Any) -> Any:
+        """Return a handle for a view of a streamed weight; all else itself.
+
+        A weight itself follows its block, and holds no slot.
+        """
+        if not isinstance(kept, _Tensor) or id(kept) in self._owners:
+            return kept
+        if not self._is_in_slot(kept):
+            return kept
+        slot = self._slots.get(kept.untyped_storage().data_ptr())
+        if slot is None or slot.occupant is None:
+            return kept
+        return self._handle(kept, slot.occupant) or kept
+
+    def unpacking(self) -> Callable[[Any], torch.Tensor]:
+        """Return what brings a handle's block as hooks do that save tensors now."""
+        top = top_saved_hooks()
+        owner = None if top is None else getattr(top[1], "__self__", None)
+        return owner.unpack if self._is_inside(owner) else self._unpack
 
     def _handle_of_left(self, saved: torch.Tensor) -> WeightHandle | None:
         """Return a handle of a view whose slot has left its memory to who holds it.

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from stagehand.gradients.gradients import Gradients
     from stagehand.graph import SavedTensors
     from stagehand.host_memory import HostMemory
+    from stagehand.kept_views import KeptViews
     from stagehand.measure import Measure
     from stagehand.residency.blocks import Block, Reader
     from stagehand.stores.files import FileSet
@@ -67,6 +68,7 @@ class Passing(PassListener):
     _additions: weakref.ref[Additions]
     _edges: Edges
     _saved: SavedTensors
+    _kept: KeptViews
     _casts: Casts
     _gradients: Gradients | None
     _hooks: SiteHooks
@@ -349,6 +351,8 @@ class Passing(PassListener):
             self._casts.begin(block, reader)
         if not torch.is_grad_enabled():
             return False
+        if reader.looked != block.abandoned:
+            self._kept.begin(reader)
         if self._gradients is not None:
             if block.trains and self._saved.backward is None:
                 reader.begin(block)
@@ -359,6 +363,8 @@ class Passing(PassListener):
     def _untrack(self, block: Block, reader: Reader, output: Any) -> None:
         """End what `_track` began."""
         self._saved.site = None
+        if reader.looked != block.abandoned and torch.is_grad_enabled():
+            self._kept.end(block, reader, output)
         if block.casts or torch.is_autocast_enabled(self._edges.device_type):
             last = block.uses - (self._parts.scheduler.fetched is block) <= 1
             self._casts.end(block, reader, output, last=last)

@@ -34,6 +34,7 @@ from stagehand.gradients.gradients import Gradients
 from stagehand.graph import SavedTensors
 from stagehand.guards import Guards
 from stagehand.host_memory import HostMemory
+from stagehand.kept_views import KeptViews
 from stagehand.measure import Measure
 from stagehand.moves import Moves
 from stagehand.passing import Passing, gone
@@ -138,6 +139,7 @@ class Runtime(Passing, Sharing, Storing, Conduct):
             _weakly(self._turn_back),
             settings.device,
         )
+        self._kept = KeptViews(self._saved)
         self._casts = Casts(settings.device, parts.scheduler.note_write)
         self._gradients = self._make_gradients()
         if self._gradients is not None:

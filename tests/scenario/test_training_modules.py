@@ -8,10 +8,16 @@ from training import (
     FEW,
     WIDTH,
     Net,
+    Recomputing,
+    Reentering,
     Setting,
     assert_trains_equally,
     built,
+    end,
     over,
+    sgd,
+    start,
+    step,
     train,
 )
 
@@ -55,6 +61,46 @@ class Times(torch.autograd.Function):
 class Timing(nn.Linear):
     def forward(self, x):
         return Times.apply(x, self.weight) + self.bias
+
+
+class Keeping(torch.autograd.Function):
+    """Keeps views of weights, and not for autograd to look after."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias):
+        ctx.tensors = None, weight.t()
+        ctx.others = {"bias": [bias[1:]], "count": 3}
+        return x @ weight.t() + bias
+
+    @staticmethod
+    def backward(ctx, grad):
+        [part] = ctx.others["bias"]
+        return grad @ ctx.tensors[1].t() * (1 + part.sum()), None, None
+
+
+class FrozenKeeping(nn.Linear):
+    """As 4-bit layers of bitsandbytes do."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.requires_grad_(False)
+        self.keeps = True
+
+    def forward(self, x):
+        if not self.keeps:
+            return super().forward(x)
+        return Keeping.apply(x, self.weight, self.bias)
+
+
+class Adapted(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.base = FrozenKeeping(WIDTH, WIDTH)
+        self.down = nn.Linear(WIDTH, 2, bias=False)
+        self.up = nn.Linear(2, WIDTH, bias=False)
+
+    def forward(self, x):
+        return self.up(self.down(x)) + self.base(x)
 
 
 class Rolled(nn.Module):
@@ -102,6 +148,7 @@ class Looked(nn.Module):
 MODULES = {
     "custom function": lambda: Cubing(WIDTH, WIDTH),
     "custom function that keeps its weight": lambda: Timing(WIDTH, WIDTH),
+    "custom function that keeps views": Adapted,
     "relu in place": lambda: nn.Sequential(
         nn.Linear(WIDTH, WIDTH), nn.ReLU(inplace=True)
     ),
@@ -143,6 +190,94 @@ def net_of(kind):
 @pytest.mark.parametrize("kind", MODULES)
 def test_every_kind_of_module_trains_exactly(sim, setting, kind):
     assert_trains_equally(net_of(kind), train, setting)
+
+
+def keeping(kind=Net):
+    @built
+    def build():
+        model = kind(depth=0)
+        model.blocks = nn.ModuleList(Adapted() for _ in range(4))
+        return model
+
+    return build
+
+
+@over(FEW)
+@pytest.mark.parametrize("kind", [Net, Recomputing, Reentering])
+def test_views_that_functions_keep_hold_no_slot(sim, setting, kind):
+    """Also where the graph is gone through again, or by hand, or not at all."""
+
+    def script(run):
+        optimizer = sgd(run)
+        for number in range(3):
+            x = run.batch(number).requires_grad_()
+            loss = run.model(x).square().mean()
+            if kind is not Reentering:  # it takes no gradients by hand
+                run.note("by hand", torch.autograd.grad(loss, x, retain_graph=True))
+            if kind is Net:
+                run.backward(loss, retain_graph=True)
+            run.backward(loss)
+            run.note("input", x.grad)
+            run.model(x)
+            del loss
+            step(optimizer)
+
+    assert_trains_equally(keeping(kind), script, setting)
+
+
+@over(FEW)
+def test_views_that_functions_keep_are_found_when_gradients_are_taken_late(
+    sim, setting
+):
+    """The site was called with gradients and without any to take."""
+
+    def script(run):
+        weights = [w for w in run.model.parameters() if w.requires_grad]
+        for weight in weights:
+            weight.requires_grad_(False)
+        run.note("output", run.model(run.batch()))
+        for weight in weights:
+            weight.requires_grad_()
+        train(run)
+
+    assert_trains_equally(keeping(), script, setting)
+
+
+@over(FEW)
+def test_views_that_functions_begin_to_keep_hold_a_slot_once(sim, setting):
+    left = []
+
+    def script(run):
+        optimizer = sgd(run)
+        for number in range(5):
+            for block in run.model.blocks:
+                block.base.keeps = number > 1
+            loss = run.loss(number)
+            run.backward(loss)
+            del loss
+            step(optimizer)
+            if run.runtime is not None:
+                left.append(run.runtime.report().abandoned_slots)
+
+    assert_trains_equally(keeping(), script, setting, abandoned=True)
+    assert left[:2] == [0, 0]
+    assert 0 < left[2] == left[3] == left[4]
+
+
+@over(FEW)
+def test_a_view_that_a_function_keeps_of_a_changed_weight_is_refused(sim, setting):
+    """As what autograd saved would be: its bytes are others by now."""
+    run = start(keeping(), setting)
+    x = run.batch().requires_grad_()
+    loss = run.model(x).square().mean()
+    with torch.no_grad():
+        run.model.blocks[2].base.weight.mul_(2)
+    with pytest.raises(RuntimeError, match=r"blocks.2.*changed|modified"):
+        loss.backward()
+    del loss
+    run.model.zero_grad()
+    run.model(x).square().mean().backward()
+    end(run, abandoned=True)
 
 
 # Parameters

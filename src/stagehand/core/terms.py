@@ -1,12 +1,13 @@
-"""Which nodes of a graph make the terms of a weight's gradient."""
+"""The nodes of a part of a graph, and which of them make terms of gradients."""
 
+from collections.abc import Iterator
 from typing import Any
 
 from torch.autograd.graph import Node
 
 from stagehand.core.trees import tensors_in
 
-__all__ = ["terms_of"]
+__all__ = ["nodes_of", "terms_of"]
 
 
 def terms_of(output: Any, since: int) -> dict[Node, list[tuple[Node, int]]]:
@@ -21,16 +22,35 @@ def terms_of(output: Any, since: int) -> dict[Node, list[tuple[Node, int]]]:
         the number of the gradient among those that the node makes.
     """
     found: dict[Node, list[tuple[Node, int]]] = {}
+    for node in nodes_of(output, since):
+        for number, (following, _) in enumerate(node.next_functions):
+            if following is not None and _is_leaf(following):
+                found.setdefault(following, []).append((node, number))
+    return found
+
+
+def nodes_of(output: Any, since: int) -> Iterator[Node]:
+    """Yield the nodes of a part of a graph, back from what it has computed.
+
+    Args:
+        output: As in `terms_of`; the nodes that made it come first.
+        since: As in `terms_of`.
+    """
     waiting = [t.grad_fn for _, t in tensors_in(output) if t.grad_fn is not None]
     seen = set(waiting)
     while waiting:
         node = waiting.pop()
-        for number, (following, _) in enumerate(node.next_functions):
-            if following is None:
-                continue
-            if hasattr(following, "variable"):
-                found.setdefault(following, []).append((node, number))
-            elif following not in seen and following._sequence_nr() >= since:
+        yield node
+        for following, _ in node.next_functions:
+            if (
+                following is not None
+                and following not in seen
+                and following._sequence_nr() >= since
+                and not _is_leaf(following)
+            ):
                 seen.add(following)
                 waiting.append(following)
-    return found
+
+
+def _is_leaf(node: Node) -> bool:
+    return hasattr(node, "variable")

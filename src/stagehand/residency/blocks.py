@@ -57,6 +57,7 @@ class Block(Residency):
 
     __slots__ = (
         "_hosts",
+        "abandoned",
         "addresses",
         "begins",
         "bindings",
@@ -149,6 +150,8 @@ class Block(Residency):
         self.changes = False
         """Whether uses change it on the device, as far as was seen: then the plan
         counts the way home, too."""
+        self.abandoned = 0
+        """How often the memory of its slot was left to somebody who held it."""
         self.bindings = 0
         """How often it came to the device with a backward pass to follow. Autograd
         makes a new `AccumulateGrad` node for each of its weights each time, for the
@@ -416,9 +419,15 @@ class Reader:
             as long as that is not known. A call that adds another number may read them
             more often: it has more frames, say, or more steps.
         cast: Which of its weights autocast casts in a call; None if not known yet.
+        first: The sequence number of autograd's next node when it began last, where
+            `KeptViews` is to look.
+        looked: `Block.abandoned` when `KeptViews` found nothing; -1 if it shall look.
     """
 
-    __slots__ = ("_tied", "again", "binding", "cast", "once", "own", "since")
+    __slots__ = (
+        *("_tied", "again", "binding", "cast"),
+        *("first", "looked", "once", "own", "since"),
+    )
     cast: tuple[torch.Tensor, ...] | None
 
     def __init__(self, own: Mapping[int, torch.Tensor], *, tied: bool) -> None:
@@ -427,11 +436,13 @@ class Reader:
         self.since: int | None = None
         self.again = False
         self._tied = tied
+        self.first = 0
         self.forget()
 
     def forget(self) -> None:
         """Modules have joined or left the model: its calls may do other things now."""
         self.once = -1
+        self.looked = -1
         self.cast = None
 
     def begin(self, block: Block) -> None:

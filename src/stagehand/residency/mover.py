@@ -176,12 +176,15 @@ class Mover:
                 block.state = _GPU_READY  # its slot still has its bytes
             raise
         self._counters.evictions += 1
-        self.leave_to_holders(slot)
+        self.leave_to_holders(block, slot)
         return True
 
-    def leave_to_holders(self, slot: Slot) -> None:
-        """Abandon an empty slot's memory to those who still refer to it, if any do."""
+    def leave_to_holders(self, block: Block, slot: Slot) -> None:
+        """Abandon the memory of a slot, empty of a block now, to those who still refer
+        to it, if any do.
+        """
         if use_count_of(slot.storage_key) > slot.alone:
+            block.abandoned += 1
             self._memory.abandon(slot)
 
     def _leave(
@@ -224,7 +227,7 @@ class Mover:
         block.seal = block.slot = slot.occupant = None
         self._counters.evictions += 1
         if use_count_of(slot.storage_key) > slot.alone:
-            self._memory.abandon(slot)
+            self.leave_to_holders(block, slot)
         return True
 
     def _bring_home(
@@ -318,7 +321,7 @@ class Mover:
         self.note_readers(block, slot)
         self.vacate(block, slot)
         self._counters.evictions += 1
-        self.leave_to_holders(slot)
+        self.leave_to_holders(block, slot)
 
     def recover(self, block: Block) -> None:
         """Put a block's books in order if an interrupt came in the middle of a move.

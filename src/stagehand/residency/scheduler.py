@@ -434,7 +434,7 @@ class Scheduler:
         if block.awaited:
             self._ahead.forget()
         self._mover.vacate(block, slot)
-        self._mover.leave_to_holders(slot)
+        self._mover.leave_to_holders(block, slot)
 
     def end_pass(self) -> None:
         """The model is left: streamed tensors point to the host again.
