@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     import torch
+    from torch.autograd.graph import Node
 
     from stagehand.graph import SavedTensors
     from stagehand.residency.blocks import Block, Reader
@@ -56,7 +57,7 @@ class KeptViews:
         if nodes and not any(found):
             reader.looked = block.abandoned
 
-    def _hide(self, node: BackwardCFunction) -> bool:
+    def _hide(self, node: Node) -> bool:
         """Let a node have handles instead of views; return whether it had any."""
         attributes = vars(node)
         packed = {
@@ -86,7 +87,7 @@ class _Hidden:
 
     def __init__(
         self,
-        node: BackwardCFunction,
+        node: Node,
         packed: dict[str, Any],
         unpack: Callable[[Any], torch.Tensor],
     ) -> None:
