@@ -217,6 +217,14 @@ def _overlap(line: Line, naive: float | None) -> str:
     return f"{saved:.1%}"
 
 
+def _first_output(line: Line) -> str:
+    """Older lines have the whole first outcome: with backward, if there is one."""
+    seconds = line.get("first_output")
+    if seconds is None and line["cell"]["kind"] == "inference":
+        seconds = line["startup"]
+    return "" if seconds is None else f"{seconds:.1f}"
+
+
 def _cells(line: Line, naive: float | None) -> list[str]:
     for name, word in (("left_out", "left out"), ("failed", "failed")):
         if name in line:
@@ -233,6 +241,6 @@ def _cells(line: Line, naive: float | None) -> list[str]:
         *(format_bytes(line[f"{name}_bytes"]) for name in memory),
         "" if copies is None else f"{copies} + {line['d2h_copies']}",
         "" if stall is None else f"{stall:.2f}",
-        f"{line['startup']:.1f}",
+        _first_output(line),
         f"{line['pinned']:.1f}" if line.get("pinned") else "",
     ]

@@ -171,7 +171,7 @@ def _away(
     prepared = time.perf_counter() - began
     with repeatable():
         outcome = task.outcome()
-    startup = time.perf_counter() - began
+    first_output = task.came - began
     expected = task.expected or found.outcome
     _check(cell, found, outcome, expected)
     same, apart = equal(outcome, expected), difference(outcome, expected)
@@ -218,7 +218,7 @@ def _away(
         "planned_h2d_bytes": _planned_bytes(task),
         "freed_share": _freed_share(task.tally),
         "prepared": prepared,
-        "startup": startup,
+        "first_output": first_output,
         "pinned": pinned,
         "rates": asdict(rates),
     }

@@ -457,7 +457,7 @@ def _cell(way, over_bound=1.0, *, seconds=1.0, device_bytes=10**9, **options):
         "h2d_copies": 5,
         "d2h_copies": 0,
         "stall_ms": None,
-        "startup": 2.0,
+        "first_output": 2.0,
         "rates": {"h2d": 50e9},
         "h2d_rate_after": 50e9,
         **options,

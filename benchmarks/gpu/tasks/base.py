@@ -73,6 +73,9 @@ class Task:
         self.before_step: Callable[[], object] | None = None
         self.expected: list[torch.Tensor] | None = None
         """The outcome of weights that are not the resident ones."""
+        self.came = 0.0
+        """When the latest outcome's first part was on the host, by `perf_counter`: the
+        outputs, or the loss, before what backward takes in a fixed order."""
         self.link_share = 1.0
         """How much of a weight's bytes crosses the link for it."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -46,11 +47,13 @@ class Inference(Task):
 
     def outcome(self) -> list[torch.Tensor]:
         """See `Task`. The outputs."""
-        return [
+        found = [
             out.cpu()
             for number in range(len(self.models))
             for out in self._forward(number)
         ]
+        self.came = time.perf_counter()
+        return found
 
     def phases(self) -> Sequence[Callable[[], object]]:
         """See `Task`. One for each model."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING
 
 import torch
@@ -103,6 +104,7 @@ class _Training(Task):
         self.forward()
         assert self.loss is not None
         found = [self.loss.detach().cpu()]
+        self.came = time.perf_counter()
         self.backward()
         found += [_whole(p.grad) for p in self.trained if p.grad is not None]
         if self.overlaps:
