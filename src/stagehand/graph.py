@@ -451,19 +451,20 @@ class SavedTensors:
             self.push_hooks()
         return packed.view()
 
-    def handle_of(self, kept: Any) -> Any:
-        """Return a handle for a view of a streamed weight; all else itself.
+    def handle_of(self, kept: torch.Tensor) -> WeightHandle | None:
+        """Return a handle of a view of a streamed weight; None of all else.
 
         A weight itself follows its block, and holds no slot.
         """
-        if not isinstance(kept, _Tensor) or id(kept) in self._owners:
-            return kept
-        if not self._is_in_slot(kept):
-            return kept
-        slot = self._slots.get(kept.untyped_storage().data_ptr())
+        if type(kept) not in _PLAIN or id(kept) in self._owners:
+            return None
+        try:
+            slot = self._slots.get(kept.untyped_storage().data_ptr())
+        except RuntimeError:  # sparse, or batched: without memory of its own
+            return None
         if slot is None or slot.occupant is None:
-            return kept
-        return self._handle(kept, slot.occupant) or kept
+            return None
+        return self._handle(kept, slot.occupant)
 
     def unpacking(self) -> Callable[[Any], torch.Tensor]:
         """Return what brings a handle's block as hooks do that save tensors now."""

@@ -309,6 +309,7 @@ class Passing(PassListener):
         scheduler, gradients = self._parts.scheduler, self._gradients
         scheduler.release_fetched()
         if failed:
+            self._kept.give_up()
             self._measure.stopwatch.forget()
             scheduler.recover()
         elif gradients is not None:
@@ -363,10 +364,10 @@ class Passing(PassListener):
     def _untrack(self, block: Block, reader: Reader, output: Any) -> None:
         """End what `_track` began."""
         self._saved.site = None
-        if reader.looked != block.abandoned and torch.is_grad_enabled():
+        last = block.uses - (self._parts.scheduler.fetched is block) <= 1
+        if reader.first >= 0 and last:
             self._kept.end(block, reader, output)
         if block.casts or torch.is_autocast_enabled(self._edges.device_type):
-            last = block.uses - (self._parts.scheduler.fetched is block) <= 1
             self._casts.end(block, reader, output, last=last)
         if reader.since is not None and self._gradients is not None:
             self._gradients.end_use(reader, output)

@@ -4,8 +4,11 @@ import pytest
 import torch
 from torch import nn
 
+from stagehand import kept_views
+from stagehand.core.terms import nodes_of
 from training import (
     FEW,
+    TIGHT,
     WIDTH,
     Net,
     Recomputing,
@@ -278,6 +281,175 @@ def test_a_view_that_a_function_keeps_of_a_changed_weight_is_refused(sim, settin
     run.model.zero_grad()
     run.model(x).square().mean().backward()
     end(run, abandoned=True)
+
+
+class Tracing(torch.autograd.Function):
+    """Does with what it keeps what functions may do."""
+
+    @staticmethod
+    def forward(ctx, x, view, odd):
+        view.scale = 2
+        ctx.view, ctx.once, ctx.odd, ctx.shared = view, [view], odd, odd
+        ctx.save_for_backward(x)
+        return x @ view
+
+    @staticmethod
+    def backward(ctx, grad):
+        [x] = ctx.saved_tensors
+        if ctx.once and ctx.once[0] is ctx.view:
+            grad_x = grad @ ctx.view.t() * ctx.view.scale
+            ctx.once.clear()
+        else:
+            grad_x = grad @ ctx.view.t()
+        ctx.shared["calls"] += 1
+        grad_view = x.t() @ grad if ctx.view.requires_grad else None
+        return grad_x * ctx.odd["calls"], grad_view, None
+
+
+class Traced(nn.Linear):
+    """Its functions keep one view, and what they keep with it."""
+
+    def forward(self, x):
+        view = self.weight.t()
+        for _ in range(2):
+            empty = torch.empty(1, device="meta")
+            odd = {"calls": 0, "empty": empty, "view": view, "more": []}
+            odd["more"].append(odd)
+            x = torch.tanh(Tracing.apply(x, view, odd))
+        return x + self.bias
+
+
+class Again(FrozenKeeping):
+    """Calls itself between functions of its own."""
+
+    def forward(self, x, depth=1):
+        x = Keeping.apply(x, self.weight, self.bias)
+        if depth:
+            x = self(torch.tanh(x), depth - 1)
+        return Keeping.apply(x, self.weight, self.bias)
+
+
+def sites(make, kind=Net):
+    @built
+    def build():
+        model = kind(depth=0)
+        model.blocks = nn.ModuleList(make(WIDTH, WIDTH) for _ in range(4))
+        return model
+
+    return build
+
+
+@over(FEW)
+@pytest.mark.parametrize("kind", [Net, Recomputing])
+def test_what_functions_keep_with_views_is_theirs(sim, setting, kind):
+    """Its class and place in the graph, who has it as well, and what a run changes."""
+
+    def script(run):
+        optimizer = sgd(run)
+        for number in range(3):
+            x = run.batch(number).requires_grad_()
+            loss = run.model(x).square().mean()
+            run.backward(loss, retain_graph=True)
+            run.backward(loss)
+            [grad] = torch.autograd.grad(
+                run.model(x).square().mean(), x, create_graph=True
+            )
+            run.backward(grad.square().sum())
+            run.note("input", x.grad)
+            del loss, grad
+            step(optimizer)
+
+    # Containers that others hold are left alone, and so keep slots.
+    assert_trains_equally(sites(Traced, kind), script, setting, abandoned=True)
+
+
+@over(FEW)
+def test_views_of_sites_inside_of_themselves_hold_no_slot(sim, setting):
+    def script(run):
+        for number in range(3):
+            run.backward(run.model(run.batch(number)).square().mean())
+
+    assert_trains_equally(sites(Again), script, setting)
+
+
+@over(FEW)
+def test_a_view_that_the_module_keeps_as_well_stays_whole(sim, setting):
+    class Caching(FrozenKeeping):
+        kept = None
+
+        def forward(self, x):
+            if self.kept is None:
+                self.kept = self.weight.t()
+            return Multiplying.apply(x, self.kept)
+
+    assert_trains_equally(sites(Caching), train, setting, abandoned=True)
+
+
+@over(FEW)
+def test_views_hold_no_slot_when_their_function_has_raised(sim, setting):
+    """The graph lives on, and is gone through later."""
+
+    def script(run):
+        for number in range(3):
+            x = run.batch(number).requires_grad_()
+            loss = run.model(x).square().mean()
+            Multiplying.fails = True
+            with pytest.raises(ValueError, match="refused"):
+                loss.backward(retain_graph=True)
+            Multiplying.fails = False
+            run.model.zero_grad()
+            x.grad = None
+            run.note("output", run.model(x))
+            run.backward(loss)
+            run.note("input", x.grad)
+
+    def make(*size):
+        site = FrozenKeeping(*size)
+        site.forward = lambda x: Multiplying.apply(x, site.weight.t())
+        return site
+
+    assert_trains_equally(sites(make), script, setting)
+
+
+class Multiplying(torch.autograd.Function):
+    fails = False
+
+    @staticmethod
+    def forward(ctx, x, view):
+        ctx.view = view
+        return x @ view
+
+    @staticmethod
+    def backward(ctx, grad):
+        view = ctx.view
+        if Multiplying.fails:
+            raise ValueError("refused")
+        return grad @ view.t(), None
+
+
+def test_only_what_a_site_has_added_is_looked_through(sim, monkeypatch):
+    """A recompute's graph goes on into that of the forward, of any numbers."""
+    seen = []
+
+    def counted(*args):
+        nodes = [*nodes_of(*args)]
+        seen.append(len(nodes))
+        return iter(nodes)
+
+    monkeypatch.setattr(kept_views, "nodes_of", counted)
+
+    class First(Adapted):
+        def forward(self, x):
+            return self.up(self.down(self.base(x)))
+
+    run = start(sites(lambda *_: First(), Recomputing), TIGHT)
+    x = run.batch().requires_grad_()
+    for _ in range(2_000):  # numbers of this thread are higher than autograd's there
+        x.view(-1)
+    train(run, steps=2)
+    assert seen
+    assert max(seen) <= 3
+    end(run)
 
 
 # Parameters

@@ -1,5 +1,6 @@
 """The nodes of a part of a graph, and which of them make terms of gradients."""
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -29,12 +30,13 @@ def terms_of(output: Any, since: int) -> dict[Node, list[tuple[Node, int]]]:
     return found
 
 
-def nodes_of(output: Any, since: int) -> Iterator[Node]:
+def nodes_of(output: Any, since: int, until: float = math.inf) -> Iterator[Node]:
     """Yield the nodes of a part of a graph, back from what it has computed.
 
     Args:
         output: As in `terms_of`; the nodes that made it come first.
         since: As in `terms_of`.
+        until: The sequence number of the first node after the part.
     """
     waiting = [t.grad_fn for _, t in tensors_in(output) if t.grad_fn is not None]
     seen = set(waiting)
@@ -45,7 +47,7 @@ def nodes_of(output: Any, since: int) -> Iterator[Node]:
             if (
                 following is not None
                 and following not in seen
-                and following._sequence_nr() >= since
+                and since <= following._sequence_nr() < until
                 and not _is_leaf(following)
             ):
                 seen.add(following)

@@ -419,8 +419,8 @@ class Reader:
             as long as that is not known. A call that adds another number may read them
             more often: it has more frames, say, or more steps.
         cast: Which of its weights autocast casts in a call; None if not known yet.
-        first: The sequence number of autograd's next node when it began last, where
-            `KeptViews` is to look.
+        first: The sequence number of autograd's next node when it began, from where on
+            `KeptViews` is to look; -1 if it is not to.
         looked: `Block.abandoned` when `KeptViews` found nothing; -1 if it shall look.
     """
 
@@ -436,7 +436,7 @@ class Reader:
         self.since: int | None = None
         self.again = False
         self._tied = tied
-        self.first = 0
+        self.first = -1
         self.forget()
 
     def forget(self) -> None:
