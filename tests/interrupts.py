@@ -1,16 +1,21 @@
 """Interrupts at any line of some code, as Ctrl-C may come."""
 
+import dis
+import functools
+import itertools
 import linecache
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 from tracing import traced
 
-__all__ = ["interrupted_at"]
+__all__ = ["interrupted_at", "interrupted_at_call"]
 
 _QUIET = ("with ", "try:")
+_LOOKING = {"CALL", "CALL_KW", "CALL_METHOD", "CALL_FUNCTION_EX", "JUMP_BACKWARD"}
 
 
 @contextmanager
@@ -41,3 +46,55 @@ def interrupted_at(number: int, *where: str | Callable[..., Any]) -> Iterator[No
 
     with traced(trace):
         yield
+
+
+@contextmanager
+def interrupted_at_call(number: int, *modules: str) -> Iterator[None]:
+    """Raise where Python looks for signals: where functions begin, and after calls.
+
+    Args:
+        number: Of the place, in the order in which the code comes to them, from 1 on.
+        modules: Whose code counts, by name.
+    """
+    left: float = number
+    called: set[int] = set()
+
+    def look(frame: FrameType) -> None:
+        nonlocal left
+        left -= 1
+        if left <= 0 and not _is_swallowed(frame):
+            left = math.inf
+            raise KeyboardInterrupt
+
+    def inside(frame: FrameType, event: str, arg: object) -> Any:
+        if event == "opcode":
+            returns = id(frame) in called  # from Python's own code nobody looks
+            called.discard(id(frame))
+            if _before(frame.f_code).get(frame.f_lasti) in _LOOKING and not returns:
+                look(frame)
+        return inside
+
+    def trace(frame: FrameType, event: str, arg: object) -> Any:
+        called.add(id(frame.f_back))
+        if frame.f_globals.get("__name__") not in modules:
+            return None
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        look(frame)
+        return inside
+
+    with traced(trace):
+        yield
+
+
+def _is_swallowed(frame: FrameType | None) -> bool:
+    """Whether Python writes what is raised here to the standard error, and goes on."""
+    while frame is not None and frame.f_code.co_name != "__del__":
+        frame = frame.f_back
+    return frame is not None
+
+
+@functools.cache
+def _before(code: CodeType) -> dict[int, str]:
+    """The name of what stands before each instruction."""
+    steps = list(dis.get_instructions(code))
+    return {b.offset: a.opname for a, b in itertools.pairwise(steps)}

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 
 import stagehand
-from interrupts import interrupted_at
+from interrupts import interrupted_at, interrupted_at_call
 from stagehand import torch_private
 from stagehand.activations.advice import BlockWatch
 from stagehand.activations.carrier import Carrier, Leaving
@@ -19,6 +19,7 @@ from stagehand.activations.config import ActivationStagehandConfig
 from stagehand.activations.pool import SlabPool
 from stagehand.activations.runtime import ActivationRuntime
 from stagehand.activations.saving import Saving
+from stagehand.activations.spill import Spill
 from stagehand.core.arena import Arena
 from stagehand.core.device import AcceleratorDevice
 from stagehand.core.traffic import Traffic
@@ -39,6 +40,7 @@ POINTS = (
     (AcceleratorDevice, "new_event"),
 )
 BUDGET = 150_000
+MOST_BYTES = 163_840  # what two operators save that come one after the other
 
 
 class Injected(Exception):
@@ -128,6 +130,61 @@ def test_interrupt_while_tensors_leave_frees_nothing_that_is_being_copied(sim, a
         if not interrupted:
             break
     assert number > 200
+
+
+BOOKS = [
+    f"stagehand.activations.{name}"
+    for name in ("carrier", "learning", "pieces", "pool", "returning", "room", "spill")
+]
+
+
+@pytest.mark.parametrize("budget", [BUDGET, 400_000], ids=["tight", "roomy"])
+@pytest.mark.parametrize("steps", [0, 3], ids=["first", "settled"])
+def test_books_are_right_after_an_interrupt_at_any_call(sim, steps, budget):
+    """What had left one of the books, and was not in another yet, counted for good: as
+    bytes on the device, or as a slab that nobody had."""
+    model = stack(2).to("hpu")
+    expected = gradients(model, plain)
+    for number in itertools.count(1, 17):
+        interrupted = False
+        with (
+            emptied(stagehand.activations(budget)) as saved,
+            torch.autograd.set_multithreading_enabled(False),  # signals come here only
+        ):
+            for _ in range(steps):
+                gradients(model, plain, saved)
+            try:
+                with interrupted_at_call(number, *BOOKS):
+                    gradients(model, plain, saved)
+            except KeyboardInterrupt:
+                interrupted = True
+            flush()
+            for _ in range(2):
+                assert_same(gradients(model, plain, saved), expected)
+            assert saved._parts.spill.peak_bytes <= max(budget, MOST_BYTES)
+        if not interrupted:
+            break
+    assert number > 300
+
+
+def test_a_forward_whose_end_was_not_told_is_forgotten(sim, monkeypatch):
+    """An interrupt came first. It was observed for good, and with it all others."""
+    model = stack(2).to("hpu")
+    expected = gradients(model, plain)
+
+    def interrupted(*_args, **_options):
+        raise KeyboardInterrupt
+
+    with emptied(stagehand.activations(BUDGET)) as saved:
+        with monkeypatch.context() as patch:
+            patch.setattr(Spill, "end", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                gradients(model, plain, saved)
+        flush()
+        for _ in range(4):
+            assert_same(gradients(model, plain, saved), expected)
+        assert "link:" in saved.report()
+        assert saved._parts.carrier.marks is None
 
 
 def test_what_could_not_leave_leaves_later(sim, monkeypatch):

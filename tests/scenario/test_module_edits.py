@@ -1,10 +1,7 @@
 """Weights that somebody changes while they are streamed: used at once, never lost."""
 
 import contextlib
-import dis
-import functools
 import itertools
-import math
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
@@ -19,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import stagehand
 from architectures.trees import assert_bitwise_equal
-from interrupts import interrupted_at
+from interrupts import interrupted_at, interrupted_at_call
 from scenario.small import (
     LAYER_BYTES,
     WIDTH,
@@ -37,7 +34,6 @@ from stagehand.errors import OrphanedParameterError
 from stagehand.residency.blocks import Block
 from stagehand.residency.mover import Mover
 from stagehand.torch_private import top_saved_hooks
-from tracing import traced
 
 
 @pytest.fixture(params=["hpu", "cpu"])
@@ -1118,53 +1114,6 @@ def test_data_edit_of_a_weight_that_is_backed_by_a_file_counts_from_the_next_pas
     assert torch.equal(model[block].weight, expected[block].weight.cpu())
 
 
-@contextlib.contextmanager
-def interrupted_at_call(number):
-    """Raise where Python looks for signals: where functions begin, and after calls."""
-    left, called = number, set()
-
-    def look(frame):
-        nonlocal left
-        left -= 1
-        if left <= 0 and not _is_swallowed(frame):
-            left = math.inf
-            raise KeyboardInterrupt
-
-    def inside(frame, event, arg):
-        if event == "opcode":
-            returns = id(frame) in called  # from Python's own code nobody looks
-            called.discard(id(frame))
-            if _before(frame.f_code).get(frame.f_lasti) in _LOOKING and not returns:
-                look(frame)
-        return inside
-
-    def trace(frame, event, arg):
-        called.add(id(frame.f_back))
-        if frame.f_globals["__name__"] not in _TURNING:
-            return None
-        frame.f_trace_opcodes, frame.f_trace_lines = True, False
-        look(frame)
-        return inside
-
-    with traced(trace):
-        yield
-
-
-def _is_swallowed(frame):
-    """Whether Python writes what is raised here to the standard error, and goes on."""
-    while frame is not None and frame.f_code.co_name != "__del__":
-        frame = frame.f_back
-    return frame is not None
-
-
-@functools.cache
-def _before(code):
-    """The name of what stands before each instruction."""
-    steps = list(dis.get_instructions(code))
-    return {b.offset: a.opname for a, b in itertools.pairwise(steps)}
-
-
-_LOOKING = {"CALL", "CALL_KW", "CALL_METHOD", "CALL_FUNCTION_EX", "JUMP_BACKWARD"}
 _TURNING = {"stagehand.core.turn", "stagehand.weights.edges", "stagehand.weights.sites"}
 
 
@@ -1202,7 +1151,7 @@ def test_an_interrupt_where_a_pass_begins_or_ends_stops_nobody_for_ever(place):
     while interrupts >= number // 3:
         number += 3
         try:
-            with interrupted_at_call(number):
+            with interrupted_at_call(number, *_TURNING):
                 _trained(model, place)
         except KeyboardInterrupt:
             interrupts += 1

@@ -104,6 +104,9 @@ class Books:
         self._numbers = count()
         self._unpruned = 0
         self._is_skipped = False
+        # Whether a call changes the books, or was cut short as it did: by an interrupt,
+        # or an error. Then the next call counts anew.
+        self._is_torn = False
 
     @property
     def most_leaving(self) -> int | None:

@@ -139,8 +139,7 @@ class Carrier:
         finally:
             if bundle.left is None:
                 self.engine.drain()  # some of the copies may be under way, or put aside
-                bundle.slab = None
-                self.pool.give(slab)
+                self.pool.give(bundle)
         return left
 
     def _slab(self, nbytes: int) -> Slab:
@@ -153,12 +152,12 @@ class Carrier:
         if slab is not None:
             return slab
         sizes = self.pool.sizes(nbytes)
-        for number, dead in enumerate(self._dying):
+        for dead in self._dying:
             slab = dead.slab
             if slab is not None and slab.lease is not None and slab.size in sizes:
                 if dead.last is not None:
                     self.engine.d2h.stream.wait_event(event_of(dead.last))
-                self._dying[number] = dead._replace(slab=None)
+                dead.slab = None
                 self.pool.hits += 1
                 return slab
         return self.pool.make(nbytes)
@@ -245,19 +244,28 @@ class Carrier:
         return not self.engine.h2d.is_full()
 
     def reap(self) -> int:
-        """Take back what dead bundles held; return how many device bytes that were."""
+        """Take back what dead bundles held; return how many device bytes that were.
+
+        After an interrupt something may be in both queues, or in one twice: it has its
+        slab until somebody else has.
+        """
         freed = 0
-        while self.gone:
-            dead = self.gone.popleft()
-            freed += dead.held
+        gone, dying = self.gone, self._dying
+        while gone:
+            dead = gone[0]
             if dead.slab is not None:
-                self._dying.append(dead)
-        dying = self._dying
+                dying.append(dead)
+            freed += dead.held
+            gone.popleft()
         while dying and ((last := dying[0].last) is None or last.query()):
-            slab = dying.popleft().slab
-            if slab is not None:
-                self.pool.give(slab)
+            self.pool.give(dying[0])
+            dying.popleft()
         return freed
+
+    @property
+    def gone_bytes(self) -> int:
+        """Device bytes of dead bundles that are still to be taken back."""
+        return sum(dead.held for dead in tuple(self.gone))
 
     def abandon(self) -> None:
         """Give back all host memory; what graphs still need follows when these go."""

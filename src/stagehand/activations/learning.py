@@ -12,6 +12,7 @@ import warnings
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 from stagehand.activations.prefix import Rates, Save, best_prefix, plan_prefix
 from stagehand.activations.relief import Relief
@@ -75,6 +76,8 @@ class _Observation:
         self.saves: list[Save] = []
         self.is_turned = False  # those of `saves` are as backward has found them
         self.noted = noted
+        self.scope: Scope | None = None
+        """Set when the forward has ended; one that nobody ended dies as it goes."""
 
 
 class Lessons:
@@ -103,7 +106,7 @@ class Lessons:
         self._carrier = carrier
         self._engine = carrier.engine
         self._known: dict[Any, Lesson] = {}
-        self._open: dict[Scope, _Observation] = {}
+        self._open: WeakKeyDictionary[Scope, _Observation] = WeakKeyDictionary()
         self._moved: dict[str, list[float]] = {"D2H": [0, 0.0], "H2D": [0, 0.0]}
         self._watch: Stopwatch | None = None
 
@@ -164,6 +167,7 @@ class Lessons:
             if (piece := ref()) is not None and piece.is_away
         )
         self._look_at_memory(observation, away)
+        observation.scope = scope  # last: settled in the end, if all is there
 
     def _see(self, observation: _Observation, budget_bytes: int) -> None:
         """See what of a forward could leave now, and plan with it."""

@@ -80,16 +80,29 @@ class _Form(NamedTuple):
         )
 
 
-class Gone(NamedTuple):
-    """What a bundle that nobody needs any more leaves behind."""
+class Gone:
+    """What a bundle that nobody needs any more leaves behind.
 
-    held: int
-    """Bytes that counted against the budget."""
-    slab: Slab | None
-    back: torch.Tensor | None
-    """Memory that a copy may still fill."""
-    last: Done | None
-    """The last copy that reads or writes the two."""
+    Attributes:
+        held: Bytes that counted against the budget.
+        slab: Its host memory, until somebody has that.
+        back: Memory that a copy may still fill.
+        last: The last copy that reads or writes the two.
+    """
+
+    __slots__ = ("back", "held", "last", "slab")
+
+    def __init__(
+        self,
+        held: int,
+        slab: Slab | None,
+        back: torch.Tensor | None,
+        last: Done | None,
+    ) -> None:
+        self.held = held
+        self.slab = slab
+        self.back = back
+        self.last = last
 
 
 class Handle:
@@ -299,14 +312,14 @@ class Piece(Handle):
             return
         if shared:
             self.elsewhere = WeakStorage(alias.untyped_storage())
-        if twin is not None and self._is_like_its_home(alias):
-            self.form = self.alias = None
-            self.ghost = emptied(twin) if shared else None
-        else:
-            self.let_go(shared=shared)
-        if self.extras:
+        if self.extras:  # first: an interrupt may come between these
             for handle in self.handles()[1:]:
                 handle.let_go(shared=shared)
+        if twin is not None and self._is_like_its_home(alias):
+            self.ghost = emptied(twin) if shared else None
+            self.form = self.alias = None
+        else:
+            self.let_go(shared=shared)
 
     def _is_like_its_home(self, alias: torch.Tensor) -> bool:
         home = None if self.bundle is None else self.bundle.home
@@ -413,6 +426,8 @@ class Bundle:
         self.gone = gone
 
     def __del__(self) -> None:
+        if not hasattr(self, "gone"):  # an interrupt came before it was made
+            return
         slab, back = self.slab, self.back
         if slab is not None or back is not None:
             last = self.arrived or self.left  # the former waits for the latter

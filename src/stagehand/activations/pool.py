@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from stagehand.core.device import host_memory
 from stagehand.core.layout import placed
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from stagehand.core.arena import Arena, Lease
 
-__all__ = ["Slab", "SlabPool", "slab_counts"]
+__all__ = ["Holder", "Slab", "SlabPool", "slab_counts"]
 
 _STEP = 1 << 16  # sizes without a class: few different ones, little lost
 
@@ -95,6 +95,12 @@ class Slab:
             self.lease.abandon()
 
 
+class Holder(Protocol):
+    """Who has a slab, and has none when the pool has taken that back."""
+
+    slab: Slab | None
+
+
 class SlabPool:
     """Slabs of page-locked memory by size class, and pageable memory beside them.
 
@@ -146,9 +152,12 @@ class SlabPool:
         """Return a slab of at least so many bytes; None if none is free."""
         for size in self.sizes(nbytes):
             if free := self._free.get(size):
+                slab = free[-1]
+                # No call from here on: no interrupt comes before somebody has it.
+                del free[-1]
                 self.hits += 1
                 self._out += 1
-                return free.pop()
+                return slab
         return None
 
     def make(self, nbytes: int) -> Slab:
@@ -185,8 +194,16 @@ class SlabPool:
                 return True
         return False
 
-    def give(self, slab: Slab) -> None:
-        """Take a slab back. No copy may read or write it any more."""
+    def give(self, holder: Holder) -> None:
+        """Take back the slab that somebody holds, if it does.
+
+        No copy may read or write it any more.
+        """
+        slab = holder.slab
+        if slab is None:
+            return
+        # No call from here on: no interrupt comes before the pool has it.
+        holder.slab = None
         self._out -= 1
         if slab.size is None:
             return

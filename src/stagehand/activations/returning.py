@@ -19,11 +19,9 @@ class Returning(Books):
     """The part of `Spill` that knows what came back."""
 
     def _fetch(self, bundle: Bundle) -> None:
-        try:
-            self._carrier.fetch(bundle)
-        finally:
-            if bundle.back is not None:
-                self._held += bundle.nbytes
+        self._ahead.append(weakref.ref(bundle))  # first: what is there is counted
+        self._carrier.fetch(bundle)
+        self._held += bundle.nbytes
         due, tally = 0, self.tally
         for ref in bundle.members:
             piece = ref()
@@ -50,6 +48,11 @@ class Returning(Books):
                 self._ahead.remove(ref)
             else:
                 yield bundle
+
+    def _forget_used(self) -> None:
+        """Forget what was fetched and is used, or gone."""
+        for _ in self._coming():
+            pass
 
     def _cancel(self) -> bool:
         """Let go of what came back early and is needed last; False if there is none."""
@@ -78,8 +81,8 @@ class Returning(Books):
             if bundle is None or bundle.back is None:
                 self._used.remove(ref)
             elif (wanted or bundle.due <= 0) and bundle.is_alone():
-                self._used.remove(ref)
                 self._drop(bundle)
+                self._used.remove(ref)  # last: what is there is counted
                 dropped = True
         return dropped
 

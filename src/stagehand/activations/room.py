@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from typing import TYPE_CHECKING
 
 from stagehand.activations.carrier import Leaving
@@ -22,6 +23,61 @@ _READINGS = 8  # of the device's memory between the watermarks
 
 class Room(Returning):
     """The part of `Spill` that lets pieces leave."""
+
+    # After an interrupt, or an error
+
+    def _begin_change(self) -> None:
+        """Begin a call that changes the books: it ends when nothing is torn again."""
+        if self._is_torn:
+            self._count_anew()
+        self._is_torn = True
+
+    def _count_anew(self) -> None:
+        """Count all that is there, where a call was cut short as it changed the books.
+
+        It may have come to any of its lines. So whatever holds memory is noted before
+        it does, until it no more does; and what is noted nowhere is kept: what has not
+        been sent yet stays, and leaves in its turn.
+        """
+        gathered = [scope.open for scope in self._open if scope.open is not None]
+        gathered += [bundle for _, bundle in self._waiting]
+        leaving = {id(ref()) for leaving in self._leaving for ref in leaving.pieces}
+        refs = [
+            *(ref for ref, _ in self._kept),
+            *self._live.values(),
+            *(ref for bundle in gathered for ref in bundle.members),
+        ]
+        aside = {
+            id(piece): (ref, nbytes)
+            for ref, nbytes in self._stuck
+            if (piece := ref()) is not None and id(piece) not in leaving
+        }
+        pieces = {id(piece): piece for ref in refs if (piece := ref()) is not None}
+        kept = [
+            piece
+            for key, piece in pieces.items()
+            if piece.alias is not None and key not in leaving and key not in aside
+        ]
+        for piece in kept:
+            piece.bundle = piece.twin = None
+        for scope in self._open:
+            scope.open = None
+        self._open.clear()
+        self._waiting.clear()
+        kept.sort(key=lambda piece: piece.number)
+        self._kept = deque((weakref.ref(piece), piece.nbytes) for piece in kept)
+        self._stuck = deque(aside.values())
+        self._stuck_bytes = sum(nbytes for _, nbytes in self._stuck)
+        self._unpruned = 0
+        fetched = *self._ahead, *self._used
+        back = {bundle for ref in fetched if (bundle := ref()) is not None}
+        self._held = (
+            sum(piece.nbytes for piece in kept)
+            + self._leaving_bytes
+            + sum(allowance.given for allowance in self._given)
+            + sum(bundle.nbytes for bundle in back if bundle.back is not None)
+            + self._carrier.gone_bytes
+        )
 
     # What was kept without asking
 
@@ -51,15 +107,14 @@ class Room(Returning):
         Another thread may be about to keep something in one, so an allowance of a
         forward that goes on is looked at once more next time.
         """
-        given, self._given = self._given, []
-        for allowance in given:
+        for allowance in tuple(self._given):
             scope = None if allowance.scope is None else allowance.scope()
             if scope is not None:
                 if scope.allowance is allowance:
                     scope.allowance = NOTHING
                 self._look_at(allowance.pieces, scope)
-                if allowance.given and not scope.ended:
-                    self._given.append(allowance)
+            if scope is None or scope.ended or not allowance.given:
+                self._given.remove(allowance)
             self._held -= allowance.given
             allowance.given = allowance.room = 0
 
@@ -72,6 +127,8 @@ class Room(Returning):
             scope.count += 1
             if piece is None or piece.alias is None:
                 continue
+            if piece.cdata or piece.piece is not None:
+                continue  # looked at, before an interrupt came
             piece.number = next(self._numbers)
             piece.position = scope.count - 1
             cdata = piece.alias.untyped_storage()._cdata
@@ -94,9 +151,10 @@ class Room(Returning):
 
     def _flush(self, scope: Scope) -> None:
         """Send the open bundle, or let it wait for its turn."""
-        bundle, scope.open = scope.open, None
+        bundle = scope.open
         if bundle is None:
             return
+        scope.open = None
         self._open.remove(scope)
         self._send_in_turn(bundle, scope)
 
@@ -236,16 +294,17 @@ class Room(Returning):
 
     def _let_go(self) -> None:
         """Free the oldest that has left. Compute is behind the copy."""
-        leaving = self._leaving.popleft()
-        self._held -= leaving.nbytes
+        leaving = self._leaving[0]
         for ref in leaving.pieces:
             piece = ref()
-            if piece is None:
+            if piece is None or piece.alias is None:  # an interrupt came before this
                 continue
             if piece.is_changed():
                 self._set_aside(piece)
             else:
                 self._free(piece, ref)
+        self._held -= leaving.nbytes
+        self._leaving.popleft()  # last: what is there is counted
 
     def _free(self, piece: Piece, ref: weakref.ref[Piece]) -> None:
         """Let a piece go. What others keep is free when they let go of it."""
@@ -269,11 +328,12 @@ class Room(Returning):
         """Look whether others have let go of some of what they kept."""
         found = []
         for _ in range(min(len(self._stuck), most)):
-            item = self._stuck.popleft()
+            item = self._stuck[0]
             piece = item[0]()
             if piece is not None and not (piece.can_go() and piece.is_plain()):
-                self._stuck.append(item)
+                self._stuck.rotate(-1)
                 continue
+            self._stuck.popleft()
             self._stuck_bytes -= item[1]
             if piece is not None:
                 self._held += item[1]
@@ -290,16 +350,21 @@ class Room(Returning):
             if allowance.scope is not None and allowance.scope() is None:
                 self._given.remove(allowance)
                 self._held -= allowance.given
+        for scope in tuple(self._open):
+            if scope.open is not None and not scope.open.living():
+                self._flush(scope)  # an interrupt kept the forward from ending
         if self._leaving or self._waiting:
             self._release()
         for leaving in tuple(self._leaving):
             if all(ref() is None for ref in leaving.pieces):
                 # Only the copy needs the memory now.
                 self._carrier.let_pass(leaving, self._device.current_stream())
-                self._leaving.remove(leaving)
                 self._held -= leaving.nbytes
+                self._leaving.remove(leaving)
         if self._used:
             self._drop_used(wanted=False)
+        if self._ahead:
+            self._forget_used()
 
     def _prune(self) -> None:
         """Count dead pieces no more."""

@@ -82,6 +82,7 @@ class Spill(Room):
 
     def _begin(self) -> Scope:
         with self._lock:
+            self._begin_change()
             self._tidy()
             if self._kept:
                 self._prune()
@@ -91,7 +92,9 @@ class Spill(Room):
                 for key in [k for k, ref in self._live.items() if ref() is None]:
                     del self._live[key]
             self.lessons.settle(self.budget_bytes)
-            return Scope(self._device.current_stream())
+            scope = Scope(self._device.current_stream())
+            self._is_torn = False
+            return scope
 
     def packer(
         self, scope: Scope, otherwise: Callable[[torch.Tensor], Any]
@@ -154,6 +157,7 @@ class Spill(Room):
         scope: Scope,
     ) -> Piece | Extra:
         """Save a tensor, and count it or let older ones leave at once."""
+        self._begin_change()
         if self._given:
             self._look()  # first, for what it finds is older
         scope.tensors += 1
@@ -164,6 +168,7 @@ class Spill(Room):
         if known is not None:
             extra = Extra(saved.detach(), known, sequence)
             extra.number = next(self._numbers)
+            self._is_torn = False
             return extra
         if self._marks is not None:
             self._read(self._marks, nbytes)
@@ -174,6 +179,7 @@ class Spill(Room):
         piece.number = next(self._numbers)
         self._book(piece, _ref(piece), cdata)
         self._note(piece, saved)
+        self._is_torn = False
         return piece
 
     def _note(self, piece: Piece, saved: torch.Tensor) -> None:
@@ -200,9 +206,10 @@ class Spill(Room):
         """Give a known forward all that is free, to keep tensors in without asking."""
         room = self.budget_bytes - self._held - self._stuck_bytes
         if room > 0:
-            allowance = scope.allowance = Allowance(scope, room)
+            allowance = Allowance(scope, room)
             self._given.append(allowance)
             self._held += room
+            scope.allowance = allowance  # last: what is used is counted
 
     def _note_stream(self, scope: Scope) -> None:
         """Note on which stream the forward runs: copies out wait for all of these."""
@@ -236,8 +243,8 @@ class Spill(Room):
             self._send_in_turn(bundle, scope)
             return
         if scope.open is None:
+            self._open.append(scope)  # first: who is in there is found
             scope.open = Bundle(self._carrier.gone)
-            self._open.append(scope)
         scope.open.add(piece)
         if scope.open.nbytes >= self._bundle_bytes:
             self._flush(scope)
@@ -256,10 +263,12 @@ class Spill(Room):
 
     def _restore(self, handle: Handle, piece: Piece) -> torch.Tensor:
         with self._lock:
+            self._begin_change()
             found = handle.alias
             if found is None:
                 found = self._bring(handle, piece)
             self._look_ahead(handle, piece)
+            self._is_torn = False
             return found
 
     def _bring(self, handle: Handle, piece: Piece) -> torch.Tensor:
@@ -312,7 +321,7 @@ class Spill(Room):
                     self._fetch(bundle)
                 except torch.OutOfMemoryError:  # others need the device's memory
                     return
-                self._ahead.append(coming.pop())
+                coming.pop()
 
     def _turn(self, first: Piece, task: int) -> None:
         """Note that a backward pass comes to a forward, and who keeps what by now.
@@ -372,6 +381,7 @@ class Spill(Room):
 
     def _end(self, scope: Scope, failed: bool) -> None:
         with self._lock:
+            self._begin_change()
             unseen = len(scope.allowance.pieces)
             if unseen and (scope.bundles or scope.twins):
                 self._look()
@@ -394,6 +404,7 @@ class Spill(Room):
                 learned = not failed
             finally:
                 self.lessons.learn(scope, self.budget_bytes, failed=not learned)
+            self._is_torn = False
 
     def abandon(self) -> None:
         """Give back all host memory; graphs that are alive can go backward still."""
@@ -404,7 +415,9 @@ class Spill(Room):
         """Wait for all copies and give back what dead pieces held."""
         self._carrier.engine.drain()
         with self._lock:
+            self._begin_change()
             self._tidy()
             self._look()
             self._prune()
+            self._is_torn = False
             self._carrier.pool.close()
