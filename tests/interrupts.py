@@ -2,6 +2,7 @@
 
 import dis
 import functools
+import inspect
 import itertools
 import linecache
 import math
@@ -79,7 +80,8 @@ def interrupted_at_call(number: int, *modules: str) -> Iterator[None]:
         if frame.f_globals.get("__name__") not in modules:
             return None
         frame.f_trace_opcodes, frame.f_trace_lines = True, False
-        look(frame)
+        if not frame.f_code.co_flags & inspect.CO_GENERATOR:
+            look(frame)  # a generator may be closed: nobody looks there
         return inside
 
     with traced(trace):
