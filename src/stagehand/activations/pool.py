@@ -179,12 +179,20 @@ class SlabPool:
     def _exact(self, size: int) -> Slab | None:
         """Return a new slab without a class; None if that is not allowed."""
         self._free.setdefault(size, [])
+        slab = self._new(size)
+        while slab is None and self._drop_one(size):
+            slab = self._new(size)
+        return slab
+
+    def _new(self, size: int) -> Slab | None:
         lease = self._arena.acquire_nowait(size, "saved tensors")
-        while lease is None and self._drop_one(size):
-            lease = self._arena.acquire_nowait(size, "saved tensors")
         if lease is None:
             return None
-        return Slab(lease.buffer, size, lease)
+        try:
+            return Slab(lease.buffer, size, lease)
+        except BaseException:  # an interrupt: nobody has the lease
+            lease.release()
+            raise
 
     def _drop_one(self, size: int) -> bool:
         """End a free slab of another size; False if there is none."""
@@ -220,10 +228,10 @@ class SlabPool:
 
     def _make(self, size: int, count: int) -> None:
         for _ in range(count):
-            lease = self._arena.acquire_nowait(size, "saved tensors")
-            if lease is None:
+            slab = self._new(size)
+            if slab is None:
                 return
-            self._free[size].append(Slab(lease.buffer, size, lease))
+            self._free[size].append(slab)
 
     def close(self) -> None:
         """Give the page-locked memory back. Idempotent."""
