@@ -195,14 +195,18 @@ def test_every_kind_of_module_trains_exactly(sim, setting, kind):
     assert_trains_equally(net_of(kind), train, setting)
 
 
-def keeping(kind=Net):
+def sites(make, kind=Net):
     @built
     def build():
         model = kind(depth=0)
-        model.blocks = nn.ModuleList(Adapted() for _ in range(4))
+        model.blocks = nn.ModuleList(make(WIDTH, WIDTH) for _ in range(4))
         return model
 
     return build
+
+
+def keeping(kind=Net):
+    return sites(lambda *_: Adapted(), kind)
 
 
 @over(FEW)
@@ -327,16 +331,6 @@ class Again(FrozenKeeping):
         if depth:
             x = self(torch.tanh(x), depth - 1)
         return Keeping.apply(x, self.weight, self.bias)
-
-
-def sites(make, kind=Net):
-    @built
-    def build():
-        model = kind(depth=0)
-        model.blocks = nn.ModuleList(make(WIDTH, WIDTH) for _ in range(4))
-        return model
-
-    return build
 
 
 @over(FEW)
