@@ -364,13 +364,16 @@ class Passing(PassListener):
     def _untrack(self, block: Block, reader: Reader, output: Any) -> None:
         """End what `_track` began."""
         self._saved.site = None
-        last = block.uses - (self._parts.scheduler.fetched is block) <= 1
-        if reader.first >= 0 and last:
+        if reader.first >= 0 and self._is_last(block):
             self._kept.end(block, reader, output)
         if block.casts or torch.is_autocast_enabled(self._edges.device_type):
-            self._casts.end(block, reader, output, last=last)
+            self._casts.end(block, reader, output, last=self._is_last(block))
         if reader.since is not None and self._gradients is not None:
             self._gradients.end_use(reader, output)
+
+    def _is_last(self, block: Block) -> bool:
+        """Whether no other site reads a block while this one does."""
+        return block.uses - (self._parts.scheduler.fetched is block) <= 1
 
     def _follow(self, table: torch.Tensor, node: Node) -> None:
         """See `Gradients.follow`. Not in backward: a recompute has its own graph."""

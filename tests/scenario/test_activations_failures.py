@@ -106,6 +106,20 @@ SENDING = (
 )
 
 
+def is_survived(at, model, saved, expected):
+    """Whether a step is interrupted; the two after it have to be right."""
+    interrupted = False
+    try:
+        with at:
+            gradients(model, plain, saved)
+    except KeyboardInterrupt:
+        interrupted = True
+    flush()
+    for _ in range(2):
+        assert_same(gradients(model, plain, saved), expected)
+    return interrupted
+
+
 @pytest.mark.parametrize("aside", [False, True], ids=["at once", "put aside"])
 def test_interrupt_while_tensors_leave_frees_nothing_that_is_being_copied(sim, aside):
     """Copies were queued that nobody knew of: their sources were freed, and what was
@@ -116,17 +130,10 @@ def test_interrupt_while_tensors_leave_frees_nothing_that_is_being_copied(sim, a
     if aside:
         traffic.yield_home(1 << 20)
     for number in itertools.count(1, 3):
-        interrupted = False
         with emptied(stagehand.activations(BUDGET)) as saved:
             saved._parts.engine.join(traffic)
-            try:
-                with interrupted_at(number, *SENDING):
-                    gradients(model, plain, saved)
-            except KeyboardInterrupt:
-                interrupted = True
-            flush()
-            for _ in range(2):
-                assert_same(gradients(model, plain, saved), expected)
+            at = interrupted_at(number, *SENDING)
+            interrupted = is_survived(at, model, saved, expected)
         if not interrupted:
             break
     assert number > 200
@@ -146,21 +153,14 @@ def test_books_are_right_after_an_interrupt_at_any_call(sim, steps, budget):
     model = stack(2).to("hpu")
     expected = gradients(model, plain)
     for number in itertools.count(1, 17):
-        interrupted = False
         with (
             emptied(stagehand.activations(budget)) as saved,
             torch.autograd.set_multithreading_enabled(False),  # signals come here only
         ):
             for _ in range(steps):
                 gradients(model, plain, saved)
-            try:
-                with interrupted_at_call(number, *BOOKS):
-                    gradients(model, plain, saved)
-            except KeyboardInterrupt:
-                interrupted = True
-            flush()
-            for _ in range(2):
-                assert_same(gradients(model, plain, saved), expected)
+            at = interrupted_at_call(number, *BOOKS)
+            interrupted = is_survived(at, model, saved, expected)
             assert saved._parts.spill.peak_bytes <= max(budget, MOST_BYTES)
         if not interrupted:
             break

@@ -179,22 +179,6 @@ MODULES = {
 }
 
 
-def net_of(kind):
-    @built
-    def build():
-        model = Net(depth=0)
-        model.blocks = nn.ModuleList(MODULES[kind]() for _ in range(4))
-        return model
-
-    return build
-
-
-@over([*FEW, Setting("cpu", "layers", "smallest")])
-@pytest.mark.parametrize("kind", MODULES)
-def test_every_kind_of_module_trains_exactly(sim, setting, kind):
-    assert_trains_equally(net_of(kind), train, setting)
-
-
 def sites(make, kind=Net):
     @built
     def build():
@@ -203,6 +187,16 @@ def sites(make, kind=Net):
         return model
 
     return build
+
+
+def net_of(kind):
+    return sites(lambda *_: MODULES[kind]())
+
+
+@over([*FEW, Setting("cpu", "layers", "smallest")])
+@pytest.mark.parametrize("kind", MODULES)
+def test_every_kind_of_module_trains_exactly(sim, setting, kind):
+    assert_trains_equally(net_of(kind), train, setting)
 
 
 def keeping(kind=Net):
