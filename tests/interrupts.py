@@ -3,7 +3,6 @@
 import dis
 import functools
 import inspect
-import itertools
 import linecache
 import math
 from collections.abc import Callable, Iterator
@@ -67,14 +66,6 @@ def interrupted_at_call(number: int, *modules: str) -> Iterator[None]:
             left = math.inf
             raise KeyboardInterrupt
 
-    def inside(frame: FrameType, event: str, arg: object) -> Any:
-        if event == "opcode":
-            returns = id(frame) in called  # from Python's own code nobody looks
-            called.discard(id(frame))
-            if _before(frame.f_code).get(frame.f_lasti) in _LOOKING and not returns:
-                look(frame)
-        return inside
-
     def trace(frame: FrameType, event: str, arg: object) -> Any:
         called.add(id(frame.f_back))
         if frame.f_globals.get("__name__") not in modules:
@@ -82,6 +73,20 @@ def interrupted_at_call(number: int, *modules: str) -> Iterator[None]:
         frame.f_trace_opcodes, frame.f_trace_lines = True, False
         if not frame.f_code.co_flags & inspect.CO_GENERATOR:
             look(frame)  # a generator may be closed: nobody looks there
+        ran = ""
+
+        def inside(frame: FrameType, event: str, arg: object) -> Any:
+            nonlocal ran
+            if event == "opcode":
+                returns = id(frame) in called  # from Python's own code nobody looks
+                called.discard(id(frame))
+                if ran in _LOOKING and not returns:
+                    look(frame)
+                ran = _names(frame.f_code).get(frame.f_lasti, "")
+            elif event == "exception":
+                ran = ""  # who raises does not look
+            return inside
+
         return inside
 
     with traced(trace):
@@ -96,7 +101,6 @@ def _is_swallowed(frame: FrameType | None) -> bool:
 
 
 @functools.cache
-def _before(code: CodeType) -> dict[int, str]:
-    """The name of what stands before each instruction."""
-    steps = list(dis.get_instructions(code))
-    return {b.offset: a.opname for a, b in itertools.pairwise(steps)}
+def _names(code: CodeType) -> dict[int, str]:
+    """The names of instructions, by where they are."""
+    return {step.offset: step.opname for step in dis.get_instructions(code)}
