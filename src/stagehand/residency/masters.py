@@ -234,19 +234,14 @@ class Masters:
                 raise self._too_little_to_stage(slab, free)
         away = [b for b in blocks if b.needs_staging]
         wanted = [b for b in away if b.index in self._origin]
-        staged = [b for b in away if b.index not in self._origin]
         total = sum(b.nbytes for b in wanted)
-        roomy = max(map(staged_bytes, staged), default=0)
-        if slab < roomy <= free and (free < 2 * slab or 2 * roomy <= free):
-            slab = roomy  # but not where it costs the second one
-        if not slab:
-            share = 1.0
-            count = 0
-        else:
+        count = 0
+        if slab:
+            slab = self._roomier(slab, away, free)
             # With one the disk would wait for each copy.
             count = max(min(2, free // slab), min(lookahead + 2, free // (2 * slab)))
-            share = min(1.0, (free - count * slab) / total) if total else 0.0
         self._slabs = count, slab
+        share = min(1.0, (free - count * slab) / total) if total else 0.0
         if self._pinners is None or total * share <= _AT_ONCE_BYTES:
             self._reserve(wanted, share)
             while self._coming:
@@ -273,6 +268,17 @@ class Masters:
         if has_all_here and wanted <= self._arena.free_bytes:
             return 0
         return max((b.link_nbytes for b in away), default=0)
+
+    def _roomier(self, slab: int, away: Sequence[Block], free: int) -> int:
+        """Return the bytes of a slab into which files are read without a copy.
+
+        Those that just suffice, where more would cost the second slab.
+        """
+        staged = (b for b in away if b.index not in self._origin)
+        roomy = max(map(staged_bytes, staged), default=0)
+        if slab < roomy <= free and (free < 2 * slab or 2 * roomy <= free):
+            return roomy
+        return slab
 
     def _unpin_one(self, blocks: Sequence[Block], slab: int) -> bool:
         """Move one of the pinned blocks to ordinary memory; False if there is none.
