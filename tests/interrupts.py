@@ -23,7 +23,9 @@ def interrupted_at(number: int, *where: str | Callable[..., Any]) -> Iterator[No
     """Raise KeyboardInterrupt at the so many-th line that some code runs, from 1 on.
 
     Not where a `with` ends: no signal comes between a block and its `__exit__`. Nor at
-    a `try`, which does nothing: what is around it may not see what is raised there.
+    a `try`, which does nothing: what is around it may not see what is raised there. Nor
+    at a line that jumps back to itself, as comprehensions do: there Python 3.12 and
+    3.13 do not end a `with` around it, as they do for real signals.
 
     Args:
         number: Of the line.
@@ -34,15 +36,22 @@ def interrupted_at(number: int, *where: str | Callable[..., Any]) -> Iterator[No
     left = number
 
     def trace(frame: FrameType, event: str, _: object) -> Any:
-        nonlocal left
         inside = frame.f_globals.get("__name__") in modules or frame.f_code in codes
         if not inside:
             return None
-        line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
-        left -= event == "line" and not line.lstrip().startswith(_QUIET)
-        if not left:
-            raise KeyboardInterrupt
-        return trace
+        ran = 0
+
+        def look(frame: FrameType, event: str, _: object) -> Any:
+            nonlocal left, ran
+            if event == "line":
+                line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+                left -= frame.f_lineno != ran and not line.lstrip().startswith(_QUIET)
+                ran = frame.f_lineno
+                if not left:
+                    raise KeyboardInterrupt
+            return look
+
+        return look
 
     with traced(trace):
         yield
