@@ -24,8 +24,9 @@ def interrupted_at(number: int, *where: str | Callable[..., Any]) -> Iterator[No
 
     Not where a `with` ends: no signal comes between a block and its `__exit__`. Nor at
     a `try`, which does nothing: what is around it may not see what is raised there. Nor
-    at a line that jumps back to itself, as comprehensions do: there Python 3.12 and
-    3.13 do not end a `with` around it, as they do for real signals.
+    at a line that jumps back to itself, as comprehensions do which are no functions of
+    their own: there Python 3.12 and 3.13 do not end a `with` around it, as they do for
+    real signals.
 
     Args:
         number: Of the line.
@@ -45,7 +46,9 @@ def interrupted_at(number: int, *where: str | Callable[..., Any]) -> Iterator[No
             nonlocal left, ran
             if event == "line":
                 line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
-                left -= frame.f_lineno != ran and not line.lstrip().startswith(_QUIET)
+                own = frame.f_code.co_name.startswith("<")  # a comprehension, say
+                if own or frame.f_lineno != ran:
+                    left -= not line.lstrip().startswith(_QUIET)
                 ran = frame.f_lineno
                 if not left:
                     raise KeyboardInterrupt
