@@ -67,9 +67,8 @@ class KeptViews:
         self._shown: dict[_Hidden, None] = {}
 
     def begin(self, reader: Reader) -> None:
-        """A site begins that is to be looked through; it may be inside of itself."""
-        if reader.first < 0:
-            reader.first = sequence_number()
+        """A site begins that is to be looked through; not one inside of itself."""
+        reader.first = sequence_number()
 
     def end(self, block: Block, reader: Reader, output: Any) -> None:
         """Look through the nodes that a site has added, back from its output."""
@@ -161,7 +160,10 @@ class _Hidden:
         shown: Those of nodes that run.
     """
 
-    __slots__ = ("_held", "_node", "_node_held", "_shown", "_unpack", "_views")
+    __slots__ = (
+        *("_depth", "_held", "_node", "_node_held"),
+        *("_shown", "_unpack", "_views"),
+    )
 
     def __init__(
         self,
@@ -174,6 +176,7 @@ class _Hidden:
         self._views = views
         self._unpack = unpack
         self._shown = shown
+        self._depth = 0  # of runs inside of each other, by a backward in one
         self._node_held = 0
         self._held: list[int] = []
 
@@ -181,10 +184,12 @@ class _Hidden:
     def show(self, *_: Any) -> None:
         """Give the views memory, for their node runs next."""
         self._shown[self] = None
+        self._depth += 1
         for view in self._views:
             view.fill(self._unpack)
-        self._held = [view.held() for view in self._views]
-        self._node_held = self._count()
+        if self._depth == 1:
+            self._held = [view.held() for view in self._views]
+            self._node_held = self._count()
 
     @skipped
     def hide(self, *_: Any) -> None:
@@ -192,6 +197,9 @@ class _Hidden:
 
         The graph may be gone through once more.
         """
+        self._depth -= 1
+        if self._depth:
+            return
         self._shown.pop(self, None)
         if self._count() > self._node_held:
             return
@@ -202,6 +210,7 @@ class _Hidden:
 
     def empty(self) -> None:
         """Take it from all of them, whoever holds them."""
+        self._depth = 0
         for view in self._views:
             view.empty()
 

@@ -295,6 +295,8 @@ class Passing(PassListener):
     def end_inner_backward(self, *, failed: bool) -> None:
         """See `PassListener.end_inner_backward`."""
         if self.is_open:
+            if failed:
+                self._kept.give_up()
             self._end_gradients(failed=failed)
 
     def _end_gradients(self, *, failed: bool) -> None:
@@ -308,8 +310,8 @@ class Passing(PassListener):
     def _end_backward(self, *, failed: bool) -> None:
         scheduler, gradients = self._parts.scheduler, self._gradients
         scheduler.release_fetched()
+        self._kept.give_up()
         if failed:
-            self._kept.give_up()
             self._measure.stopwatch.forget()
             scheduler.recover()
         elif gradients is not None:
@@ -352,7 +354,7 @@ class Passing(PassListener):
             self._casts.begin(block, reader)
         if not torch.is_grad_enabled():
             return False
-        if reader.looked != block.abandoned:
+        if reader.looked != block.abandoned and self._is_last(block):
             self._kept.begin(reader)
         if self._gradients is not None:
             if block.trains and self._saved.backward is None:

@@ -1,5 +1,7 @@
 """Every kind of module and of parameter trains through the stream."""
 
+import threading
+
 import pytest
 import torch
 from torch import nn
@@ -391,12 +393,7 @@ def test_views_hold_no_slot_when_their_function_has_raised(sim, setting):
             run.backward(loss)
             run.note("input", x.grad)
 
-    def make(*size):
-        site = FrozenKeeping(*size)
-        site.forward = lambda x: Multiplying.apply(x, site.weight.t())
-        return site
-
-    assert_trains_equally(sites(make), script, setting)
+    assert_trains_equally(keeping_by(Multiplying), script, setting)
 
 
 class Multiplying(torch.autograd.Function):
@@ -413,6 +410,114 @@ class Multiplying(torch.autograd.Function):
         if Multiplying.fails:
             raise ValueError("refused")
         return grad @ view.t(), None
+
+
+def keeping_by(function):
+    """Sites of which each calls a function with a view that nobody else holds."""
+
+    def make(*size):
+        site = FrozenKeeping(*size)
+        site.forward = lambda x: torch.tanh(function.apply(x, site.weight.t()))
+        return site
+
+    return sites(make)
+
+
+class Repeating(torch.autograd.Function):
+    """Its backward may go back through the same graph once more, and fail there."""
+
+    inner = None
+    fails = False
+    caught = 0
+
+    @staticmethod
+    def forward(ctx, x, view):
+        ctx.view, ctx.again = view, [view, (view,)]
+        return x @ view
+
+    @staticmethod
+    def backward(ctx, grad):
+        inner, Repeating.inner = Repeating.inner, None
+        if inner is not None:
+            try:
+                grad = grad * torch.autograd.grad(*inner, retain_graph=True)[0].sum()
+            except ValueError:
+                Repeating.caught += 1
+        elif Repeating.fails:
+            Repeating.fails = False
+            raise ValueError("refused")
+        return grad @ ctx.again[1][0].t(), None
+
+
+@over(FEW)
+@pytest.mark.parametrize("fails", [False, True])
+def test_views_are_there_when_their_function_runs_inside_of_itself(sim, setting, fails):
+    """The run around has them until it ends, whatever becomes of the one inside."""
+
+    def script(run):
+        for number in range(3):
+            x = run.batch(number).requires_grad_()
+            loss = run.model(x).square().mean()
+            Repeating.inner, Repeating.fails, Repeating.caught = (loss, x), fails, 0
+            run.backward(loss, retain_graph=True)
+            assert Repeating.caught == fails
+            if run.runtime is not None:
+                assert not run.runtime._kept._shown
+            run.backward(loss)
+            run.note("input", x.grad)
+            del loss
+
+    # What runs twice at once has its slot's memory meanwhile.
+    assert_trains_equally(keeping_by(Repeating), script, setting, abandoned=True)
+
+
+@over(FEW)
+def test_views_hold_no_slot_when_a_backward_inside_of_a_forward_has_raised(
+    sim, setting
+):
+    def look(module, args, output):
+        if output.requires_grad:
+            Multiplying.fails = True
+            with pytest.raises(ValueError, match="refused"):
+                torch.autograd.grad(output.sum(), args, retain_graph=True)
+            Multiplying.fails = False
+
+    def script(run):
+        run.handles.append(run.model.blocks[1].register_forward_hook(look))
+        for number in range(3):
+            run.backward(run.loss(number))
+
+    assert_trains_equally(keeping_by(Multiplying), script, setting)
+
+
+@over(FEW)
+def test_views_hold_no_slot_when_a_call_of_their_site_was_interrupted(sim, setting):
+    """In another thread, whose operators have higher numbers in the graph."""
+
+    def refuse(module, args):
+        raise KeyboardInterrupt
+
+    def script(run):
+        for _ in range(100):
+            run.batch().requires_grad_() * 2
+        handle = run.model.blocks[1].register_forward_pre_hook(refuse)
+        with pytest.raises(KeyboardInterrupt):
+            run.loss()
+        handle.remove()
+        thread = threading.Thread(target=lambda: run.backward(run.loss()))
+        thread.start()
+        thread.join()
+
+    assert_trains_equally(keeping_by(Multiplying), script, setting)
+
+
+@over(FEW)
+def test_a_view_that_a_function_keeps_in_several_places_holds_no_slot(sim, setting):
+    def script(run):
+        for number in range(3):
+            run.backward(run.loss(number))
+
+    assert_trains_equally(keeping_by(Repeating), script, setting)
 
 
 def test_only_what_a_site_has_added_is_looked_through(sim, monkeypatch):
