@@ -20,6 +20,8 @@ import transformers
 from safetensors.torch import load_file, save_file
 from small import WIDTH, batch, runtime_of, stack
 from torch import nn
+from transformers import conversion_mapping
+from transformers.core_model_loading import ConversionOps, WeightConverter
 
 import stagehand
 from architectures import (
@@ -427,6 +429,48 @@ def test_most_weights_may_have_a_type_that_their_constructor_names(sim, tmp_path
     streamed = stagehand.load(tmp_path, vram_budget="1MB", dtype=torch.bfloat16)
     runtime_of(streamed).shutdown()
     assert_bitwise_equal(streamed.state_dict(), expected.state_dict(), "state_dict()")
+
+
+class Scaled(ConversionOps):
+    """Codes times their scales: what is rounded first decides the last bits."""
+
+    def convert(self, input_dict, source_patterns, target_patterns, **_):
+        codes, scales = (input_dict[pattern][0] for pattern in source_patterns)
+        return {target_patterns[0]: (codes.float() * scales).to(scales.dtype)}
+
+    @property
+    def reverse_op(self) -> ConversionOps:
+        return self
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_what_a_class_computes_its_weights_from_is_cast_before(
+    sim, tmp_path, monkeypatch, dtype
+):
+    """As `from_pretrained` does, with codes in integers, too."""
+    first = original(LLAMA)
+    converter = WeightConverter(
+        ["o_proj.codes", "o_proj.scales"], "o_proj.weight", [Scaled()]
+    )
+    mapping = conversion_mapping.get_checkpoint_conversion_mapping
+    monkeypatch.setattr(
+        conversion_mapping,
+        "get_checkpoint_conversion_mapping",
+        lambda kind: [converter] if kind == "llama" else mapping(kind),
+    )
+    tensors = dict(first.state_dict())
+    for name in [n for n in tensors if n.endswith("o_proj.weight")]:
+        weight = tensors.pop(name)
+        scales = weight.abs().amax(1, keepdim=True) / 127
+        stem = name.removesuffix("weight")
+        tensors[stem + "codes"] = (weight / scales + 128).to(torch.uint8)
+        tensors[stem + "scales"] = scales
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    first.config.save_pretrained(tmp_path)
+    expected = type(first).from_pretrained(tmp_path, dtype=dtype)
+    model = stagehand.load(type(first), tmp_path, vram_budget="1MB", dtype=dtype)
+    runtime_of(model).shutdown()
+    assert_bitwise_equal(model.state_dict(), expected.state_dict(), "state_dict()")
 
 
 def test_module_of_the_users_making_keeps_the_types_of_the_files(sim, saved):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -86,7 +86,8 @@ class _Search:
         self._checkpoint = checkpoint
         self._naming = naming
         self._dtype = dtype
-        self._computed = [(made, shapes_of(made, checkpoint)) for made in naming.made]
+        all_made = [_casting(made, naming, dtype) for made in naming.made]
+        self._computed = [(made, shapes_of(made, checkpoint)) for made in all_made]
         self._shapes = {n: t for _, found in self._computed for n, t in found.items()}
         self._targets: dict[str, torch.dtype] = {}
         self._matched = Matched(dict(naming.keys))
@@ -178,6 +179,20 @@ def _check_known(unknown: Iterable[str], built: Built) -> None:
             " state_dict(), so no file has them, and its constructor draws them, leaves"
             " them uninitialized or was called on the meta device"
         )
+
+
+def _casting(made: Made, naming: Naming, dtype: torch.dtype | None) -> Made:
+    """Cast first what is computed from, as its library does: rounding differs."""
+    if made.like is None:
+        return made
+    target = naming.dtypes.get(made.like, dtype)
+    if target is None:
+        return made
+
+    def compute(tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        return made.compute({name: t.to(target) for name, t in tensors.items()})
+
+    return replace(made, compute=compute)
 
 
 def _constant(name: str, value: torch.Tensor) -> Made:

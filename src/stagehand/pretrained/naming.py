@@ -22,6 +22,9 @@ class Made:
     """The checkpoint's tensors, by their names there."""
     compute: Callable[[Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]]
     """Takes these by name and returns the model's by name; on `meta`, too."""
+    like: str | None = None
+    """The model's tensor to whose element type, where it is loaded as one, the sources
+    are cast first, whatever they are. None computes with them as they are."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

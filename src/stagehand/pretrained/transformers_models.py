@@ -178,6 +178,7 @@ def name_tensors(
         Made(
             sources=tuple(key for _, key in pieces),
             compute=_converting(by_pattern[pieces[0][0]], name, pieces, model),
+            like=name if state[name].is_floating_point() else None,
         )
         for name, pieces in parts.items()
     )
