@@ -793,6 +793,36 @@ def test_buffer_that_a_checkpoint_may_lack_is_the_constructors(sim, tmp_path):
     assert_bitwise_equal(model.state_dict(), saved.state_dict(), "values")
 
 
+class Windowed(transformers.PreTrainedModel):
+    """Fills its buffer in where its library gives weights their first values."""
+
+    config_class = OwnConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.layers = stack(config.depth)
+        self.register_buffer("window", torch.empty(64), persistent=False)
+        self.post_init()
+
+    def _init_weights(self, module):
+        if module is self:
+            values = torch.hann_window(64) * torch.tensor([1 / 3])
+            transformers.initialization.copy_(self.window, values)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_buffer_that_a_class_fills_in_is_computed_in_full_precision(
+    sim, tmp_path, dtype
+):
+    """`from_pretrained()` lets it do that when the model is built."""
+    Windowed(OwnConfig(depth=3)).save_pretrained(tmp_path)
+    expected = Windowed.from_pretrained(tmp_path, dtype=dtype)
+    assert expected.window.dtype is dtype
+    model = stagehand.load(Windowed, tmp_path, vram_budget="20KB", dtype=dtype)
+    runtime_of(model).shutdown()
+    assert_bitwise_equal(model.window, expected.window, "window")
+
+
 def test_kind_of_several_classes_is_the_one_that_was_saved(sim, tmp_path):
     config = transformers.FunnelConfig(
         vocab_size=16, block_sizes=[1, 1], d_model=16, n_head=2, d_head=8, d_inner=16
@@ -813,6 +843,22 @@ def test_class_says_of_what_kind_its_configuration_is(sim, tmp_path):
     assert len(model.layers) == 3
     runtime_of(model).shutdown()
     assert_bitwise_equal(model.state_dict(), plain.state_dict(), "values")
+
+
+def test_architecture_that_is_not_known_is_loaded_by_the_kind_of_its_class(
+    sim, saved, tmp_path
+):
+    """Files of other makers name classes of their own where the library has others."""
+    original(LLAMA).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["architectures"] = ["TheirsForCausalLM"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=r"'TheirsForCausalLM'.*AutoModel class"):
+        stagehand.load(tmp_path)
+    kind = transformers.AutoModelForCausalLM
+    model = stagehand.load(kind, tmp_path, vram_budget="400KB")
+    runtime_of(model).shutdown()
+    assert_bitwise_equal(model.state_dict(), original(LLAMA).state_dict(), "values")
 
 
 def test_file_beside_the_models_own_is_not_read(sim, saved, tmp_path):

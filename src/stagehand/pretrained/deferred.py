@@ -31,6 +31,7 @@ from stagehand.torch_private import DispatchMode, dispatching, give_value
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
+    from types import FrameType
 
 __all__ = ["Built", "build", "empty_tensor"]
 
@@ -200,6 +201,8 @@ class _Unvalued(DispatchMode):  # type: ignore[no-untyped-call]
         default = isinstance(result, torch.Tensor) and result.dtype is self.default
         if self.dtype is None or not default or self._is_named or call.names_dtype:
             return False
+        if _fills_in():
+            return False
         if call.name == _LIFT:
             return not self.functions
         return not any(t.is_floating_point() or t.is_complex() for t in call.read)
@@ -212,6 +215,17 @@ class _Unvalued(DispatchMode):  # type: ignore[no-untyped-call]
         if call.read:
             return call.with_tensors(lambda tensor: tensor.to(dtype)).run()
         return call.run(dtype=dtype) if call.takes("dtype") else result
+
+
+def _fills_in() -> bool:
+    """Whether a class of transformers gives its tensors the values that no file has.
+
+    `from_pretrained()` lets it when the model is built: in torch's default type.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_name != "_init_weights":
+        frame = frame.f_back
+    return frame is not None
 
 
 class _Writes:
@@ -331,6 +345,8 @@ class _Numbers(TorchFunctionMode):
         source = args[0] if args else kwargs.get("data")
         # An array has a type of its own.
         if hasattr(source, "dtype") or result.dtype is not self._mode.default:
+            return result
+        if _fills_in():
             return result
         return func(*args, **{**kwargs, "dtype": self._mode.dtype})
 

@@ -74,7 +74,8 @@ def class_for(config: Any, chosen: Any = None) -> Any:
         if found is None:
             raise ConfigError(
                 f"the configuration names the architecture {name!r}, which transformers"
-                f" {transformers.__version__} does not have; pass the model's class"
+                f" {transformers.__version__} does not have; pass the model's class, or"
+                " the AutoModel class of its kind, and this directory as checkpoint_dir"
             )
         return found
     mapping = transformers.MODEL_MAPPING if mapping is None else mapping
