@@ -241,7 +241,7 @@ class Masters:
             # With one the disk would wait for each copy.
             count = max(min(2, free // slab), min(lookahead + 2, free // (2 * slab)))
         self._slabs = count, slab
-        share = min(1.0, (free - count * slab) / total) if total else 0.0
+        share = _share_of(total, free - count * slab)
         if self._pinners is None or total * share <= _AT_ONCE_BYTES:
             self._reserve(wanted, share)
             while self._coming:
@@ -251,7 +251,7 @@ class Masters:
         if not slab:
             slab = max(b.nbytes for b in wanted)
             count = min(_SLABS, max(1, (free - total) // slab))
-            share = min(1.0, (free - count * slab) / total)
+            share = _share_of(total, free - count * slab)
         others = self._reserve(wanted, share)
         self._late = [] if self._slabs[0] else others
         # From the last one on: the first of a pass are staged while it begins.
@@ -489,6 +489,11 @@ class Masters:
         block.clean_versions = block.all_versions()
         block.point_to_host()
         self._give_up_image(block)
+
+
+def _share_of(nbytes: int, room: int) -> float:
+    """Return which part of some bytes has room."""
+    return min(1.0, room / nbytes) if nbytes else 0.0
 
 
 def _can_move(block: Block) -> bool:
