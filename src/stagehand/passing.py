@@ -88,6 +88,7 @@ class Passing(PassListener):
     _rows: RowGather
     _strays: Strays
     _handled: BaseException | None
+    _failed: bool
 
     def _next_step(self, step: int | None) -> None:
         raise NotImplementedError
@@ -121,6 +122,12 @@ class Passing(PassListener):
                 " handles; use torch.autograd.grad() or stagehand.grad(), or the plain"
                 " model after the runtime's shutdown()"
             )
+
+    def check_hooks(self) -> None:
+        """See `PassListener.check_hooks`."""
+        if self._failed:
+            self._hooks.check()
+            self._failed = False
 
     def begin_pass(self, module: nn.Module) -> AbstractContextManager[Any] | None:
         """See `PassListener.begin_pass`."""
@@ -204,7 +211,10 @@ class Passing(PassListener):
         if additions is None:
             return
         additions.bring_buffers()
-        if self._parts.scheduler.in_use or not additions.may_have_joined():
+        if self._parts.scheduler.in_use:
+            self._hooks.check()  # these are by hand, or nothing was left to end them
+            return
+        if not additions.may_have_joined():
             return
         for reader in self._readers:
             reader.forget()
@@ -449,6 +459,7 @@ class Passing(PassListener):
     def end_pass(self) -> None:
         """See `PassListener.end_pass`."""
         failed = self._has_failed()
+        self._failed = self._failed or failed
         self._parts.scheduler.release_fetched()  # by a backward inside of a forward
         try:
             self._parts.scheduler.end_pass()
@@ -472,6 +483,7 @@ class Passing(PassListener):
     def abort_pass(self) -> None:
         """See `PassListener.abort_pass`."""
         self._handled = None
+        self._failed = True
         self._measure.stopwatch.forget()
         self._parts.scheduler.recover()
         self._strays.end(failed=True)

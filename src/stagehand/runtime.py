@@ -113,6 +113,7 @@ class Runtime(Passing, Sharing, Storing, Conduct):
         self._manual = False
         self._took_gradients = False  # the latest forward
         self._handled = None  # the exception that was being handled as the pass began
+        self._failed = False  # a forward, since hooks were looked for that are gone
         self._ready = False  # `_prepare` was done since the device was last cleared
         self._closed = False
         self._hands_over = False  # another model is expected to run next
@@ -247,6 +248,7 @@ class Runtime(Passing, Sharing, Storing, Conduct):
             track=self._track,
             untrack=self._untrack,
             drop_rows=scheduler.drop_rows,
+            recover=scheduler.recover,
             complete_rows=scheduler.complete_rows,
             settle=self._settle,
             resume=self.resume,
@@ -588,10 +590,12 @@ class Runtime(Passing, Sharing, Storing, Conduct):
         with self._edges.lock:
             self._parts.scheduler.release_fetched()
             if used := self._parts.scheduler.in_use:
-                raise ConfigError(
-                    f"block {used[0]!r} is in use: call after_block() before the model"
-                    " is moved, copied or given back"
-                )
+                if not self._hooks.find_lost():
+                    raise ConfigError(
+                        f"block {used[0]!r} is in use: call after_block() before the"
+                        " model is moved, copied or given back"
+                    )
+                self._parts.scheduler.recover()  # no hook was left to end these uses
             yield
 
     def _clear_device(self) -> None:

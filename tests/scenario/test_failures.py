@@ -44,7 +44,11 @@ from stagehand.residency.mover import Mover
 from stagehand.residency.scheduler import Scheduler
 from stagehand.residency.slots import SlotMemory
 from stagehand.stores.checkpoint import Checkpoint
-from stagehand.torch_private import DispatchMode, storage_use_count
+from stagehand.torch_private import (
+    DispatchMode,
+    storage_use_count,
+    top_saved_hooks,
+)
 from streamed import Shape
 from threadless import without_threads
 
@@ -1311,3 +1315,125 @@ def test_no_block_is_in_a_state_that_it_cannot_leave_after_a_failure(place):
             assert (block.state is BlockState.UNLOADED) == (block.slot is None)
     assert_whole(model, place)
     end(model)
+
+
+class Inner(nn.Module):
+    """A part with sites in it, between sites."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.second = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.second(self.first(x))
+
+
+class Outer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.into = nn.Linear(WIDTH, WIDTH)
+        self.inner = Inner()
+        self.out = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.out(self.inner(self.into(x)))
+
+
+def take_off(model, names, *tables):
+    """Do as a tool does that removes all hooks, and not only its own."""
+    for name in names:
+        for table in tables:
+            getattr(model.get_submodule(name), table).clear()
+
+
+LOST = {
+    "all": ["", "into", "inner", "inner.first", "inner.second", "out"],
+    "the model": [""],
+    "parts": ["into", "inner", "out"],
+    "an inner edge": ["inner"],
+    "nested sites": ["inner.first", "inner.second"],
+}
+
+
+@pytest.mark.parametrize("grads", [False, True])
+@pytest.mark.parametrize("room", ["for one layer", "for three of four"])
+@pytest.mark.parametrize("names", LOST.values(), ids=LOST)
+def test_a_model_that_lost_the_ends_of_its_calls_is_refused_by_what_it_lost(
+    sim, names, room, grads
+):
+    torch.manual_seed(0)
+    model = Outer()
+    expected = run_resident(model, "hpu", batch())
+    budget = smallest_budget(model, "hpu")
+    more = 2 * LAYER_BYTES if room == "for three of four" else 0
+    stagehand.layer(model, vram_budget=budget + more)
+    runtime = runtime_of(model)
+    assert_passes_equal(model, expected, batch())
+    take_off(model, names, "_forward_hooks")
+    with torch.set_grad_enabled(grads):
+        with contextlib.suppress(stagehand.StagehandError):  # or it is not noticed yet
+            model(batch())
+        for _ in range(2):
+            with pytest.raises(stagehand.StagehandError, match="has lost hooks") as of:
+                model(batch())
+            assert not isinstance(of.value, stagehand.StagehandOOMError)
+            assert repr(names[0] or "Outer") in str(of.value)
+            assert f"on {len(names)} of its modules" in str(of.value)
+    runtime.shutdown()
+    assert top_saved_hooks() is None
+    stagehand.layer(model, vram_budget=budget)
+    assert_passes_equal(model, expected, batch())
+    runtime_of(model).shutdown()
+
+
+@pytest.mark.parametrize("grads", [False, True])
+def test_uses_that_no_hook_was_left_to_end_do_not_seem_to_lack_room(sim, grads):
+    model = Outer()
+    stagehand.layer(model, vram_budget=smallest_budget(model, "hpu"))
+    take_off(model, LOST["nested sites"], "_forward_hooks")
+    refused = pytest.raises(stagehand.StagehandError, match=r"'inner\.first' first")
+    with torch.set_grad_enabled(grads), refused:
+        model(batch())
+    assert top_saved_hooks() is None
+    runtime_of(model).shutdown()
+
+
+def test_a_model_that_lost_what_begins_uses_is_refused_after_the_pass_that_failed(sim):
+    model = Outer()
+    expected = run_resident(model, "hpu", batch())
+    stagehand.layer(model, vram_budget=smallest_budget(model, "hpu"))
+    assert_passes_equal(model, expected, batch())
+    take_off(model, LOST["nested sites"], "_forward_pre_hooks", "_forward_hooks")
+    with torch.no_grad():
+        with pytest.raises(RuntimeError, match="on the same device"):
+            model(batch())
+        for _ in range(2):
+            with pytest.raises(stagehand.StagehandError, match="has lost hooks"):
+                model(batch())
+    runtime_of(model).shutdown()
+
+
+@pytest.mark.parametrize("grads", [False, True])
+def test_a_model_that_lost_the_ends_of_its_calls_can_be_given_back(sim, grads):
+    torch.manual_seed(0)
+    model = Outer()
+    before = values(model)
+    budget = smallest_budget(model, "hpu") + 2 * LAYER_BYTES
+    stagehand.layer(model, vram_budget=budget)
+    take_off(model, LOST["nested sites"], "_forward_hooks")
+    with torch.set_grad_enabled(grads):
+        model(batch())
+    assert top_saved_hooks() is None
+    runtime_of(model).shutdown()
+    assert_bitwise_equal(values(model), before, "after shutdown")
+
+
+def test_a_failed_pass_does_not_make_a_model_seem_to_have_lost_hooks(place):
+    model = streamed_stack(place)
+    handle = model[2].register_forward_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model(batch())
+    handle.remove()
+    expected = run_resident(stack(), place, batch())
+    assert_passes_equal(model, expected, batch())

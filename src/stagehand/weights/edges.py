@@ -57,6 +57,9 @@ class PassListener:
     def check(self) -> None:
         """The model is about to be entered; refuse what cannot work."""
 
+    def check_hooks(self) -> None:
+        """Refuse to begin if hooks are gone, where the latest pass hints at that."""
+
     def begin_pass(self, module: nn.Module) -> AbstractContextManager[Any] | None:
         """The model is entered; return a context for the whole pass, or None."""
 
@@ -287,6 +290,7 @@ class Edges:
                 self.lock.await_guests()
             self._recount()
             self._raise_unsaid()
+            self._listener.check_hooks()
             self._stack.append(entry)
             if len(self._stack) > 1:
                 return None
@@ -360,6 +364,8 @@ class Edges:
             return
         if self.guests:
             self.lock.await_guests()
+        if self.pushed and len(self._stack) == 1:  # by what has lost its end hook
+            self._pop_pushed()
         context = self._stack[-1].context
         if context is not None:  # or an interrupt leaves it to the next entry
             context.__exit__(None, None, None)
@@ -531,7 +537,8 @@ class Edges:
         self._backward = self._call = None
 
     def _close_dead(self) -> None:
-        """Close entries whose frame is gone: an interrupt skipped their hooks."""
+        """Close entries whose frame is gone: an interrupt skipped their hooks, or
+        somebody took them off."""
         if self._unclosed:
             contexts = self._unclosed.get(HERE.thread, [])
             while contexts:  # what an interrupt leaves of this is left to the next
@@ -569,7 +576,8 @@ class Edges:
         return len(self._readings)
 
     def _pop_pushed(self) -> None:
-        """Pop the hooks for saved tensors that sites and edges left at an interrupt."""
+        """Pop the hooks for saved tensors that sites and edges left, at an interrupt or
+        without their end hooks."""
         while self.pushed:
             if self.pushed.pop()[1]:
                 pop_saved_hooks()

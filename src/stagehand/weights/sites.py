@@ -14,7 +14,7 @@ import sys
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
 from torch import nn
@@ -22,6 +22,7 @@ from torch.compiler import is_dynamo_compiling
 
 from stagehand.core.belongings import places_of_belongings
 from stagehand.core.layout import same_bits
+from stagehand.errors import StagehandError, StagehandOOMError
 from stagehand.residency.finding import is_called
 from stagehand.torch_private import (
     add_hook,
@@ -372,7 +373,7 @@ def _gone(kind: type[_SiteHook]) -> _SiteHook:
 class _SiteBegin(_SiteHook):
     """Brings a site's block before the site computes; enters the model if need be."""
 
-    __slots__ = ("_before", "_pick", "_track")
+    __slots__ = ("_before", "_check", "_pick", "_track")
 
     def __init__(
         self,
@@ -382,9 +383,11 @@ class _SiteBegin(_SiteHook):
         reader: Reader,
         track: Callable[[Block, Reader], bool],
         pick: Pick | None,
+        check: Callable[[], None],
     ) -> None:
         super().__init__(block, edges, reader)
         self._before = before
+        self._check = check
         self._track = track
         self._pick = pick
 
@@ -405,12 +408,16 @@ class _SiteBegin(_SiteHook):
                     moved = edges.enter(module, args, kwargs, _module_frame())
                 else:
                     moved = edges.moved_again(args, kwargs)
-        if self._pick is not None:
-            call_unseen(self._pick, module, *(moved or (args, kwargs)))
-        elif dispatch_modes():
-            call_unseen(self._before, self._block)
-        else:
-            self._before(self._block)
+        try:
+            if self._pick is not None:
+                call_unseen(self._pick, module, *(moved or (args, kwargs)))
+            elif dispatch_modes():
+                call_unseen(self._before, self._block)
+            else:
+                self._before(self._block)
+        except StagehandOOMError:
+            self._check()  # uses without an end take room, too
+            raise
         if torch.is_grad_enabled() or torch.is_autocast_enabled(edges.device_type):
             edges.pushed.append((module, self._track(self._block, self._reader)))
         return moved
@@ -619,6 +626,7 @@ class SiteHooks:
             under autocast; pushes such hooks, too, and returns the same.
         untrack: Called with both, and what the site returns, when it ends.
         drop_rows: Called, when a site ends, with a block of which it had some rows.
+        recover: Ends all uses, where nothing is left to tell of their ends.
         complete_rows: Called when somebody reads all tensors in the middle of a pass.
         settle: Brings every tensor home before the model is copied or saved.
         resume: Called when it was saved.
@@ -635,6 +643,7 @@ class SiteHooks:
         track: Callable[[Block, Reader], bool],
         untrack: Callable[[Block, Reader, Any], None],
         drop_rows: Callable[[Block], None],
+        recover: Callable[[], None],
         complete_rows: Callable[[], None],
         settle: Callable[[], None],
         resume: Callable[[], None],
@@ -648,15 +657,19 @@ class SiteHooks:
         self._track = track
         self._untrack = untrack
         self._drop_rows = drop_rows
+        self._recover = recover
         self._complete_rows = complete_rows
         self._push_hooks = push_hooks
         self._settle = settle
         self._resume = resume
         self._handles: list[RemovableHandle] = []
+        self._pairs: list[tuple[ref[nn.Module], int, int]] = []
+        """Modules that have hooks until `remove`, and the numbers of these two."""
         self._extra: MutableMapping[nn.Module, list[RemovableHandle]]
         self._extra = WeakKeyDictionary()
         """Edges while what stays is away."""
         self._models: WeakSet[nn.Module] = WeakSet()
+        self._model: ref[nn.Module] | None = None
 
     def add_model(
         self,
@@ -676,9 +689,11 @@ class SiteHooks:
         """
         models = _wrapped(model)
         self._models.update(models)
+        self._model = ref(model)
         for edge in _entrances(models, sites, tables):
             begin = _EdgeBegin(self._edges, self._push_hooks, self._settle)
             self._hook_edge(edge, begin, self._handles)
+            self._note(edge)
         loading, again = _StateLoading(model, self._await_copies), self._look_again
         asking = _StateAsked(self._edges, self._settle, self._complete_rows)
         given = _StateGiven(asking, self._edges, self._resume)
@@ -698,6 +713,42 @@ class SiteHooks:
         add, end = partial(add_hook, handles), _EdgeEnd(self._edges)
         add(module.register_forward_pre_hook, begin, prepend=True, with_kwargs=True)
         add(module.register_forward_hook, end, always_call=True)
+
+    def _note(self, module: nn.Module) -> None:
+        """Note that a module has got the latest two hooks."""
+        begin, end = self._handles[-2:]
+        self._pairs.append((ref(module), begin.id, end.id))
+
+    def find_lost(self) -> list[nn.Module]:
+        """Return the modules of whose hooks somebody else has taken some off."""
+        found: dict[nn.Module, None] = {}
+        for known, begin, end in self._pairs:
+            module = known()
+            if module is not None:
+                before, after = module._forward_pre_hooks, module._forward_hooks
+                if begin not in before or end not in after:
+                    found[module] = None
+        return [*found]
+
+    def check(self) -> None:
+        """Do nothing if all modules have the hooks by which they stream.
+
+        Raises:
+            StagehandError: Otherwise. All uses are ended, for nothing else may do so.
+        """
+        lost = self.find_lost()
+        if not lost:
+            return
+        self._recover()
+        model = None if self._model is None else self._model()
+        names = {} if model is None else {m: n for n, m in model.named_modules()}
+        first = names.get(lost[0]) or type(lost[0]).__name__
+        raise StagehandError(
+            f"{self._edges.lock.name} has lost hooks by which it streams, on"
+            f" {len(lost)} of its modules, {first!r} first: expected other code to"
+            " remove only hooks of its own, by their handles; call the runtime's"
+            " shutdown() and stream the model again"
+        ) from None
 
     def add_edges(self, model: nn.Module) -> None:
         """Make edges of all modules that read what stays, which is away. Idempotent.
@@ -748,10 +799,13 @@ class SiteHooks:
                 which rows are read; called with the module, `args` and `kwargs`.
         """
         add, edges, track = partial(add_hook, self._handles), self._edges, self._track
-        begin = _SiteBegin(block, self._before, edges, reader, track, pick).__call__
+        begin = _SiteBegin(
+            block, self._before, edges, reader, track, pick, self.check
+        ).__call__
         end = _SiteEnd(block, edges, reader, self._untrack, self._drop_rows).__call__
         add(module.register_forward_pre_hook, begin, prepend=True, with_kwargs=True)
         add(module.register_forward_hook, end, always_call=True)
+        self._note(module)
 
     def add_look(self, module: nn.Module, look: Callable[[Any, Any], None]) -> None:
         """Show a module's inputs and every output to `look`."""
@@ -778,4 +832,5 @@ class SiteHooks:
             self._drop_extra()
         finally:
             self._drop_extra()
+            self._pairs.clear()
             remove_hooks(self._handles)
