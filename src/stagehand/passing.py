@@ -302,10 +302,10 @@ class Passing(PassListener):
         finally:
             self._tenancy.end(failed=failed)
 
-    def end_inner_backward(self, *, failed: bool) -> None:
+    def end_inner_backward(self, *, failed: bool, last: bool) -> None:
         """See `PassListener.end_inner_backward`."""
         if self.is_open:
-            if failed:
+            if last:  # whatever has raised in it, and was caught there
                 self._kept.give_up()
             self._end_gradients(failed=failed)
 

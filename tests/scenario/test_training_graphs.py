@@ -711,6 +711,53 @@ def test_gradients_of_a_backward_inside_of_a_forward_are_there_when_it_ends(
 
 
 @over(FEW)
+def test_a_backward_inside_of_a_forward_may_be_in_that_of_something_else(sim, setting):
+    """A function of another graph goes back through the model: its gradients are there,
+    and none if that has failed."""
+    held, given = [], []
+
+    class Stop(Exception):
+        pass
+
+    def stop(_):
+        raise Stop
+
+    class Foreign(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            failing, loss, model = held.pop()
+            with pytest.raises(Stop):
+                failing.backward()
+            model.zero_grad()
+            loss.backward()
+            return grad
+
+    def learn(model):
+        other = torch.ones(1, device=held[0][0].device, requires_grad=True)
+        Foreign.apply(other).backward()
+        given.extend(p.grad.cpu().clone() for p in model.parameters())
+
+    def script(run):
+        optimizer = sgd(run)
+        for number in range(3):
+            hidden = run.model.entry(run.batch(number))
+            hidden.register_hook(stop)
+            failing = run.model.head(hidden).sum()
+            held.append((failing, run.loss(10 * number), run.model))
+            del hidden, failing
+            run.backward(run.loss(10 * number + 1))
+            run.note("inside", given)
+            given.clear()
+            step(optimizer)
+
+    assert_trains_equally(adapting(held, learn, Net), script, setting)
+
+
+@over(FEW)
 @pytest.mark.parametrize("goes_on", ["with another one", "with none"])
 def test_a_backward_that_fails_inside_of_a_forward_leaves_no_gradients(
     sim, setting, goes_on

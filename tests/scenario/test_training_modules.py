@@ -491,6 +491,30 @@ def test_views_hold_no_slot_when_a_backward_inside_of_a_forward_has_raised(
 
 
 @over(FEW)
+def test_views_hold_no_slot_when_what_has_raised_inside_of_a_forward_was_caught(
+    sim, setting
+):
+    """The backward around it goes on, with the views of those that run."""
+
+    def script(run):
+        def look(module, args, output):
+            if output.requires_grad:
+                Repeating.inner, Repeating.fails = (output.sum(), args[0]), True
+                Repeating.caught = 0
+                inside = torch.autograd.grad(output.sum(), args, retain_graph=True)
+                run.note("inside", inside)
+                assert Repeating.caught == 1
+                if run.runtime is not None:
+                    assert not run.runtime._kept._shown
+
+        run.handles.append(run.model.blocks[1].register_forward_hook(look))
+        for number in range(3):
+            run.note("output", run.model(run.batch(number).requires_grad_()))
+
+    assert_trains_equally(keeping_by(Repeating), script, setting)
+
+
+@over(FEW)
 def test_views_hold_no_slot_when_a_call_of_their_site_was_interrupted(sim, setting):
     """In another thread, whose operators have higher numbers in the graph."""
 

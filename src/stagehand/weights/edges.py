@@ -84,8 +84,13 @@ class PassListener:
     def end_backward(self, *, failed: bool) -> None:
         """It is over."""
 
-    def end_inner_backward(self, *, failed: bool) -> None:
-        """A backward is over that is part of a forward pass."""
+    def end_inner_backward(self, *, failed: bool, last: bool) -> None:
+        """A backward is over that is part of a forward pass.
+
+        Args:
+            failed: Whether it has failed; not told where others go on.
+            last: Whether no other one goes on.
+        """
 
 
 class _Frame:
@@ -428,7 +433,7 @@ class Edges:
 
     def _queue_inner_end(self, task: int) -> None:
         try:
-            if backward_call() is not None:  # a part of another guest
+            if self._inner and backward_call() is not None:  # a part of another guest
                 self.lock.dismiss(task)
                 return
             inner = _Backward(self._leave_inner)
@@ -452,8 +457,9 @@ class Edges:
         is dropped then.
         """
         try:
-            if not failed or self.guests == {task}:
-                self._listener.end_inner_backward(failed=failed)
+            last = self.guests == {task}
+            if last or not failed:
+                self._listener.end_inner_backward(failed=failed, last=last)
         finally:
             self.lock.dismiss(task)
             self._inner.pop(task, None)
