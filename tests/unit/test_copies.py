@@ -50,6 +50,7 @@ def kinds():
             torch.randn(3000).to(torch.cdouble),
         ),
         (torch.empty(0), torch.empty(0)),
+        (torch.empty(1).expand(0), torch.empty(1).expand(0)),
         (torch.empty(()), torch.tensor(float("nan"))),
         (place, unfree),
         (torch.empty(4000), unfree),
@@ -64,6 +65,22 @@ def test_large_copies_are_made_by_threads_in_pieces_and_bit_for_bit(used):
     assert sum(nbytes for _, nbytes in used) == sum(t.nbytes for t in targets)
     for target, source in zip(targets, sources, strict=True):
         assert same_bits(target, source)
+    alive = [thread.name for thread in threading.enumerate()]
+    assert not [name for name in alive if name.startswith("stagehand-copier")]
+
+
+def test_nothing_is_copied_where_many_show_nothing():
+    empty = torch.empty(1, 3).expand(0, 3)
+    copy_values(empty, torch.empty(0, 3))
+    assert empty.shape == (0, 3)
+
+
+def test_copies_are_no_part_of_a_graph():
+    source, target = torch.nn.Parameter(torch.randn(8)), torch.zeros(8)
+    copy_values(target, source)
+    copy_values(source, target)
+    assert target.grad_fn is None
+    assert torch.equal(target, source)
 
 
 def test_large_memory_is_cleared_by_threads(used):
@@ -73,11 +90,19 @@ def test_large_memory_is_cleared_by_threads(used):
 
 
 @pytest.mark.parametrize(
-    ("nbytes", "threads", "processors"),
-    [(2 * PIECE - 4, 1, 8), (3 * PIECE, 4, 8), (3 * PIECE, 1, 1), (3 * PIECE, 2, 2)],
+    ("nbytes", "threads", "processors", "shared"),
+    [
+        (2 * PIECE - 4, 1, 8, False),
+        (2 * PIECE, 2, 8, True),
+        (3 * PIECE, 3, 8, False),
+        (3 * PIECE, 4, 8, False),
+        (3 * PIECE, 1, 1, False),
+        (3 * PIECE, 1, 2, True),
+        (3 * PIECE, 2, 2, False),
+    ],
 )
 def test_small_copies_and_those_of_many_threads_of_pytorch_are_its_own(
-    used, monkeypatch, nbytes, threads, processors
+    used, monkeypatch, nbytes, threads, processors, shared
 ):
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     monkeypatch.setattr(copies, "_processors", lambda: processors)
@@ -85,7 +110,7 @@ def test_small_copies_and_those_of_many_threads_of_pytorch_are_its_own(
     target = torch.empty_like(source)
     copy_all([target], [source])
     assert torch.equal(target, source)
-    assert not in_threads(used)
+    assert in_threads(used) == shared
 
 
 def test_copy_that_fails_leaves_none_under_way(used, monkeypatch):
@@ -120,3 +145,4 @@ def test_without_another_thread_copies_are_made_in_this_one(used):
         copy_all([target], [source])
     assert same_bits(target, source)
     assert {name for name, _ in used} == {threading.current_thread().name}
+    assert {nbytes for _, nbytes in used} == {PIECE}

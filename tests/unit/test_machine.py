@@ -88,6 +88,17 @@ def test_group_without_a_limit_leaves_the_machines_memory(machine, limit):
     assert host_bytes(root) == 64 * GB
 
 
+def test_group_that_does_not_tell_what_caches_files_leaves_what_is_not_used(machine):
+    root = machine(V2, {"pod/one": (8 * GB, 5 * GB, 3 * GB)})
+    (root / "sys/fs/cgroup/pod/one/memory.stat").write_text(f"anon {2 * GB}\n")
+    assert free_host_bytes(root) == 3 * GB
+
+
+def test_name_of_a_group_may_have_colons(machine):
+    root = machine("0::/pod:cri:one\n", {"pod:cri:one": (8 * GB, 5 * GB, 0)})
+    assert free_host_bytes(root) == 3 * GB
+
+
 def test_system_without_control_groups_leaves_the_machines_memory(tmp_path):
     assert free_host_bytes(tmp_path) == 60 * GB
     assert host_bytes(tmp_path) == 64 * GB
@@ -127,6 +138,16 @@ def test_each_allocator_of_the_process_is_asked_to_give_back(
     assert {name: f.calls for name, f in vars(process).items()} == expected
 
 
+def test_no_c_library_is_looked_for_where_it_is_another(monkeypatch):
+    def refuse(_):
+        raise TypeError
+
+    monkeypatch.setattr(machine_file, "_releases", machine_file._releases.__wrapped__)
+    monkeypatch.setattr(machine_file.ctypes, "CDLL", refuse)
+    monkeypatch.setattr(machine_file.sys, "platform", "win32")
+    give_back_freed()
+
+
 # --------------------------------------------------------------------------- processors
 
 
@@ -137,8 +158,15 @@ def test_each_allocator_of_the_process_is_asked_to_give_back(
         (V2, "", {"cpu.max": "50000 100000\n"}, 1),
         (V2, "", {"cpu.max": "max 100000\n"}, 16),
         (V2, "", {"cpu.max": "6400000 100000\n"}, 16),
+        (V2, "", {"cpu.max": "400000 0\n"}, 16),
         (V1, "cpu", {"cpu.cfs_quota_us": "250000", "cpu.cfs_period_us": "100000"}, 2),
         (V1, "cpu", {"cpu.cfs_quota_us": "-1", "cpu.cfs_period_us": "100000"}, 16),
+        (
+            "2:cpuset:/pod\n1:cpu,cpuacct:/\n",
+            "cpu",
+            {"cpu.cfs_quota_us": "250000", "cpu.cfs_period_us": "100000"},
+            16,
+        ),
     ],
 )
 def test_container_may_give_less_than_all_processors(
@@ -160,3 +188,5 @@ def test_processors_are_those_on_which_the_process_may_run(tmp_path, monkeypatch
     monkeypatch.delattr(os, "sched_getaffinity")
     monkeypatch.setattr(os, "cpu_count", lambda: 8)
     assert processors(tmp_path) == 8
+    monkeypatch.setattr(os, "cpu_count", lambda: None)
+    assert processors(tmp_path) == 1
