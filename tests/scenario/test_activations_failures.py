@@ -1,11 +1,22 @@
 """After a failure at any point where memory, events or copies are asked for."""
 
+import gc
 import itertools
 import warnings
+from collections import Counter
 
 import pytest
 import torch
-from keeping import assert_same, emptied, flush, gradients, inputs, plain, stack
+from keeping import (
+    assert_same,
+    emptied,
+    flush,
+    gradients,
+    inputs,
+    plain,
+    spill_of,
+    stack,
+)
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
@@ -16,6 +27,7 @@ from stagehand import torch_private
 from stagehand.activations.advice import BlockWatch
 from stagehand.activations.carrier import Carrier, Leaving
 from stagehand.activations.config import ActivationStagehandConfig
+from stagehand.activations.pieces import Piece
 from stagehand.activations.pool import SlabPool
 from stagehand.activations.runtime import ActivationRuntime
 from stagehand.activations.saving import Saving
@@ -165,6 +177,50 @@ def test_books_are_right_after_an_interrupt_at_any_call(sim, steps, budget):
         if not interrupted:
             break
     assert number > 300
+
+
+@pytest.mark.parametrize(
+    ("budget", "bundle_bytes"),
+    [(BUDGET, 9375), (400_000, 25_000), (BUDGET, 200_000)],
+    ids=["tight", "roomy", "bundled"],
+)
+def test_what_lives_on_after_an_interrupt_is_in_one_of_the_books(
+    sim, budget, bundle_bytes
+):
+    """What is in none could not leave any more, and what is in two counted twice."""
+    model = stack(2).to("hpu")
+    for number in itertools.count(1, 17):
+        with emptied(stagehand.activations(budget)) as saved:
+            for _ in range(3):
+                gradients(model, plain, saved)
+                spill = spill_of(saved)
+                spill._bundle_bytes, spill._inflight_d2h = bundle_bytes, 1
+            flush()
+            x, interrupted = inputs(), False
+            try:
+                with interrupted_at_call(number, *BOOKS), saved:
+                    for layer in (*model, *model):
+                        x = layer(x)
+            except KeyboardInterrupt:
+                interrupted = True
+            spill._begin_change()
+            in_books = [
+                *(ref for ref, _ in (*spill._kept, *spill._stuck)),
+                *(ref for leaving in spill._leaving for ref in leaving.pieces),
+                *(ref for given in spill._given for ref in given.pieces),
+                *(ref for scope in spill._open for ref in scope.open.members),
+                *(ref for _, bundle in spill._waiting for ref in bundle.members),
+            ]
+            booked = Counter(id(ref()) for ref in in_books if ref() is not None)
+            living = [piece for piece in gc.get_objects() if type(piece) is Piece]
+            lying = {id(piece) for piece in living if piece.alias is not None}
+            assert {key: booked[key] for key in lying} == dict.fromkeys(lying, 1)
+            spill._is_torn = False
+            del x, living
+            flush()
+        if not interrupted:
+            break
+    assert number > 200
 
 
 def test_a_forward_whose_end_was_not_told_is_forgotten(sim, monkeypatch):
