@@ -423,6 +423,39 @@ def keeping_by(function):
     return sites(make)
 
 
+class Handing(torch.autograd.Function):
+    """Its backward hands its view to somebody, or all that it keeps."""
+
+    given = None
+    what = None
+
+    @staticmethod
+    def forward(ctx, x, view):
+        ctx.view = view
+        return x @ view
+
+    @staticmethod
+    def backward(ctx, grad):
+        Handing.given.append(ctx.view if Handing.what == "view" else ctx)
+        return grad @ ctx.view.t(), None
+
+
+@over(FEW)
+@pytest.mark.parametrize("what", ["view", "context"])
+def test_a_view_that_a_function_hands_to_others_in_backward_stays_whole(
+    sim, setting, what
+):
+    def script(run):
+        for number in range(2):
+            Handing.what, Handing.given = what, []
+            run.backward(run.loss(number))
+            for given in Handing.given:
+                run.note("given", given if what == "view" else given.view)
+            Handing.given = None
+
+    assert_trains_equally(keeping_by(Handing), script, setting, abandoned=True)
+
+
 class Repeating(torch.autograd.Function):
     """Its backward may go back through the same graph once more, and fail there."""
 
