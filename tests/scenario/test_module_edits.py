@@ -938,6 +938,29 @@ def test_a_state_dict_is_loaded_when_copies_have_read_what_was_there(reads, ahea
     runtime_of(model).shutdown()
 
 
+@pytest.mark.parametrize("ahead", [0, 3])
+def test_a_state_of_a_part_is_loaded_when_copies_have_read_what_was_there(reads, ahead):
+    """So adapters merge that replace their layer's forward; only a model's waited."""
+    model, plain = streamed_stack("hpu", prefetch_k=ahead, inference_mode=True)
+    for _ in range(3):
+        model(batch())
+    torch.accelerator.synchronize()
+    seen = []
+    inner = model[4][0]
+    inner.register_load_state_dict_pre_hook(lambda *_: seen.append(reads.left()))
+    output = model(batch())
+    assert reads.left()
+    merged = {name: 2 * value for name, value in plain[4].state_dict().items()}
+    model[4].load_state_dict(merged)
+    assert seen == [0]
+    assert_bitwise_equal(output, run_resident(plain, "hpu", batch()), "before")
+    plain[4].load_state_dict(merged)
+    assert_bitwise_equal(
+        model(batch()), run_resident(plain, "hpu", batch()), "with what was loaded"
+    )
+    runtime_of(model).shutdown()
+
+
 @pytest.mark.parametrize("number", range(6))
 @pytest.mark.parametrize("wrong", [torch.zeros(2, 2), torch.zeros(WIDTH, WIDTH).half()])
 def test_a_weight_assigned_in_another_form_is_refused_and_keeps_its_values(

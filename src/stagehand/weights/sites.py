@@ -164,17 +164,27 @@ class _StateGiven(_Hook):
             self._edges.end_reading(_module_frame())
 
 
-class _StateLoading(_Hook):
-    """Runs before `load_state_dict()`: notes in which modules the tensors are.
+class _PartLoading(_Hook):
+    """Runs before a module loads its own tensors, whichever `load_state_dict()` asks.
 
-    It also waits for copies to the device that may still read what is about to be
-    written.
+    It waits for copies to the device that may still read what is about to be written.
     """
 
-    __slots__ = ("_await_copies", "_known", "belonged", "places")
+    __slots__ = ("_await_copies",)
 
-    def __init__(self, model: nn.Module, await_copies: Callable[[], None]) -> None:
+    def __init__(self, await_copies: Callable[[], None]) -> None:
         self._await_copies = await_copies
+
+    def __call__(self, *_: Any) -> None:
+        self._await_copies()
+
+
+class _StateLoading(_Hook):
+    """Runs before `load_state_dict()`: notes in which modules the tensors are."""
+
+    __slots__ = ("_known", "belonged", "places")
+
+    def __init__(self, model: nn.Module) -> None:
         self._known = {
             id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())
         }
@@ -182,7 +192,6 @@ class _StateLoading(_Hook):
         self.belonged: dict[str, torch.Tensor] = {}
 
     def __call__(self, module: nn.Module, *_: Any) -> None:
-        self._await_copies()
         self.places = [
             (part, name, tensor)
             for part in module.modules()
@@ -566,6 +575,12 @@ def _takes_hooks(module: nn.Module) -> bool:
     return is_called(module) and not isinstance(module, torch.jit.ScriptModule)
 
 
+def _has_own(module: nn.Module) -> bool:
+    """Whether it has tensors of its own, and is not scripted: those take no hooks."""
+    has_any = bool(module._parameters or module._buffers)
+    return has_any and not isinstance(module, torch.jit.ScriptModule)
+
+
 def _wrapped(model: nn.Module) -> list[nn.Module]:
     """Return the model itself, what it wraps, what that wraps, and so on.
 
@@ -630,7 +645,8 @@ class SiteHooks:
         complete_rows: Called when somebody reads all tensors in the middle of a pass.
         settle: Brings every tensor home before the model is copied or saved.
         resume: Called when it was saved.
-        await_copies: Called before `load_state_dict()` writes weights on the host.
+        await_copies: Called before `load_state_dict()` of the model or a part of it
+            writes weights on the host.
         look_again: Called where it has replaced what had joined the model.
     """
 
@@ -694,10 +710,15 @@ class SiteHooks:
             begin = _EdgeBegin(self._edges, self._push_hooks, self._settle)
             self._hook_edge(edge, begin, self._handles)
             self._note(edge)
-        loading, again = _StateLoading(model, self._await_copies), self._look_again
+        loading, again = _StateLoading(model), self._look_again
         asking = _StateAsked(self._edges, self._settle, self._complete_rows)
         given = _StateGiven(asking, self._edges, self._resume)
         add = partial(add_hook, self._handles)
+        waiting = _PartLoading(self._await_copies)
+        add(model.register_load_state_dict_pre_hook, waiting)
+        for part in model.modules():
+            if part is not model and _has_own(part):
+                add(part.register_load_state_dict_pre_hook, waiting)
         add(model.register_load_state_dict_pre_hook, loading)
         add(model.register_load_state_dict_post_hook, _StateLoaded(loading, again))
         add(model.register_state_dict_pre_hook, asking)
