@@ -20,7 +20,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from small import WIDTH, batch, runtime_of, stack
 from torch import nn
-from transformers import conversion_mapping
+from transformers import conversion_mapping, initialization
 from transformers.core_model_loading import ConversionOps, WeightConverter
 
 import stagehand
@@ -807,7 +807,7 @@ class Windowed(transformers.PreTrainedModel):
     def _init_weights(self, module):
         if module is self:
             values = torch.hann_window(64) * torch.tensor([1 / 3])
-            transformers.initialization.copy_(self.window, values)
+            initialization.copy_(self.window, values)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
