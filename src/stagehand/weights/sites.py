@@ -715,9 +715,8 @@ class SiteHooks:
         given = _StateGiven(asking, self._edges, self._resume)
         add = partial(add_hook, self._handles)
         waiting = _PartLoading(self._await_copies)
-        add(model.register_load_state_dict_pre_hook, waiting)
         for part in model.modules():
-            if part is not model and _has_own(part):
+            if part is model or _has_own(part):
                 add(part.register_load_state_dict_pre_hook, waiting)
         add(model.register_load_state_dict_pre_hook, loading)
         add(model.register_load_state_dict_post_hook, _StateLoaded(loading, again))
