@@ -77,6 +77,7 @@ class Passing(PassListener):
     _files: FileSet | None
     _compact_files: CompactFiles
     _model_ref: weakref.ref[nn.Module]
+    _owners: dict[int, Block]
     _readers: Sequence[Reader]
     _marked_bytes: int
     _manual: bool
@@ -167,6 +168,16 @@ class Passing(PassListener):
             self._gradients.note_steps()
         if stepped or self._gradients is None or not self._took_gradients:
             self._note_trained()
+
+    def _note_inside(self, stepped: list[torch.Tensor]) -> None:
+        """Mark blocks as changed that an optimizer steps in a backward, in a hook.
+
+        They are bound there, and may leave before the next pass begins.
+        """
+        for parameter in stepped:
+            block = self._owners.get(id(parameter))
+            if block is not None and block.bound:
+                block.mark_changed()
 
     def _note_trained(self) -> None:
         """Mark blocks as changed that train, or did at the last such call.

@@ -125,7 +125,7 @@ class Runtime(Passing, Sharing, Storing, Conduct):
             (t.device for t in model.parameters() if not t.is_meta), torch.device("cpu")
         )
         parts = self._parts
-        self._steps = Steps(parts.loader.await_reads)
+        self._steps = Steps(parts.loader.await_reads, _weakly(self._note_inside))
         self._wires = Wires(parts, settings)
         self._host_memory = HostMemory(parts, settings.pinned_bytes)
         self._owners = {

@@ -125,9 +125,23 @@ def test_a_hook_that_changes_the_gradient_changes_what_is_accumulated(sim, setti
     assert_trains_equally(net, script, setting)
 
 
+class DataSGD(torch.optim.Optimizer):
+    """Steps through `.data`, which moves no version counter."""
+
+    def __init__(self, params):
+        super().__init__(params, {})
+
+    def step(self):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.data.sub_(parameter.grad, alpha=0.1)
+
+
 OPTIMIZERS = {
     "SGD": lambda p: torch.optim.SGD([p], lr=0.1, momentum=0.9),
     "AdamW": lambda p: torch.optim.AdamW([p], lr=0.01),
+    "fused AdamW": lambda p: torch.optim.AdamW([p], lr=0.01, fused=True),
+    "SGD through .data": lambda p: DataSGD([p]),
 }
 
 
@@ -164,6 +178,23 @@ def test_an_optimizer_fused_into_backward_loses_no_step(sim, setting, kind, befo
         run.handles = run.model.handles
 
     assert_trains_equally(build, script, setting)
+
+
+@over(FEW)
+def test_a_hook_that_steps_weights_through_data_loses_no_step(sim, setting):
+    def step(parameter):
+        parameter.data.sub_(parameter.grad, alpha=0.1)
+        parameter.grad.zero_()
+
+    def script(run):
+        hook = "register_post_accumulate_grad_hook"
+        run.handles = [getattr(p, hook)(step) for p in run.model.parameters()]
+        for number in range(4):
+            run.backward(run.loss(number))
+            for name, parameter in run.model.named_parameters():
+                run.note(name, parameter)
+
+    assert_trains_equally(net, script, setting)
 
 
 @over(FEW)

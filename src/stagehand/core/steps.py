@@ -15,11 +15,16 @@ from stagehand.torch_private import in_backward, untraced
 __all__ = ["Steps", "hear_steps"]
 
 
+def _ignore(_: list[torch.Tensor]) -> None:
+    pass
+
+
 class Steps:
     """Tells of the steps of all optimizers of torch's kind, in any thread.
 
     Args:
         prepare: Called before each, but for those that are taken inside of a backward.
+        inside: Called before each of those, with its parameters.
 
     Example:
         >>> steps = Steps(lambda: None)
@@ -27,10 +32,15 @@ class Steps:
         False
     """
 
-    def __init__(self, prepare: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        prepare: Callable[[], None],
+        inside: Callable[[list[torch.Tensor]], None] = _ignore,
+    ) -> None:
         self._frozen: set[int] = set()
         self._begun = self._seen = 0
         self._prepare = prepare
+        self._inside = inside
         hear_steps(self._note)
 
     def came(self) -> bool:
@@ -48,10 +58,12 @@ class Steps:
 
     def _note(self, optimizer: torch.optim.Optimizer) -> None:
         self._begun += 1
-        params = (p for group in optimizer.param_groups for p in group["params"])
+        params = [p for group in optimizer.param_groups for p in group["params"]]
         frozen = [id(p) for p in params if not p.requires_grad and p.grad is not None]
         self._frozen.update(frozen)
-        if not in_backward():
+        if in_backward():
+            self._inside(params)
+        else:
             self._prepare()
 
 

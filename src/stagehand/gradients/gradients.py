@@ -371,6 +371,8 @@ class Gradients:
         watched = has_more_hooks(parameter)
         if watched:  # by an optimizer, say, that steps the weight in its hook
             self._fetch(home.block)
+            if home.block.bound:  # fused ones, and `.data`, move no version counter
+                home.block.mark_changed()
         if not home.touched:
             self._touch(home, given)
         if given is None or given.device == grad.device:
