@@ -34,6 +34,7 @@ from torch import is_grad_enabled
 from stagehand.core.casts import cast_of, note_cast
 from stagehand.core.device import Device
 from stagehand.core.saved import Kept, modified, unchanged
+from stagehand.core.trees import tensors_in
 from stagehand.errors import StagehandInternalError
 from stagehand.residency.blocks import Block
 from stagehand.residency.scheduler import Scheduler
@@ -427,6 +428,28 @@ class SavedTensors:
         """Let a backward pass begin, if this is one."""
         if in_backward():
             self._turn_back()
+
+    def follow(self, block: Block, output: Any) -> None:
+        """Bring a site's block as autograd comes to what the site has returned.
+
+        What parts of the site have saved may have gone to hooks of their own, inside of
+        it, which tell of nothing. A region around the site is recomputed first, and
+        brings blocks in the order of the forward.
+        """
+        top = top_saved_hooks()
+        if top is not None:
+            owner = getattr(top[1], "__self__", None)
+            if is_checkpoints(owner.below if self._is_inside(owner) else top[1]):
+                return
+        for node in {tensor.grad_fn for _, tensor in tensors_in(output)}:
+            if node is not None:
+                node.register_prehook(partial(self._arrive, block))
+
+    @skipped
+    def _arrive(self, block: Block, _: object) -> None:
+        if self.backward is None:
+            self.note_backward()
+        self.come_to(block)
 
     def come_to(self, block: Block) -> None:
         """Bring the block of a site that autograd goes back through.

@@ -387,6 +387,8 @@ class Passing(PassListener):
     def _untrack(self, block: Block, reader: Reader, output: Any) -> None:
         """End what `_track` began."""
         self._saved.site = None
+        if block.unseen and self._gradients is not None and torch.is_grad_enabled():
+            self._saved.follow(block, output)
         if reader.first >= 0 and self._is_last(block):
             self._kept.end(block, reader, output)
         if block.casts or torch.is_autocast_enabled(self._edges.device_type):

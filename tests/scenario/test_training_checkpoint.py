@@ -381,6 +381,55 @@ def test_blocks_that_save_on_the_host_themselves_are_exact(sim, setting):
     assert_trains_equally(saving_net, train, setting)
 
 
+class OffloadingResidual(Residual):
+    """Regions inside of a block, whose inputs the block saves on the host itself."""
+
+    reentrant = False
+    parts = False
+
+    def forward(self, x):
+        if not self.parts:
+            return self.region(self.whole, x)
+        x = x + self.region(self.up, self.norm(x))[..., :WIDTH]
+        return x + self.region(self.last, x)
+
+    def region(self, function, x):
+        with save_on_cpu():
+            return checkpoint(function, x, use_reentrant=self.reentrant)
+
+    def whole(self, x):
+        return Residual.forward(self, x)
+
+    def last(self, x):
+        return self.down(torch.nn.functional.gelu(self.up(x)))
+
+
+def offloading_net(parts, reentrant):
+    @built
+    def build():
+        model = Net()
+        model.blocks = torch.nn.ModuleList(OffloadingResidual() for _ in range(5))
+        for block in model.blocks:
+            block.parts, block.reentrant = parts, reentrant
+        return model
+
+    return build
+
+
+@over(SOME)
+@REENTRANT
+@pytest.mark.parametrize("parts", [False, True], ids=["whole", "parts"])
+def test_blocks_are_recomputed_whose_inputs_went_to_hooks_inside(
+    sim, setting, parts, reentrant
+):
+    """As `activation_checkpointing_kwargs={"offload": True}` of transformers does."""
+
+    def script(run):
+        train(run, steps=4)
+
+    assert_trains_equally(offloading_net(parts, reentrant), script, setting)
+
+
 def test_hooks_around_the_model_are_given_no_weight(sim):
     run = start(net, TIGHT)
     seen = []
