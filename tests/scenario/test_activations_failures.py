@@ -8,6 +8,7 @@ from collections import Counter
 import pytest
 import torch
 from keeping import (
+    ROW_BYTES,
     assert_same,
     emptied,
     flush,
@@ -27,7 +28,7 @@ from stagehand import torch_private
 from stagehand.activations.advice import BlockWatch
 from stagehand.activations.carrier import Carrier, Leaving
 from stagehand.activations.config import ActivationStagehandConfig
-from stagehand.activations.pieces import Piece
+from stagehand.activations.pieces import Bundle, Piece
 from stagehand.activations.pool import SlabPool
 from stagehand.activations.runtime import ActivationRuntime
 from stagehand.activations.saving import Saving
@@ -151,6 +152,42 @@ def test_interrupt_while_tensors_leave_frees_nothing_that_is_being_copied(sim, a
     assert number > 200
 
 
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+def test_interrupt_while_a_failure_is_handled_leaves_no_copy_without_its_end(
+    sim, monkeypatch, after
+):
+    """Each later step asked whether a copy was done that had never been queued."""
+    model = stack(2).to("hpu")
+    expected = gradients(model, plain)
+    send, lacking = Carrier.send, []
+
+    def sent(*args):
+        if after or not lacking:
+            send(*args)
+        if lacking:
+            raise MemoryError
+
+    monkeypatch.setattr(Carrier, "send", sent)
+    for number in itertools.count(1):
+        with emptied(stagehand.activations(BUDGET)) as saved:
+            lacking.append(True)
+            interrupted = True
+            try:
+                with interrupted_at(number, Spill._send, send):
+                    gradients(model, plain, saved)
+            except MemoryError:
+                interrupted = False
+            except KeyboardInterrupt:
+                pass
+            lacking.clear()
+            flush()
+            for _ in range(2):
+                assert_same(gradients(model, plain, saved), expected)
+        if not interrupted:
+            break
+    assert number > 5
+
+
 BOOKS = [
     f"stagehand.activations.{name}"
     for name in ("carrier", "learning", "pieces", "pool", "returning", "room", "spill")
@@ -180,34 +217,47 @@ def test_books_are_right_after_an_interrupt_at_any_call(sim, steps, budget):
 
 
 @pytest.mark.parametrize(
-    ("budget", "bundle_bytes"),
-    [(BUDGET, 9375), (400_000, 25_000), (BUDGET, 200_000)],
-    ids=["tight", "roomy", "bundled"],
+    ("budget", "bundle_bytes", "inflight", "changes"),
+    [
+        (BUDGET, 9375, 1, False),
+        (400_000, 25_000, 1, False),
+        (BUDGET, 200_000, 1, False),
+        (400_000, 25_000, 0, False),
+        (BUDGET, 25_000, 1, True),
+    ],
+    ids=["tight", "roomy", "bundled", "waiting", "changed"],
 )
 def test_what_lives_on_after_an_interrupt_is_in_one_of_the_books(
-    sim, budget, bundle_bytes
+    sim, budget, bundle_bytes, inflight, changes
 ):
     """What is in none could not leave any more, and what is in two counted twice."""
     model = stack(2).to("hpu")
-    for number in itertools.count(1, 17):
+    for number in itertools.count(1, 13):
         with emptied(stagehand.activations(budget)) as saved:
             for _ in range(3):
                 gradients(model, plain, saved)
                 spill = spill_of(saved)
-                spill._bundle_bytes, spill._inflight_d2h = bundle_bytes, 1
+                spill._bundle_bytes, spill._inflight_d2h = bundle_bytes, inflight
             flush()
-            x, interrupted = inputs(), False
+            before, x, interrupted = None, inputs(), False
             try:
                 with interrupted_at_call(number, *BOOKS), saved:
                     for layer in (*model, *model):
-                        x = layer(x)
+                        before, x = x, layer[0](x)
+                        if changes and not before.is_leaf:
+                            torch.accelerator.synchronize()  # its copy has left
+                            before.add_(1)
+                        x = layer[1:](x)
             except KeyboardInterrupt:
                 interrupted = True
             spill._begin_change()
+            spill._look()  # as whatever needs room does first
+            numbers = [ref().number for ref, _ in spill._kept if ref() is not None]
+            assert numbers == sorted(numbers)
+            assert spill._stuck_bytes == sum(nbytes for _, nbytes in spill._stuck)
             in_books = [
                 *(ref for ref, _ in (*spill._kept, *spill._stuck)),
                 *(ref for leaving in spill._leaving for ref in leaving.pieces),
-                *(ref for given in spill._given for ref in given.pieces),
                 *(ref for scope in spill._open for ref in scope.open.members),
                 *(ref for _, bundle in spill._waiting for ref in bundle.members),
             ]
@@ -215,12 +265,50 @@ def test_what_lives_on_after_an_interrupt_is_in_one_of_the_books(
             living = [piece for piece in gc.get_objects() if type(piece) is Piece]
             lying = {id(piece) for piece in living if piece.alias is not None}
             assert {key: booked[key] for key in lying} == dict.fromkeys(lying, 1)
-            spill._is_torn = False
-            del x, living
+            spill._is_torn, spill._inflight_d2h = False, 1
+            del before, x, living
             flush()
         if not interrupted:
             break
     assert number > 200
+
+
+@pytest.mark.parametrize("budget", [BUDGET, 250_000], ids=["tight", "roomy"])
+def test_what_came_back_before_an_interrupt_counts_as_long_as_it_is_there(sim, budget):
+    """It was free to the books, and backward held more than the budget."""
+    model = stack(2).to("hpu")
+    for number in itertools.count(1, 7):
+        with (
+            emptied(stagehand.activations(budget)) as saved,
+            torch.autograd.set_multithreading_enabled(False),  # signals come here only
+        ):
+            for _ in range(3):
+                gradients(model, plain, saved)
+            spill, interrupted = spill_of(saved), False
+            with saved:
+                loss = plain(model, inputs())
+            try:
+                with interrupted_at_call(number, *BOOKS):
+                    loss.backward(retain_graph=True)
+            except KeyboardInterrupt:
+                interrupted = True
+            flush()
+            spill._begin_change()
+            spill._look()  # as whatever needs room does first
+            aside = {id(ref()) for ref, _ in spill._stuck}
+            living = [item for item in gc.get_objects() if type(item) is Piece]
+            back = [item for item in gc.get_objects() if type(item) is Bundle]
+            there = [p for p in living if p.alias is not None and id(p) not in aside]
+            assert spill._held == (
+                sum(piece.nbytes for piece in there)
+                + sum(bundle.nbytes for bundle in back if bundle.back is not None)
+                + spill._carrier.gone_bytes
+            )
+            spill._is_torn = False
+            del loss, living, back, there
+        if not interrupted:
+            break
+    assert number > 100
 
 
 def test_a_forward_whose_end_was_not_told_is_forgotten(sim, monkeypatch):
@@ -241,6 +329,48 @@ def test_a_forward_whose_end_was_not_told_is_forgotten(sim, monkeypatch):
             assert_same(gradients(model, plain, saved), expected)
         assert "link:" in saved.report()
         assert saved._parts.carrier.marks is None
+
+
+def test_what_others_have_changed_a_part_of_and_let_go_counts_after_an_interrupt(sim):
+    """A younger part had its place in the books."""
+    with emptied(stagehand.activations(50_000)) as saved:
+        spill = spill_of(saved)
+        spill._bundle_bytes = 120_000
+
+        def forward(*, changes):
+            parts = torch.unsafe_chunk(inputs().repeat(1, 3), 3, dim=1)
+            losses = [part.square() for part in parts[:2]]
+            if changes:
+                parts[1].detach().add_(1)
+            return parts, [*losses, (inputs() * 2).square()]
+
+        for _ in range(3):
+            with saved:
+                losses = forward(changes=False)[1]
+            sum(losses).sum().backward()
+            del losses
+        flush()
+        with saved:
+            parts, losses = forward(changes=True)
+            losses.append(parts[2].square())
+        assert spill._stuck_bytes == 3 * ROW_BYTES
+        spill.budget_bytes = BUDGET
+        del parts, losses[1:]
+        flush()
+        for _ in range(2):
+            with saved:
+                assert spill.held_bytes == 3 * ROW_BYTES
+            with (
+                pytest.raises(KeyboardInterrupt),
+                interrupted_at(1, Spill._tidy),
+                saved,
+            ):
+                pass
+        losses.clear()
+
+
+def lacking(*_):
+    raise MemoryError
 
 
 def test_what_could_not_leave_leaves_later(sim, monkeypatch):
@@ -270,6 +400,31 @@ def test_what_could_not_leave_leaves_later(sim, monkeypatch):
         loss.backward()
         first.sum().backward()
         del loss, first
+
+
+def test_what_could_not_leave_together_comes_back_apart(sim, monkeypatch):
+    """Backward asked for the bundle that was never sent, and found it nowhere."""
+    model = stack().to("hpu")
+    with emptied(stagehand.activations(2_000_000)) as saved:
+        spill = spill_of(saved)
+        spill._bundle_bytes = 1_000_000
+        with saved:
+            first = model[:3](inputs()).sum()
+        spill.budget_bytes = 0
+        with monkeypatch.context() as patch:
+            patch.setattr(SlabPool, "make", lacking)
+            with pytest.raises(MemoryError), saved:
+                model(inputs())
+        flush()
+        spill._bundle_bytes = 1
+        spill.budget_bytes = spill.held_bytes // 2
+        with saved:
+            second = model[:1](inputs()).sum()
+        assert spill.tally.spilled_count > 0
+        spill.budget_bytes = 2_000_000
+        first.backward()
+        second.backward()
+        del first, second
 
 
 def test_warning_of_pageable_memory_may_be_an_error(sim):

@@ -49,7 +49,7 @@ class Leaving:
     nbytes: int = 0
     """Device bytes that are free then, if nobody else keeps them."""
     done: Done = field(init=False)
-    """Set when the copy is queued."""
+    """Set when the copy is queued: what has none has not left."""
 
     def take(self, members: Sequence[weakref.ref[Piece]]) -> list[Piece]:
         """Take along the pieces that are there, and return them."""
@@ -116,18 +116,12 @@ class Carrier:
         self._checks = checks
         self._dying: deque[Gone] = deque()  # their copies are under way
 
-    def send(
-        self,
-        bundle: Bundle,
-        pieces: Sequence[Piece],
-        sources: list[torch.Tensor],
-        makers: Sequence[Stream],
-    ) -> Done:
+    def send(self, bundle: Bundle, pieces: Sequence[Piece], leaving: Leaving) -> None:
         """Queue the copies of a bundle's pieces to the host."""
         slab = bundle.slab = self._slab(bundle.nbytes)
         try:
             pairs = []
-            for piece, source in zip(pieces, sources, strict=True):
+            for piece, source in zip(pieces, leaving.sources, strict=True):
                 if self._checks:
                     memory = source.cpu().untyped_storage()
                     for handle in piece.handles():
@@ -135,12 +129,12 @@ class Carrier:
                 pairs.append((source, slab.like(source, piece.start)))
             if len(bundle.members) == 1:
                 bundle.home = pairs[0][1]
-            left = bundle.left = self.engine.send_group(pairs, makers=makers)
+            left = self.engine.send_group(pairs, makers=leaving.makers)
+            bundle.left = leaving.done = left
         finally:
             if bundle.left is None:
                 self.engine.drain()  # some of the copies may be under way, or put aside
                 self.pool.give(bundle)
-        return left
 
     def _slab(self, nbytes: int) -> Slab:
         """Return host memory that copies of the D2H lane may write.

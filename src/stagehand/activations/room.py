@@ -39,14 +39,11 @@ class Room(Returning):
         it does, until it no more does; and what is noted nowhere is kept: what has not
         been sent yet stays, and leaves in its turn.
         """
-        gathered = [scope.open for scope in self._open if scope.open is not None]
-        gathered += [bundle for _, bundle in self._waiting]
-        leaving = {id(ref()) for leaving in self._leaving for ref in leaving.pieces}
-        refs = [
-            *(ref for ref, _ in self._kept),
-            *self._live.values(),
-            *(ref for bundle in gathered for ref in bundle.members),
-        ]
+        self._leaving = deque(sent for sent in self._leaving if hasattr(sent, "done"))
+        leaving = {id(ref()) for sent in self._leaving for ref in sent.pieces}
+        # What waits in bundles is among those that live: no other has its storage. What
+        # was put aside, and kept again, may not be.
+        refs = *self._live.values(), *(ref for ref, _ in self._kept)
         aside = {
             id(piece): (ref, nbytes)
             for ref, nbytes in self._stuck
@@ -68,7 +65,6 @@ class Room(Returning):
         self._kept = deque((weakref.ref(piece), piece.nbytes) for piece in kept)
         self._stuck = deque(aside.values())
         self._stuck_bytes = sum(nbytes for _, nbytes in self._stuck)
-        self._unpruned = 0
         fetched = *self._ahead, *self._used
         back = {bundle for ref in fetched if (bundle := ref()) is not None}
         self._held = (
@@ -183,34 +179,14 @@ class Room(Returning):
     def _send(self, bundle: Bundle, scope: Scope) -> None:
         """Queue the copies of a bundle that still has pieces to send."""
         leaving = Leaving(scope.streams)
-        try:
-            pieces = leaving.take(bundle.members)
-            if pieces:
-                scope.bundles.append(weakref.ref(bundle))
-                scope.is_stirred = True
-                self._leaving.append(leaving)  # first: the copies read the sources
-                leaving.done = self._carrier.send(
-                    bundle, pieces, leaving.sources, scope.streams
-                )
-                self.tally.spilled_bytes += leaving.nbytes
-        except BaseException:
-            if bundle.left is None:
-                self._put_back(bundle, leaving)
-            else:
-                leaving.done = bundle.left
-            raise
-        finally:
-            self._held -= bundle.counted - leaving.nbytes
-
-    def _put_back(self, bundle: Bundle, leaving: Leaving) -> None:
-        """Undo what was done to send a bundle, where that has failed."""
-        if leaving in self._leaving:
-            self._leaving.remove(leaving)
-        pieces = bundle.living()
-        leaving.nbytes = sum(piece.nbytes for piece in pieces)
-        for piece in reversed(pieces):
-            piece.bundle = piece.twin = None
-            self._kept.appendleft((weakref.ref(piece), piece.nbytes))
+        pieces = leaving.take(bundle.members)
+        if pieces:
+            scope.bundles.append(weakref.ref(bundle))
+            scope.is_stirred = True
+            self._leaving.append(leaving)  # first: the copies read the sources
+            self._carrier.send(bundle, pieces, leaving)
+            self.tally.spilled_bytes += leaving.nbytes
+        self._held -= bundle.counted - leaving.nbytes
 
     # Room
 
