@@ -180,7 +180,7 @@ class SlabPool:
         """Return a new slab without a class; None if that is not allowed."""
         self._free.setdefault(size, [])
         slab = self._new(size)
-        while slab is None and self._drop_one(size):
+        while slab is None and self._drop_one():
             slab = self._new(size)
         return slab
 
@@ -194,10 +194,10 @@ class SlabPool:
             lease.release()
             raise
 
-    def _drop_one(self, size: int) -> bool:
-        """End a free slab of another size; False if there is none."""
-        for other, free in self._free.items():
-            if free and other != size and other not in self._classes:
+    def _drop_one(self) -> bool:
+        """End a free slab without a class; False if there is none."""
+        for size, free in self._free.items():
+            if free and size not in self._classes:
                 free.pop().end()
                 return True
         return False
