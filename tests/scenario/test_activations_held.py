@@ -585,6 +585,68 @@ def test_no_change_of_habit_lets_graphs_keep_more_than_the_budget(graphs, sim, s
             assert not number or max(seen) <= 6 * NBYTES
 
 
+@pytest.mark.parametrize(
+    "saves", [torch.sin, lambda y: y[:2048].sin() + y[2048:].sin()]
+)
+def test_what_is_changed_after_it_has_left_with_others_raises(saved, saves):
+    """Backward took the changed bytes of what users held, and was silently wrong.
+
+    In forwards before, nobody held it.
+    """
+    leaves = torch.linspace(-1, 1, 16 * 4096, device="hpu").split(4096)
+    leaves = [leaf.clone().requires_grad_() for leaf in leaves]
+    kept, spill = [], spill_of(saved)
+
+    def forward():
+        kept[:] = [leaf * 3 for leaf in leaves]
+        return sum(saves(y).sum() for y in kept)
+
+    spill.budget_bytes = 4 * 16_384
+    spill._bundle_bytes = 4 * 16_384
+    for _ in range(3):
+        with saved:
+            loss = forward()
+        kept.clear()
+        loss.backward()
+    with saved:
+        loss = forward()
+    torch.accelerator.synchronize()
+    with saved:
+        pass
+    assert spill.held_bytes <= spill.budget_bytes
+    kept[1].detach().mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    kept.clear()
+
+
+def test_what_others_resize_after_it_has_left_comes_back(saved):
+    leaves = torch.linspace(-1, 1, 16 * 4096, device="hpu").split(4096)
+    leaves = [leaf.clone().requires_grad_() for leaf in leaves]
+    kept, spill = [], spill_of(saved)
+
+    def forward():
+        kept[:] = [leaf * 3 for leaf in leaves]
+        return sum(y.sin().sum() for y in kept)
+
+    spill.budget_bytes = 4 * 16_384
+    for _ in range(3):
+        with saved:
+            loss = forward()
+        kept.clear()
+        loss.backward()
+    leaves[0].grad = None
+    with saved:
+        loss = forward()
+    torch.accelerator.synchronize()
+    with saved:
+        pass
+    kept[0].untyped_storage().resize_(0)
+    loss.backward()
+    assert torch.equal(leaves[0].grad, 3 * (3 * leaves[0].detach()).cos())
+    kept.clear()
+
+
 def test_what_is_changed_while_it_leaves_stays_and_raises(saved, sim):
     """Its copy is no copy of what was saved; what left with it comes back all the same.
 

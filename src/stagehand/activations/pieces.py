@@ -429,7 +429,7 @@ class Bundle:
         if not hasattr(self, "gone"):  # an interrupt came before it was made
             return
         slab, back = self.slab, self.back
-        if slab is not None or back is not None:
+        if slab is not None:
             last = self.arrived or self.left  # the former waits for the latter
             # Memory that compute has waited for is in its order already.
             waiting = back if self.seen is None else None
