@@ -218,6 +218,61 @@ def test_result_that_is_changed_after_its_region_is_computed_again(runtime):
         assert torch.equal(found, expected)
 
 
+def with_a_backward_inside(runtime, *, early, late):
+    """Gradients of a forward in which a region of another graph is computed again.
+
+    The region makes room, by what the forward has saved and its user holds.
+
+    Args:
+        early: What to add to that before it is saved.
+        late: What to add to it when it has left.
+    """
+    kw, forward = {}, nullcontext
+    if runtime is not None:
+        kw["context_fn"], forward = runtime.checkpoint_contexts, runtime.managed_forward
+    x, held = inputs(), []
+    with forward():
+        other = x
+        for _ in range(2):
+            region = lambda y: y.sin().cos().sigmoid().sin()  # noqa: E731
+            other = checkpoint(region, other, use_reentrant=False, **kw)
+    with forward():
+        loss = torch.zeros((), device="hpu")
+        for factor in (1.5, 2.5):
+            held.append((x * factor).add_(early) if early else x * factor)
+            loss = loss + held[-1].cos().sum()
+        found = torch.autograd.grad(other.sum(), x)
+    if late:
+        held[-1].add_(late)
+    return [g.cpu() for g in (*found, *torch.autograd.grad(loss, x))]
+
+
+@pytest.fixture
+def few_rows(sim):
+    config = ActivationStagehandConfig(
+        budget=3 * ROW_BYTES, recompute_threshold_bytes=ROW_BYTES
+    )
+    runtime = ActivationRuntime(config)
+    yield runtime
+    runtime.shutdown()
+
+
+def test_changes_before_the_save_are_none_of_what_leaves_while_a_region_runs(few_rows):
+    expected = with_a_backward_inside(None, early=1.0, late=0)
+    for _ in range(4):
+        few_rows.step_begin()
+        assert_same(with_a_backward_inside(few_rows, early=1.0, late=0), expected)
+        few_rows.step_end()
+
+
+def test_changes_of_what_has_left_while_a_region_ran_raise(few_rows):
+    for _ in range(4):
+        few_rows.step_begin()
+        with pytest.raises(RuntimeError, match="modified by an inplace"):
+            with_a_backward_inside(few_rows, early=0, late=1.0)
+        few_rows.step_end()
+
+
 def test_what_leaves_inside_of_a_region_is_no_operator_of_it(runtime):
     """Hooks of the user's hide the region, which counted copies that only forward has.
 

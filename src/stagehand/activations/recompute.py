@@ -113,7 +113,7 @@ class _Region:
         each = result if type(result) is tuple else (result,)
         if not any(map(self._is_large, each)) or _is_random(function, args):
             return None
-        with sharing_versions(), without_modes(but_sanitizer=True):
+        with _apart():
             kept = [self._packed(item) for item in each]
         return kept if type(result) is tuple else kept[0]
 
@@ -132,7 +132,7 @@ class _Region:
 
     def again(self, kept: Any) -> Any:
         """Return the result that something stands for."""
-        with without_modes(but_sanitizer=True):
+        with _apart():
             if type(kept) is list:
                 return tuple(map(self._unpacked, kept))
             return self._unpacked(kept)
@@ -147,6 +147,16 @@ class _Region:
         if isinstance(packed, Piece | Extra) and self.spill is not None:
             return self.spill.restore(packed).detach()
         return packed.get().detach() if type(packed) is Kept else packed
+
+
+@contextmanager
+def _apart() -> Iterator[None]:
+    """Keep what is done to saved tensors from modes, and theirs from what is done.
+
+    Other pieces may leave meanwhile: what stands for them has their versions, too.
+    """
+    with sharing_versions(), without_modes(but_sanitizer=True):
+        yield
 
 
 def _is_changed(packed: Any) -> bool:
