@@ -429,12 +429,18 @@ class SavedTensors:
         if in_backward():
             self._turn_back()
 
-    def follow(self, block: Block, output: Any) -> None:
+    def follow(self, block: Block, output: Any, since: int) -> None:
         """Bring a site's block as autograd comes to what the site has returned.
 
         What parts of the site have saved may have gone to hooks of their own, inside of
         it, which tell of nothing. A region around the site is recomputed first, and
         brings blocks in the order of the forward.
+
+        Args:
+            block: The site's.
+            output: What the site has returned: tensors in containers.
+            since: The sequence number of the first node that may be the site's. Of what
+                it has only passed on, autograd comes to the node at another time.
         """
         top = top_saved_hooks()
         if top is not None:
@@ -442,7 +448,7 @@ class SavedTensors:
             if is_checkpoints(owner.below if self._is_inside(owner) else top[1]):
                 return
         for node in {tensor.grad_fn for _, tensor in tensors_in(output)}:
-            if node is not None:
+            if node is not None and node._sequence_nr() >= since:
                 node.register_prehook(partial(self._arrive, block))
 
     @skipped

@@ -21,6 +21,7 @@ from stagehand.torch_private import (
     func_transform,
     function_modes,
     graph_task,
+    sequence_number,
     take_off,
     unwatched,
 )
@@ -382,13 +383,14 @@ class Passing(PassListener):
                 reader.begin(block)
             if block.unseen:
                 self._saved.site = block
+                reader.began = sequence_number()
         return self._saved.push_hooks()
 
     def _untrack(self, block: Block, reader: Reader, output: Any) -> None:
         """End what `_track` began."""
         self._saved.site = None
         if block.unseen and self._gradients is not None and torch.is_grad_enabled():
-            self._saved.follow(block, output)
+            self._saved.follow(block, output, reader.began)
         if reader.first >= 0 and self._is_last(block):
             self._kept.end(block, reader, output)
         if block.casts or torch.is_autocast_enabled(self._edges.device_type):

@@ -430,6 +430,48 @@ def test_blocks_are_recomputed_whose_inputs_went_to_hooks_inside(
     assert_trains_equally(offloading_net(parts, reentrant), script, setting)
 
 
+class Handing(Residual):
+    """Adds what it is given, and may hand that on, as the blocks of T5 do."""
+
+    hands = False
+
+    def forward(self, x, more):
+        x = Residual.forward(self, x) + more
+        return (x, more) if self.hands else (x, None)
+
+
+class HandingNet(Net):
+    """Makes what all blocks add first, so that backward comes to it last."""
+
+    def forward(self, x):
+        more = torch.tanh(self.entry(x))
+        for block in self.blocks:
+            x, handed = block(x, more)
+            more = more if handed is None else handed
+        return self.head(x)
+
+
+def handing_net(hands):
+    @built
+    def build():
+        model = HandingNet()
+        model.blocks = torch.nn.ModuleList(Handing() for _ in range(5))
+        for block in model.blocks:
+            block.hands = hands
+        return model
+
+    return build
+
+
+def test_no_block_comes_for_what_it_has_only_passed_on(sim):
+    setting = Setting("hpu", "blocks", "smallest")
+    handed, kept = (
+        assert_trains_equally(handing_net(hands), train, setting)
+        for hands in (True, False)
+    )
+    assert handed.streamed_bytes == kept.streamed_bytes
+
+
 def test_hooks_around_the_model_are_given_no_weight(sim):
     run = start(net, TIGHT)
     seen = []

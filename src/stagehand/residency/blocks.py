@@ -418,6 +418,8 @@ class Reader:
         once: How many nodes a call adds to the graph if it reads each weight once; -1
             as long as that is not known. A call that adds another number may read them
             more often: it has more frames, say, or more steps.
+        began: The sequence number of autograd's next node when it began last, if its
+            block may be read unseen.
         cast: Which of its weights autocast casts in a call; None if not known yet.
         first: The sequence number of autograd's next node when it began, from where on
             `KeptViews` is to look; -1 if it is not to.
@@ -425,13 +427,14 @@ class Reader:
     """
 
     __slots__ = (
-        *("_tied", "again", "binding", "cast"),
+        *("_tied", "again", "began", "binding", "cast"),
         *("first", "looked", "once", "own", "since"),
     )
     cast: tuple[torch.Tensor, ...] | None
 
     def __init__(self, own: Mapping[int, torch.Tensor], *, tied: bool) -> None:
         self.own = own
+        self.began = 0
         self.binding = -1
         self.since: int | None = None
         self.again = False
