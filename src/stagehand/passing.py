@@ -175,6 +175,8 @@ class Passing(PassListener):
 
         They are bound there, and may leave before the next pass begins.
         """
+        if self._gradients is not None:
+            self._gradients.check_step(stepped)
         for parameter in stepped:
             block = self._owners.get(id(parameter))
             if block is not None and block.bound:

@@ -130,12 +130,10 @@ __all__ = [
     "is_autograds",
     "is_checkpoints",
     "is_compiled_for",
-    "is_last_hook",
     "is_on_top",
     "keeps_graph",
     "load_places",
     "looked_through",
-    "make_last_hook",
     "negated",
     "place_of",
     "pop_saved_hooks",
@@ -498,17 +496,6 @@ def has_more_hooks(tensor: torch.Tensor) -> bool:
     return hooks is not None and len(hooks) > 1
 
 
-def is_last_hook(tensor: torch.Tensor, number: int) -> bool:
-    """Return whether a post-accumulate hook is the last of its tensor.
-
-    Args:
-        tensor: Whose hooks.
-        number: The hook's, as its handle knows it.
-    """
-    hooks: Any = getattr(tensor, "_post_accumulate_grad_hooks", None)
-    return not hooks or next(reversed(hooks)) == number
-
-
 def tensor_key(tensor: torch.Tensor) -> int:
     """Return what `torch.utils.swap_tensors` swaps, as a number, hooks included."""
     return tensor._cdata
@@ -525,20 +512,6 @@ def renew_hooks(tensor: torch.Tensor, *, swapped: bool) -> None:
     for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
         if swapped or not getattr(tensor, name):
             setattr(tensor, name, None)
-
-
-def make_last_hook(tensor: torch.Tensor, number: int) -> None:
-    """Let a post-accumulate hook be the last of its tensor; not while they are called.
-
-    Autograd goes by the order in which they were put in: `move_to_end` is not seen.
-
-    Args:
-        tensor: Whose hooks.
-        number: The hook's, as its handle knows it.
-    """
-    hooks: Any = getattr(tensor, "_post_accumulate_grad_hooks", None)
-    if hooks and number in hooks:
-        hooks[number] = hooks.pop(number)
 
 
 @contextmanager

@@ -4,16 +4,22 @@ import pytest
 import torch
 from torch import nn
 
+from stagehand.errors import ConfigError
 from training import (
     FEW,
     SOME,
+    TIGHT,
     WIDTH,
+    Net,
+    Reentering,
     Setting,
     assert_at_rest,
     assert_trains_equally,
     built,
+    end,
     net,
     over,
+    start,
     train,
 )
 
@@ -178,6 +184,82 @@ def test_an_optimizer_fused_into_backward_loses_no_step(sim, setting, kind, befo
         run.handles = run.model.handles
 
     assert_trains_equally(build, script, setting)
+
+
+def fuse_together(model, kind, groups):
+    """Make an optimizer of each group, which steps in the hook of the last of its
+    weights to get a gradient."""
+    handles = []
+    for group in groups:
+        optimizer = TOGETHER[kind](group)
+        left = set(group)
+
+        def step(parameter, optimizer=optimizer, left=left, group=group):
+            left.discard(parameter)
+            if not left:
+                optimizer.step()
+                optimizer.zero_grad()
+                left.update(group)
+
+        handles += [p.register_post_accumulate_grad_hook(step) for p in group]
+    model.handles = handles
+
+
+TOGETHER = {
+    "SGD": lambda group: torch.optim.SGD(group, lr=0.1, momentum=0.9, foreach=True),
+    "fused AdamW": lambda group: torch.optim.AdamW(group, lr=0.01, fused=True),
+    "SGD through .data": DataSGD,
+}
+
+
+@over(SOME)
+@pytest.mark.parametrize("kind", TOGETHER)
+@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize("recomputed", [True, False])
+def test_an_optimizer_that_steps_a_layer_when_its_last_gradient_came_skips_none(
+    sim, setting, kind, before, recomputed
+):
+    def fuse(model):
+        modules = (m for m in model.modules() if not isinstance(m, nn.ModuleList))
+        groups = (list(module.parameters(recurse=False)) for module in modules)
+        fuse_together(model, kind, filter(None, groups))
+
+    def build():
+        model = built(Reentering if recomputed else Net)()
+        if before:
+            fuse(model)
+        return model
+
+    def script(run):
+        if not before:
+            fuse(run.model)
+        for number in range(4):
+            run.backward(run.loss(number))
+            for name, parameter in run.model.named_parameters():
+                run.note(name, parameter)
+        run.handles = run.model.handles
+
+    assert_trains_equally(build, script, setting)
+
+
+@pytest.mark.parametrize("hooked", [True, False])
+def test_a_step_in_a_hook_that_would_skip_a_weight_is_refused(sim, hooked):
+    """Its gradient has left with its block, or at once where it has no hook."""
+    run = start(net, TIGHT)
+    group = [*run.model.blocks[0].up.parameters(), run.model.entry.weight]
+    if hooked:
+        fuse_together(run.model, "SGD", [group])
+    else:
+        optimizer = torch.optim.SGD(group, lr=0.1)
+        hook = run.model.entry.weight.register_post_accumulate_grad_hook
+        run.model.handles = [hook(lambda _: optimizer.step())]
+    with pytest.raises(ConfigError, match=r"would skip a weight of block"):
+        run.loss().backward()
+    while run.model.handles:
+        run.model.handles.pop().remove()
+    run.model.zero_grad()
+    train(run, steps=1)
+    end(run)
 
 
 @over(FEW)

@@ -55,9 +55,7 @@ from stagehand.gradients.home import HOMES, Home
 from stagehand.torch_private import (
     graph_task,
     has_more_hooks,
-    is_last_hook,
     keeps_graph,
-    make_last_hook,
     renew_hooks,
     sequence_number,
     storage_use_count,
@@ -402,12 +400,37 @@ class Gradients:
             else:
                 home.count()
             maker = self._device.current_stream()
-            if is_last_hook(parameter, home.handles[1].id):
+            if not has_more_hooks(parameter):
                 if self._late:
                     self._late.pop(home, None)
                 self._send(home, grad, maker)
-            else:  # hooks that were registered later shall see it first
-                self._late[home] = maker
+                return
+            # Hooks of users shall see it, those on other weights of its block, too.
+            if self._late and next(iter(self._late)).block is not home.block:
+                self._send_late()
+            self._late[home] = maker
+
+    def check_step(self, stepped: Iterable[torch.Tensor]) -> None:
+        """Refuse a step inside of a backward that would skip weights.
+
+        Args:
+            stepped: The parameters of the optimizer.
+
+        Raises:
+            ConfigError: If the gradient of one of them has left the device.
+        """
+        for parameter in stepped:
+            home = self._homes.get(id(parameter))
+            if home is None or not home.came or parameter.grad is not None:
+                continue
+            if home.grad is not None:
+                raise ConfigError(
+                    "an optimizer that steps in a gradient hook would skip a weight of"
+                    f" block {home.block.name!r} of shape {list(parameter.shape)}:"
+                    " its gradient is on its way to the host; expected weights of one"
+                    " block, the one that backward is in, each with a hook of its own;"
+                    " make an optimizer for each weight, or step after the backward"
+                )
 
     def _touch(self, home: Home, earlier: torch.Tensor | None) -> None:
         """Note that this backward pass has come to a parameter.
@@ -428,7 +451,6 @@ class Gradients:
         """Send gradients home that hooks of users had to see first."""
         while self._late:
             home, maker = self._late.popitem()
-            make_last_hook(home.parameter, home.handles[1].id)
             grad = home.parameter.grad
             if grad is None:
                 home.grad, home.whole = None, False
