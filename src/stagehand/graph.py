@@ -26,7 +26,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeGuard
-from weakref import WeakMethod
+from weakref import WeakMethod, ref
 
 import torch
 from torch import is_grad_enabled
@@ -433,8 +433,8 @@ class SavedTensors:
         """Bring a site's block as autograd comes to what the site has returned.
 
         What parts of the site have saved may have gone to hooks of their own, inside of
-        it, which tell of nothing. A region around the site is recomputed first, and
-        brings blocks in the order of the forward.
+        it, which tell of nothing. A region around the site is recomputed first, if it
+        was given anything, and brings blocks in the order of the forward.
 
         Args:
             block: The site's.
@@ -443,18 +443,21 @@ class SavedTensors:
                 it has only passed on, autograd comes to the node at another time.
         """
         top = top_saved_hooks()
-        if top is not None:
-            owner = getattr(top[1], "__self__", None)
-            if is_checkpoints(owner.below if self._is_inside(owner) else top[1]):
-                return
+        owner = None if top is None else getattr(top[1], "__self__", None)
+        region = None
+        if self._is_inside(owner) and is_checkpoints(owner.below):
+            region = ref(owner)  # a graph that has run drops what it saved
         for node in {tensor.grad_fn for _, tensor in tensors_in(output)}:
             if node is not None and node._sequence_nr() >= since:
-                node.register_prehook(partial(self._arrive, block))
+                node.register_prehook(partial(self._arrive, block, region))
 
     @skipped
-    def _arrive(self, block: Block, _: object) -> None:
+    def _arrive(self, block: Block, region: "ref[_Inside] | None", _: object) -> None:
         if self.backward is None:
             self.note_backward()
+        inside = None if region is None else region()
+        if inside is not None:
+            inside.unpack_first()
         self.come_to(block)
 
     def come_to(self, block: Block) -> None:
@@ -620,10 +623,11 @@ class _Inside:
         if saved.backward is None:
             saved.note_backward()
         if kind in _HANDLES:
-            if self._first is not None and task not in (-1, self._task):
-                self._early = self._unpack_below(self._first)
-                self._task = task
-            elif kind is WeightHandle and task == saved.backward:
+            if (
+                not self.unpack_first()
+                and kind is WeightHandle
+                and task == saved.backward
+            ):
                 view = saved.view_at_hand(packed)
                 if view is not None:
                     return view
@@ -638,6 +642,15 @@ class _Inside:
                 return early
             self._task = task
         return self._unpack_below(packed)
+
+    def unpack_first(self) -> bool:
+        """Unpack what was saved first, unless this backward has; return whether so."""
+        task = graph_task()
+        if self._first is None or task in (-1, self._task):
+            return False
+        self._early = self._unpack_below(self._first)
+        self._task = task
+        return True
 
     def _unpack_below(self, packed: Any) -> torch.Tensor:
         return self._unpack(packed.packed if type(packed) is _Theirs else packed)

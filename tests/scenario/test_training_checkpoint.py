@@ -404,10 +404,10 @@ class OffloadingResidual(Residual):
         return self.down(torch.nn.functional.gelu(self.up(x)))
 
 
-def offloading_net(parts, reentrant):
+def offloading_net(parts, reentrant, outside=Net):
     @built
     def build():
-        model = Net()
+        model = outside()
         model.blocks = torch.nn.ModuleList(OffloadingResidual() for _ in range(5))
         for block in model.blocks:
             block.parts, block.reentrant = parts, reentrant
@@ -470,6 +470,21 @@ def test_no_block_comes_for_what_it_has_only_passed_on(sim):
         for hands in (True, False)
     )
     assert handed.streamed_bytes == kept.streamed_bytes
+
+
+@over(SOME)
+@REENTRANT
+@pytest.mark.parametrize("parts", [False, True], ids=["whole", "parts"])
+@pytest.mark.parametrize("outside", [EachBlock, Pairs], ids=["each", "pairs"])
+def test_hooks_inside_of_blocks_that_are_recomputed_themselves_are_exact(
+    sim, setting, outside, parts, reentrant
+):
+    """The region around a block or two may have been given nothing that they saved."""
+
+    def script(run):
+        train(run, steps=4)
+
+    assert_trains_equally(offloading_net(parts, reentrant, outside), script, setting)
 
 
 def test_hooks_around_the_model_are_given_no_weight(sim):
