@@ -446,6 +446,10 @@ class SavedTensors:
         owner = None if top is None else getattr(top[1], "__self__", None)
         region = None
         if self._is_inside(owner) and is_checkpoints(owner.below):
+            if graph_task() != -1 and not in_function():
+                # Autograd goes through nothing that a region recomputes for its hooks,
+                # and what that only passes on may have numbers of another thread.
+                return
             region = ref(owner)  # a graph that has run drops what it saved
         for node in {tensor.grad_fn for _, tensor in tensors_in(output)}:
             if node is not None and node._sequence_nr() >= since:
