@@ -451,7 +451,10 @@ class SavedTensors:
                 # and what that only passes on may have numbers of another thread.
                 return
             region = ref(owner)  # a graph that has run drops what it saved
-        for node in {tensor.grad_fn for _, tensor in tensors_in(output)}:
+        tensors = [tensor for _, tensor in tensors_in(output)]
+        # A view that is changed in place gets another node, which leads to its base's.
+        tensors += [each._base for each in tensors if each._base is not None]
+        for node in {tensor.grad_fn for tensor in tensors}:
             if node is not None and node._sequence_nr() >= since:
                 node.register_prehook(partial(self._arrive, block, region))
 

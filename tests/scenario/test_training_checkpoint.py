@@ -487,6 +487,41 @@ def test_no_block_comes_for_what_it_has_only_passed_on(sim, recomputed):
     assert handed.streamed_bytes == kept.streamed_bytes
 
 
+class Altering(Net):
+    """Changes what a block has returned in place, which is a view."""
+
+    def around(self, block, x):
+        return block(x)[:].add_(0.5)
+
+
+class Viewing(OffloadingResidual):
+    """Returns a view."""
+
+    def forward(self, x):
+        return OffloadingResidual.forward(self, x)[:]
+
+
+@over(SOME)
+@REENTRANT
+def test_hooks_inside_of_blocks_whose_views_are_changed_in_place_are_exact(
+    sim, setting, reentrant
+):
+    """The view's own node is no part of the graph then."""
+
+    @built
+    def build():
+        model = Altering()
+        model.blocks = torch.nn.ModuleList(Viewing() for _ in range(5))
+        for block in model.blocks:
+            block.reentrant = reentrant
+        return model
+
+    def script(run):
+        train(run, steps=4)
+
+    assert_trains_equally(build, script, setting)
+
+
 @over(SOME)
 @REENTRANT
 @pytest.mark.parametrize("parts", [False, True], ids=["whole", "parts"])
