@@ -13,6 +13,7 @@ from keeping import (
     ROW_BYTES,
     WIDTH,
     assert_same,
+    flush,
     gradients,
     inputs,
     plain,
@@ -25,6 +26,7 @@ from torch.utils.checkpoint import checkpoint
 import stagehand
 from stagehand import ActivationRuntime, ActivationStagehandConfig
 from stagehand.activations import learning
+from stagehand.activations.pieces import Gone
 from stagehand.activations.spill import Spill
 from stagehand.activations.within import Activations
 from stagehand.conductor.adapters import Conducted
@@ -461,6 +463,42 @@ def test_one_number_makes_so_many_slabs_of_each_class(make, sim):
     before = sim.pinned_bytes()
     make(pinned_pool_classes_mb=(0.5, 1), slabs_per_class=3)
     assert sim.pinned_bytes() - before == 3 * int(1.5 * MIB)
+
+
+@pytest.mark.parametrize(
+    ("elements", "hits"), [(25_000, 1), (100_000, 0)], ids=["it fits", "too small"]
+)
+def test_host_memory_that_is_still_written_is_had_where_it_fits(
+    make, sim, elements, hits
+):
+    runtime = make(budget=1)
+
+    def saved(count):
+        x = torch.full((count,), 0.5, device="hpu", requires_grad=True)
+        with runtime.managed_forward():
+            return x, x.exp().exp()
+
+    sim.configure(d2h_gbps=0.001)
+    saved(25_000)
+    flush()
+    x, y = saved(elements)
+    pool = runtime._parts.pool
+    assert (pool.hits, pool.misses) == (hits, 2 - hits)
+    y.sum().backward()
+    assert torch.equal(x.grad.cpu(), (x.exp() * x.exp().exp()).cpu())
+    del y
+
+
+def test_pageable_memory_that_is_still_written_is_not_had(make):
+    """It has not all the bytes of its class."""
+    carrier = make(pinned_pool_classes_mb=(1,))._parts.carrier
+    with pytest.warns(stagehand.StagehandWarning, match="pageable memory"):
+        dead = Gone(0, carrier.pool.make(1000), None, torch.Event("hpu"))
+    carrier._dying.append(dead)
+    other = carrier._slab(2000)
+    assert other is not dead.slab
+    assert other.buffer.nbytes >= 2000
+    carrier.gone.append(Gone(0, other, None, None))
 
 
 def test_growth_stays_within_the_pinned_budget(make):
