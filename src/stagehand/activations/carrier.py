@@ -162,7 +162,7 @@ class Carrier:
         if slab is None or left is None:
             raise StagehandInternalError("a saved tensor is nowhere")
         if self._checks:
-            self._compare(bundle, left)
+            self._compare(bundle, slab, left)
         maker = self._device.current_stream()
         source = bundle.home
         if source is None:
@@ -188,7 +188,6 @@ class Carrier:
             self.wait(arrived, stream)
             if bundle.maker is not None and stream != bundle.maker:
                 back.record_stream(stream)  # type: ignore[arg-type]
-                bundle.maker.wait_event(arrived)  # to which it is given back
             bundle.seen = stream
         return back
 
@@ -270,12 +269,10 @@ class Carrier:
         self._dying.clear()
         self.pool.close()
 
-    def _compare(self, bundle: Bundle, left: Done) -> None:
+    def _compare(self, bundle: Bundle, slab: Slab, left: Done) -> None:
         left.synchronize()
-        if bundle.slab is None:
-            return
-        buffer = bundle.slab.buffer
-        memory, first = buffer.untyped_storage(), int(buffer.storage_offset())
+        memory = slab.buffer.untyped_storage()
+        first = int(slab.buffer.storage_offset())
         for piece in bundle.living():
             for handle in piece.handles():
                 expected = bundle.sums.get(handle.number)
@@ -297,6 +294,6 @@ def _sum(tensor: torch.Tensor) -> int:
 
     Not of all of its memory: parts that nobody has saved may be written meanwhile.
     """
-    flat = tensor.resolve_conj().resolve_neg().contiguous()
+    flat = tensor.contiguous()
     memory = (ctypes.c_char * flat.nbytes).from_address(flat.data_ptr())
     return zlib.crc32(memory)
