@@ -13,7 +13,7 @@ from test_activations_order import BINARY, UNARY, programs, run
 
 import stagehand
 from simulated import sim_device
-from stagehand.activations import saving
+from stagehand.activations import saving, spill
 from stagehand.activations.pieces import Extra, Piece
 from stagehand.activations.spill import Spill
 from stagehand.torch_private import WRAPPERS, use_count_of
@@ -433,6 +433,17 @@ def test_a_tensor_that_is_saved_again_and_again_gathers_no_references(saved):
     (piece,) = {piece for ref in spill_of(saved)._live.values() if (piece := ref())}
     assert not piece.extras
     del y, piece
+
+
+def test_storages_that_outlive_their_graphs_are_forgotten(saved, monkeypatch):
+    """Each has an address of its own, under which its dead piece was to be found."""
+    monkeypatch.setattr(spill, "_STALE", 4)
+    held = []
+    for count in range(64, 84):
+        with saved:
+            assert len(spill_of(saved)._live) <= 4
+            held.append(inputs()[:count].sigmoid().detach())
+    assert spill_of(saved)._live
 
 
 # Any program
