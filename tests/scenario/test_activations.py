@@ -295,6 +295,18 @@ def test_everything_stays_where_it_fits(sim):
 # What a known forward keeps without asking
 
 
+def test_what_is_dead_of_it_does_not_count_after_the_end(sim):
+    with emptied(stagehand.activations(BUDGET)) as saved:
+        for _ in range(3):
+            with saved:
+                living, dead = inputs().exp(), inputs().exp()
+        assert spill_of(saved)._given
+        del dead
+        saved.close()
+        assert spill_of(saved).held_bytes == ROW_BYTES
+        del living
+
+
 def test_it_leaves_when_another_forward_needs_room(sim, pieces):
     model = stack().to("hpu")
     expected = gradients(model, plain)
