@@ -295,12 +295,13 @@ def test_everything_stays_where_it_fits(sim):
 # What a known forward keeps without asking
 
 
-def test_what_is_dead_of_it_does_not_count_after_the_end(sim):
+def test_it_counts_at_the_peak_and_what_is_dead_of_it_not_at_the_end(sim):
     with emptied(stagehand.activations(BUDGET)) as saved:
         for _ in range(3):
             with saved:
                 living, dead = inputs().exp(), inputs().exp()
         assert spill_of(saved)._given
+        assert spill_of(saved).peak_bytes >= 2 * ROW_BYTES
         del dead
         saved.close()
         assert spill_of(saved).held_bytes == ROW_BYTES

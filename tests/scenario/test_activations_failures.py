@@ -369,7 +369,7 @@ def test_what_others_have_changed_a_part_of_and_let_go_counts_after_an_interrupt
         losses.clear()
 
 
-def lacking(*_):
+def lacking(*_, **__):
     raise MemoryError
 
 
@@ -400,6 +400,20 @@ def test_what_could_not_leave_leaves_later(sim, monkeypatch):
         loss.backward()
         first.sum().backward()
         del loss, first
+
+
+def test_what_could_not_leave_gives_host_memory_back_while_its_error_is_kept(
+    sim, monkeypatch
+):
+    model = stack().to("hpu")
+    with emptied(stagehand.activations(BUDGET)) as saved:
+        with monkeypatch.context() as patch:
+            patch.setattr(TransferEngine, "send_group", lacking)
+            with pytest.raises(MemoryError) as error, saved:
+                model(inputs())
+        assert saved._parts.pool.misses == 1
+        assert saved._parts.pool.out == 0
+        del error
 
 
 def test_what_could_not_leave_together_comes_back_apart(sim, monkeypatch):
