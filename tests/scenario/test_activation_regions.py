@@ -227,6 +227,10 @@ def with_a_backward_inside(runtime, *, early, late):
         early: What to add to that before it is saved.
         late: What to add to it when it has left.
     """
+
+    def region(y):
+        return y.sin().cos().sigmoid().sin()
+
     kw, forward = {}, nullcontext
     if runtime is not None:
         kw["context_fn"], forward = runtime.checkpoint_contexts, runtime.managed_forward
@@ -234,7 +238,6 @@ def with_a_backward_inside(runtime, *, early, late):
     with forward():
         other = x
         for _ in range(2):
-            region = lambda y: y.sin().cos().sigmoid().sin()  # noqa: E731
             other = checkpoint(region, other, use_reentrant=False, **kw)
     with forward():
         loss = torch.zeros((), device="hpu")
