@@ -46,6 +46,7 @@ from stagehand.torch_private import (
     looked_through,
     pop_saved_hooks,
     push_saved_hooks,
+    sequence_number,
     skipped,
     sparing,
     top_saved_hooks,
@@ -257,6 +258,9 @@ class SavedTensors:
         """The number of the backward pass that is known to go on."""
         self.site: Block | None = None
         """The block of the site that runs now, if it may be read unseen."""
+        self.latest = -1
+        """The sequence number behind the node for which that site last saved something
+        here; -1 if there is none."""
         self.watch: _Watch | None = None
         """Makes a context in which backward recomputes regions of this forward."""
         # By address: the slot in which a view was seen, if it still has that memory.
@@ -336,6 +340,9 @@ class SavedTensors:
         It runs for all that is saved, so it calls little. `_seen` is only a hint where
         to look: which block is in the slot now, the slot itself knows.
         """
+        site = self.site
+        if site is not None:
+            self.latest = sequence_number()
         if (
             type(saved) is _Tensor  # mostly
             or type(saved) in _PLAIN
@@ -378,7 +385,6 @@ class SavedTensors:
                         handle = self._cast(saved)
             if handle is not None:
                 return handle
-        site = self.site
         if site is None:
             return otherwise(saved)
         if otherwise is Kept:  # mostly: an object, and one in it, take 0.8 us more
@@ -455,7 +461,10 @@ class SavedTensors:
         # A view that is changed in place gets another node, which leads to its base's.
         tensors += [each._base for each in tensors if each._base is not None]
         for node in {tensor.grad_fn for tensor in tensors}:
-            if node is not None and node._sequence_nr() >= since:
+            number = -1 if node is None else node._sequence_nr()
+            if region is None and number == self.latest - 1:
+                continue  # what it has saved here brings the block, without a hook
+            if node is not None and number >= since:
                 node.register_prehook(partial(self._arrive, block, region))
 
     @skipped

@@ -385,6 +385,7 @@ class Passing(PassListener):
                 reader.begin(block)
             if block.unseen:
                 self._saved.site = block
+                self._saved.latest = -1
                 reader.began = sequence_number()
         return self._saved.push_hooks()
 

@@ -404,6 +404,14 @@ class OffloadingResidual(Residual):
         return self.down(torch.nn.functional.gelu(self.up(x)))
 
 
+class OffloadingFirst(OffloadingResidual):
+    """Ends in a layer that saves where all is seen, behind a region that does not."""
+
+    def forward(self, x):
+        x = self.region(self.up, self.norm(x))
+        return self.down(torch.nn.functional.gelu(x))
+
+
 def offloading_net(parts, reentrant, outside=Net):
     @built
     def build():
