@@ -412,11 +412,11 @@ class OffloadingFirst(OffloadingResidual):
         return self.down(torch.nn.functional.gelu(x))
 
 
-def offloading_net(parts, reentrant, outside=Net):
+def offloading_net(parts, reentrant, outside=Net, kind=OffloadingResidual):
     @built
     def build():
         model = outside()
-        model.blocks = torch.nn.ModuleList(OffloadingResidual() for _ in range(5))
+        model.blocks = torch.nn.ModuleList(kind() for _ in range(5))
         for block in model.blocks:
             block.parts, block.reentrant = parts, reentrant
         return model
@@ -436,6 +436,15 @@ def test_blocks_are_recomputed_whose_inputs_went_to_hooks_inside(
         train(run, steps=4)
 
     assert_trains_equally(offloading_net(parts, reentrant), script, setting)
+
+
+@over(SOME)
+@REENTRANT
+def test_regions_are_recomputed_in_front_of_a_layer_that_saves_as_usual(
+    sim, setting, reentrant
+):
+    net = offloading_net(False, reentrant, kind=OffloadingFirst)
+    assert_trains_equally(net, train, setting)
 
 
 class Handing(Residual):
