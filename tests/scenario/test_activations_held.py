@@ -596,6 +596,23 @@ def test_no_change_of_habit_lets_graphs_keep_more_than_the_budget(graphs, sim, s
             assert not number or max(seen) <= 6 * NBYTES
 
 
+def sixteen_that_are_kept(saves):
+    """Return leaves, a list of what is made of them, and a forward that fills it.
+
+    Args:
+        saves: Makes of each what the forward adds up, and saves it.
+    """
+    leaves = torch.linspace(-1, 1, 16 * 4096, device="hpu").split(4096)
+    leaves = [leaf.clone().requires_grad_() for leaf in leaves]
+    kept = []
+
+    def forward():
+        kept[:] = [leaf * 3 for leaf in leaves]
+        return sum(saves(y).sum() for y in kept)
+
+    return leaves, kept, forward
+
+
 @pytest.mark.parametrize(
     "saves", [torch.sin, lambda y: y[:2048].sin() + y[2048:].sin()]
 )
@@ -604,14 +621,8 @@ def test_what_is_changed_after_it_has_left_with_others_raises(saved, saves):
 
     In forwards before, nobody held it.
     """
-    leaves = torch.linspace(-1, 1, 16 * 4096, device="hpu").split(4096)
-    leaves = [leaf.clone().requires_grad_() for leaf in leaves]
-    kept, spill = [], spill_of(saved)
-
-    def forward():
-        kept[:] = [leaf * 3 for leaf in leaves]
-        return sum(saves(y).sum() for y in kept)
-
+    _, kept, forward = sixteen_that_are_kept(saves)
+    spill = spill_of(saved)
     spill.budget_bytes = 4 * 16_384
     spill._bundle_bytes = 4 * 16_384
     for _ in range(3):
@@ -632,14 +643,8 @@ def test_what_is_changed_after_it_has_left_with_others_raises(saved, saves):
 
 
 def test_what_others_resize_after_it_has_left_comes_back(saved):
-    leaves = torch.linspace(-1, 1, 16 * 4096, device="hpu").split(4096)
-    leaves = [leaf.clone().requires_grad_() for leaf in leaves]
-    kept, spill = [], spill_of(saved)
-
-    def forward():
-        kept[:] = [leaf * 3 for leaf in leaves]
-        return sum(y.sin().sum() for y in kept)
-
+    leaves, kept, forward = sixteen_that_are_kept(torch.sin)
+    spill = spill_of(saved)
     spill.budget_bytes = 4 * 16_384
     for _ in range(3):
         with saved:

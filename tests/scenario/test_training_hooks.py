@@ -151,6 +151,24 @@ OPTIMIZERS = {
 }
 
 
+def fused(make, fuse, before):
+    """Return what builds a model and what begins a script; the one fuses, or the other.
+
+    Args:
+        make: Makes the plain model.
+        fuse: Gives a model's weights hooks that step them.
+        before: Whether that is done before the model streams.
+    """
+
+    def build():
+        model = make()
+        if before:
+            fuse(model)
+        return model
+
+    return build, (lambda model: None) if before else fuse
+
+
 @over(SOME)
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 @pytest.mark.parametrize("before", [True, False])
@@ -165,15 +183,10 @@ def test_an_optimizer_fused_into_backward_loses_no_step(sim, setting, kind, befo
         model.handles = [p.register_post_accumulate_grad_hook(step) for p in optimizers]
         model.optimizers = list(optimizers.values())
 
-    def build():
-        model = net()
-        if before:
-            fuse(model)
-        return model
+    build, begin = fused(net, fuse, before)
 
     def script(run):
-        if not before:
-            fuse(run.model)
+        begin(run.model)
         for step in range(6):
             run.backward(run.loss(step))
             for name, parameter in run.model.named_parameters():
@@ -224,15 +237,10 @@ def test_an_optimizer_that_steps_a_layer_when_its_last_gradient_came_skips_none(
         groups = (list(module.parameters(recurse=False)) for module in modules)
         fuse_together(model, kind, filter(None, groups))
 
-    def build():
-        model = built(Reentering if recomputed else Net)()
-        if before:
-            fuse(model)
-        return model
+    build, begin = fused(built(Reentering if recomputed else Net), fuse, before)
 
     def script(run):
-        if not before:
-            fuse(run.model)
+        begin(run.model)
         for number in range(4):
             run.backward(run.loss(number))
             for name, parameter in run.model.named_parameters():
