@@ -323,6 +323,12 @@ class SavedTensors:
     def _is_inside(self, owner: Any) -> "TypeGuard[_Inside]":
         return type(owner) is _Inside and owner.saved is self
 
+    def _top_inside(self) -> "_Inside | None":
+        """Return the pair that a site has put in a region's place, if it is on top."""
+        top = top_saved_hooks()
+        owner = None if top is None else getattr(top[1], "__self__", None)
+        return owner if self._is_inside(owner) else None
+
     def _is_in_slot(self, tensor: torch.Tensor) -> bool:
         """Whether a view of a tensor would keep the memory of a slot."""
         if type(tensor) not in _PLAIN or tensor.layout is not torch.strided:
@@ -448,10 +454,8 @@ class SavedTensors:
             since: The sequence number of the first node that may be the site's. Of what
                 it has only passed on, autograd comes to the node at another time.
         """
-        top = top_saved_hooks()
-        owner = None if top is None else getattr(top[1], "__self__", None)
-        region = None
-        if self._is_inside(owner) and is_checkpoints(owner.below):
+        owner, region = self._top_inside(), None
+        if owner is not None and is_checkpoints(owner.below):
             if graph_task() != -1 and not in_function():
                 # Autograd goes through nothing that a region recomputes for its hooks,
                 # and what that only passes on may have numbers of another thread.
@@ -516,9 +520,8 @@ class SavedTensors:
 
     def unpacking(self) -> Callable[[Any], torch.Tensor]:
         """Return what brings a handle's block as hooks do that save tensors now."""
-        top = top_saved_hooks()
-        owner = None if top is None else getattr(top[1], "__self__", None)
-        return owner.unpack if self._is_inside(owner) else self._unpack
+        owner = self._top_inside()
+        return self._unpack if owner is None else owner.unpack
 
     def _handle_of_left(self, saved: torch.Tensor) -> WeightHandle | None:
         """Return a handle of a view whose slot has left its memory to who holds it.
