@@ -5,6 +5,9 @@ they bring has to be added in the order in which it adds what a single one bring
 """
 
 import random
+from collections import UserDict
+from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -131,6 +134,41 @@ def some_script(seed):
                 optimizer.zero_grad()
 
     return script
+
+
+@dataclass
+class Sample:
+    x: torch.Tensor
+
+
+class Returning(Twice):
+    """Returns what it computes inside of something."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind = kind
+
+    def forward(self, x):
+        return self.kind(x=super().forward(x))
+
+
+class Unpacked(Reusing):
+    def forward(self, x):
+        x = self.entry(x)
+        for number in self.order:
+            given = self.blocks[number](x)
+            x = given["x"] if isinstance(given, dict | UserDict) else given.x
+        return self.head(x)
+
+
+@pytest.mark.parametrize("kind", [dict, UserDict, Sample, SimpleNamespace])
+def test_gradients_are_exact_whatever_a_block_that_is_used_again_returns(sim, kind):
+    def script(run):
+        run.backward(run.model(run.batch(0)).square().mean())
+
+    order = [0, 1, 2, 3, 0, 1, 2, 3]
+    model = built(lambda: Unpacked(lambda: Returning(kind), order))
+    assert_trains_equally(model, script, Setting("hpu", "blocks", "smallest"))
 
 
 @pytest.mark.parametrize("seed", range(60))
