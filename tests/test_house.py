@@ -69,7 +69,7 @@ PLAN: dict[int, dict[str, tuple[str, ...]]] = {
             (),
         ),
         "weights": ("edges", "rows", "strays", "sites", "experts"),
-        "gradients": ("home", "arrivals", "gradients"),
+        "gradients": ("uses", "home", "arrivals", "gradients"),
         "streamer": (
             *("depths", "progress", "layers", "images", "rates", "stages", "handover"),
             *("pipeline", "streamer", "grid", "outcomes", "trial", "tuner"),

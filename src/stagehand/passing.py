@@ -405,10 +405,10 @@ class Passing(PassListener):
         """Whether no other site reads a block while this one does."""
         return block.uses - (self._parts.scheduler.fetched is block) <= 1
 
-    def _follow(self, table: torch.Tensor, node: Node) -> None:
+    def _follow(self, table: torch.Tensor, node: Node, joins: bool) -> None:
         """See `Gradients.follow`. Not in backward: a recompute has its own graph."""
         if self._gradients is not None and self._saved.backward is None:
-            self._gradients.follow(table, node)
+            self._gradients.follow(table, node, joins=joins)
 
     def _takes_gradients(self) -> bool:
         return torch.is_grad_enabled() and not self._settings.inference_mode

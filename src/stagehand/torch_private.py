@@ -120,6 +120,7 @@ __all__ = [
     "func_transform",
     "func_transforms",
     "function_modes",
+    "give_hooks",
     "give_value",
     "global_forward_hooks",
     "graph_task",
@@ -135,6 +136,7 @@ __all__ = [
     "load_places",
     "looked_through",
     "negated",
+    "node_that_runs",
     "place_of",
     "pop_saved_hooks",
     "push_saved_hooks",
@@ -148,6 +150,7 @@ __all__ = [
     "storage_key",
     "storage_use_count",
     "stream_on",
+    "take_more_hooks",
     "take_off",
     "take_off_dead",
     "tensor_key",
@@ -157,6 +160,7 @@ __all__ = [
     "unwatched",
     "use_count_of",
     "waits_for_backward",
+    "will_run",
     "without_modes",
 ]
 
@@ -218,7 +222,9 @@ use_count_of: Callable[[int], int] = _required("_storage_Use_Count")
 """`storage_use_count` of a storage's `_cdata`, where a call more is too slow."""
 graph_task: Callable[[], int] = _required("_current_graph_task_id")
 """The number of the backward pass in which this thread runs, or -1."""
-_node: Callable[[], Any] = _required("_current_autograd_node")
+node_that_runs: Callable[[], Any] = _required("_current_autograd_node")
+"""The node of a graph that autograd runs in this thread, or None."""
+_will_run: Callable[[Any], bool] = _required("_will_engine_execute_node")
 negated: Callable[[torch.Tensor], torch.Tensor] = _required("_neg_view", torch)
 """Return the negative of a tensor, over the same memory."""
 as_it_is: Callable[[], AbstractContextManager[None]] = _required(
@@ -338,7 +344,18 @@ def in_function() -> bool:
 
     That is code in Python, which may run a part of a model again.
     """
-    return isinstance(_node(), BackwardCFunction)
+    return isinstance(node_that_runs(), BackwardCFunction)
+
+
+def will_run(node: Any) -> bool:
+    """Return whether the call of autograd that runs here runs a node, or has run it.
+
+    No node is said to run of which `torch.autograd.grad` takes the gradient away.
+    """
+    try:
+        return _will_run(node)
+    except RuntimeError:
+        return False
 
 
 def is_checkpoints(hook: Callable[..., Any]) -> bool:
@@ -494,6 +511,18 @@ def has_more_hooks(tensor: torch.Tensor) -> bool:
     """Return whether a tensor has several post-accumulate hooks."""
     hooks: Any = getattr(tensor, "_post_accumulate_grad_hooks", None)
     return hooks is not None and len(hooks) > 1
+
+
+def take_more_hooks(tensor: torch.Tensor, *, but: RemovableHandle) -> dict[int, Any]:
+    """Take all post-accumulate hooks but one off a tensor; see `give_hooks`."""
+    hooks: Any = tensor._post_accumulate_grad_hooks
+    return {key: hooks.pop(key) for key in tuple(hooks) if key != but.id}
+
+
+def give_hooks(tensor: torch.Tensor, taken: dict[int, Any]) -> None:
+    """Put hooks back that `take_more_hooks` has taken, in their order."""
+    hooks: Any = tensor._post_accumulate_grad_hooks
+    hooks.update(taken)
 
 
 def tensor_key(tensor: torch.Tensor) -> int:

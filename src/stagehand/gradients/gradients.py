@@ -23,6 +23,10 @@ weight's block comes to the device anew (`Block.bindings`), autograd makes a new
 - What `param.grad` held before backward has to be added last. It is kept apart
   (`Home.earlier`) as long as more parts may come: as long as there are nodes of the
   weight that have not run, or may run again.
+- Users' hooks behind the addition are called once for a sum. Of a part that is not the
+  last one of its call of autograd they are hidden; at the last, the sum so far is on
+  the device again (`_reunite`). Which part is the last is known by the graphs' nodes
+  (`Uses`), which are looked for where a weight has such hooks as a forward begins.
 
 Memory: as many bytes of pinned memory as the trained streamed parameters have, for
 their gradients; while they accumulate, those of two blocks more. Where copies home
@@ -52,6 +56,7 @@ from stagehand.core.workers import failure_of, raise_kept
 from stagehand.errors import ConfigError, StagehandWarning
 from stagehand.gradients.arrivals import Arrival, combine, take_in
 from stagehand.gradients.home import HOMES, Home
+from stagehand.gradients.uses import Use
 from stagehand.torch_private import (
     graph_task,
     has_more_hooks,
@@ -204,13 +209,14 @@ class Gradients:
         if not self._homes:
             _warn_of_few_threads()
         for block in blocks:
-            trains = False
+            trains = hooked = False
             for tensor in block.tensors:
                 if tensor.requires_grad:
                     trains = True
                     home = self._homes.get(id(tensor))
                     if home is None or home.of != tensor_key(tensor):
                         self._homes[id(tensor)] = self._hook(tensor, block)
+                    hooked = hooked or has_more_hooks(tensor)
                 elif self._homes and id(tensor) in self._homes:
                     if tensor.grad is not None:
                         trains = True  # between passes it lies beside its gradient
@@ -223,6 +229,7 @@ class Gradients:
                 flight = self._engine.flight
                 flight.group_bytes = max(flight.group_bytes, block.nbytes)
             block.trains = trains
+            block.hooked = hooked
 
     def _tell_lost(self) -> None:
         """Warn of lost gradients, unless `zero_grad()` has removed the others, too."""
@@ -308,24 +315,33 @@ class Gradients:
             home = homes[node]
             if home is not None and (again or len(makers) > 1):
                 for maker, number in makers:
-                    maker.register_hook(self._feeding(home, number))
+                    self._note_use(home, node, maker, number)
 
-    def follow(self, weight: torch.Tensor, node: Node) -> None:
-        """Note that a bound weight was looked up, which sites may read as well.
+    def follow(self, weight: torch.Tensor, node: Node, *, joins: bool) -> None:
+        """Note that a weight was looked up, which sites may read as well.
 
         Args:
             weight: A parameter.
             node: Of the lookup: its only gradient is a term of the weight's.
+            joins: Whether sites may read it in the same binding.
         """
         home = self._homes.get(id(weight))
-        if home is not None:
-            node.register_hook(self._feeding(home, 0))
+        sums = node.next_functions[0][0]
+        if home is None or sums is None:
+            return
+        if joins or has_more_hooks(weight):
+            self._note_use(home, sums, node, 0)
+
+    def _note_use(self, home: Home, sums: Node, maker: Node, number: int) -> None:
+        """Let a node know that its `number`th gradient is a term of a home's."""
+        use = Use(sums, self._feeding(home, number))
+        maker.register_hook(use)
+        home.add_use(use)
 
     def _feeding(self, home: Home, number: int) -> Callable[..., Any]:
-        """Return a hook of a node whose `number`th gradient is a term of a home's."""
         me, known = weakref.ref(self), weakref.ref(home)
 
-        def feed(grads: tuple[Any, ...], _: object) -> tuple[Any, ...] | None:
+        def feed(grads: tuple[Any, ...]) -> tuple[Any, ...] | None:
             self, home = me(), known()
             if self is None or home is None or grads[number] is None:
                 return None
@@ -339,11 +355,10 @@ class Gradients:
     def _fed(self, home: Home, term: torch.Tensor) -> torch.Tensor | None:
         """Return a term with the sum so far added to it, or None for the plain term.
 
-        See Note [One by one]. It is plain where the weight has hooks of users: these
-        have seen the sum so far already, and would see it again.
+        See Note [One by one]. It is plain where the weight has tensor hooks of users:
+        these have seen the sum so far already, and would see it again.
         """
-        parameter = home.parameter
-        if has_more_hooks(parameter) or len(parameter._backward_hooks or ()) > 1:
+        if len(home.parameter._backward_hooks or ()) > 1:
             return None
         self._wait()
         if home.grad is None:
@@ -360,36 +375,54 @@ class Gradients:
         gradient: in a gradient of a gradient, say, that does not depend on its bias.
         What came before, as of a recompute, is not used up where `_after` finds none.
         """
-        home.idle = grad is None
-        if grad is None:
+        parameter = home.parameter
+        watched = has_more_hooks(parameter)
+        hides = watched and home.uses is not None and home.uses.more_come()
+        watched = watched and not hides
+        reunites = watched and home.has_unseen()
+        home.idle = grad is None and not reunites
+        if home.idle and not hides:
             return
         self._enter()
-        parameter = home.parameter
         given = parameter.grad
-        watched = has_more_hooks(parameter)
         if watched:  # by an optimizer, say, that steps the weight in its hook
             self._fetch(home.block)
             if home.block.bound:  # fused ones, and `.data`, move no version counter
                 home.block.mark_changed()
         if not home.touched:
             self._touch(home, given)
-        if given is None or given.device == grad.device:
+        if hides:
+            home.hide_hooks()
+        if reunites and given is None:
+            self._reunite(home)
+        if given is None or grad is None or given.device == grad.device:
             return
         if not parameter.requires_grad:
             return  # it was frozen after the forward: autograd adds nothing
-        if home.grad is not None:  # the host has made a part of the sum in between
-            self._wait()
+        if home.grad is not None and not home.whole:
+            self._wait()  # the host has made a part of the sum in between
             given = home.grad + given
-        home.grad = given
-        parameter.grad = None
-        if watched:
-            home.whole = True
-            parameter.grad = given.to(grad.device)
+        home.grad, home.whole = given, watched
+        parameter.grad = given.to(grad.device) if watched else None
+
+    def _reunite(self, home: Home) -> None:
+        """Bring to the device what users' hooks shall see with the part that comes."""
+        self._wait()
+        given, earlier, home.earlier = home.grad, home.earlier, None
+        if home.whole:  # the part has it already
+            given = earlier
+        elif given is not None and earlier is not None:
+            given = earlier + given
+        home.whole = True
+        if given is not None:
+            home.grad = given
+            home.parameter.grad = given.to(self._device.torch_device)
 
     def _after(self, home: Home) -> None:
         """Send a new gradient home."""
         parameter = home.parameter
         grad = parameter.grad
+        watched = not home.show_hooks() and has_more_hooks(parameter)
         if grad is None:
             if not home.idle:  # an optimizer has used it up
                 home.grad, home.whole = None, False
@@ -400,7 +433,7 @@ class Gradients:
             else:
                 home.count()
             maker = self._device.current_stream()
-            if not has_more_hooks(parameter):
+            if not watched:
                 if self._late:
                     self._late.pop(home, None)
                 self._send(home, grad, maker)
@@ -690,6 +723,7 @@ class Gradients:
             grad, home.grad = home.grad, None
             earlier, home.earlier = home.earlier, None
             home.whole = home.touched = home.came = home.parts = False
+            home.show_hooks()
             there = home.parameter.grad
             if there is not None and not there.is_cpu:  # backward failed before it left
                 home.parameter.grad = there = None

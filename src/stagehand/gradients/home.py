@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from stagehand.core.layout import placed_like
+from stagehand.gradients.uses import Uses
 from stagehand.torch_private import (
+    give_hooks,
     graph_task,
     keeps_graph,
     storage_key,
+    take_more_hooks,
     tensor_key,
     tensor_use_count,
     use_count_of,
@@ -21,6 +24,7 @@ if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
     from stagehand.core.arena import Arena, Lease
+    from stagehand.gradients.uses import Use
     from stagehand.residency.blocks import Block
 
 __all__ = ["HOMES", "Home"]
@@ -37,7 +41,7 @@ class Home:
         *("__weakref__", "block", "handles", "of", "parameter"),
         *("alone", "idle", "key", "lease", "place"),
         *("came", "earlier", "grad", "had", "more", "parts"),
-        *("spent", "task", "touched", "whole"),
+        *("hidden", "spent", "task", "touched", "unseen", "uses", "whole"),
     )
 
     def __init__(self, parameter: torch.Tensor, block: Block) -> None:
@@ -72,6 +76,12 @@ class Home:
         """How many of the `AccumulateGrad` nodes made for it cannot run any more."""
         self.task = -1
         """The call of autograd that has brought a gradient last."""
+        self.uses: Uses | None = None
+        """Known ones: hooks of users wait until the last has come."""
+        self.unseen = -1
+        """The latest call of autograd that has brought a part without these hooks."""
+        self.hidden: dict[int, Any] | None = None
+        """Hooks of users, while a part is added without them."""
 
     def count(self) -> None:
         """Note that an `AccumulateGrad` node has run, and whether another one may.
@@ -86,6 +96,34 @@ class Home:
         self.spent = self.block.bindings - left + (not keeps_graph())
         self.more = left > 1
         self.task = graph_task()
+
+    def add_use(self, use: Use) -> None:
+        """Note a use of the weight in a graph."""
+        if self.uses is None:
+            self.uses = Uses()
+        self.uses.add(use)
+
+    def has_unseen(self) -> bool:
+        """Whether the host has a sum that users' hooks shall see with the next part.
+
+        They have seen what this call of autograd has brought, unless it was hidden: of
+        what another call has brought, the resident model has the sum in `grad`, too.
+        """
+        task = graph_task()
+        return self.grad is not None and (self.unseen == task or self.task != task)
+
+    def hide_hooks(self) -> None:
+        """Let autograd call no hook of users behind the addition that comes next."""
+        self.hidden = take_more_hooks(self.parameter, but=self.handles[-1])
+        self.unseen = graph_task()
+
+    def show_hooks(self) -> bool:
+        """Put hooks of users back, in their order; return whether they were hidden."""
+        hidden, self.hidden = self.hidden, None
+        if hidden is None:
+            return False
+        give_hooks(self.parameter, hidden)
+        return True
 
     def fits(self, grad: torch.Tensor) -> bool:
         """Whether a gradient can lie as its parameter does, whose shape it has."""

@@ -70,6 +70,7 @@ class Block(Residency):
         "graded",
         "handles",
         "home",
+        "hooked",
         "host_addresses",
         "hosted",
         "image",
@@ -142,6 +143,8 @@ class Block(Residency):
         optimizers may have changed."""
         self.unseen = False
         """Whether backward may read its tensors without unpacking a handle of them."""
+        self.hooked = False
+        """Whether users have post-accumulate hooks on weights of it that train."""
         self.graded = False
         """Whether gradients have come for it since a forward: an optimizer may step
         it."""
@@ -414,7 +417,8 @@ class Reader:
         binding: `Block.bindings` when the site began last.
         since: The sequence number of autograd's next node then; None if no backward is
             to come.
-        again: Whether its weights may have been read before in the same binding.
+        again: Whether its weights may have been read before in the same binding, or all
+            uses of theirs shall be known, for a weight has hooks of users.
         once: How many nodes a call adds to the graph if it reads each weight once; -1
             as long as that is not known. A call that adds another number may read them
             more often: it has more frames, say, or more steps.
@@ -450,7 +454,7 @@ class Reader:
 
     def begin(self, block: Block) -> None:
         """The site begins, for a backward pass to come."""
-        self.again = self._tied or self.binding == block.bindings
+        self.again = self._tied or block.hooked or self.binding == block.bindings
         self.binding = block.bindings
         self.since = sequence_number()
 

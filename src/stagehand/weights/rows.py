@@ -61,7 +61,7 @@ class RowGather:
         leave: Callable[[Block], None],
         take_in: Callable[[Block], None],
         is_torn: Callable[[], bool],
-        follow: Callable[[torch.Tensor, Node], None],
+        follow: Callable[[torch.Tensor, Node, bool], None],
     ) -> None:
         self.mode = WeakMode(self, weakref.ref(model))
         self.busy = False
@@ -105,8 +105,8 @@ class RowGather:
             (self._join if joins else self._bring)(block)
             try:
                 rows = nn.functional.embedding(input, weight, *args, **kwargs)
-                if joins and rows.grad_fn is not None:
-                    self._follow(weight, rows.grad_fn)
+                if rows.grad_fn is not None:
+                    self._follow(weight, rows.grad_fn, joins)
                 return rows
             finally:
                 self._leave(block)
