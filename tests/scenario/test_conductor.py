@@ -260,10 +260,10 @@ def test_when_the_followed_runtime_is_detached_the_next_one_is_followed(
 class Steps:
     """A runtime that has nothing but a clock."""
 
-    kind, window, is_open, device_account = "steps", 2, True, None
+    kind, is_open, device_account = "steps", True, None
 
-    def __init__(self):
-        self.clock, self.bounds = PhaseClock(), Bounds()
+    def __init__(self, window=2):
+        self.clock, self.bounds, self.window = PhaseClock(), Bounds(), window
         self.engine = TransferEngine(HostDevice(), Counters())
 
     def snapshot(self):
@@ -630,6 +630,30 @@ def test_weights_lead_whoever_was_attached_first(stream, conduct):
     assert activations.bounds.current == Limits()
     assert activations.engine.traffic is None
     activations.shutdown()
+
+
+def test_the_first_leads_until_one_comes_that_loads_ahead():
+    """And nobody listens to it any more then."""
+    conductor = stagehand.ConductorRuntime(
+        stagehand.ConductorConfig(vram_hard_cap_mb=1), device="cpu"
+    )
+    first, second, ahead = Steps(window=0), Steps(window=0), Steps()
+
+    def lead():
+        """Which of them the conductor follows."""
+        found = []
+        for each in (first, second, ahead):
+            each.clock.begin_step()
+            found.append(conductor.clock.phase is not Phase.STEP_END)
+            each.clock.end_step()
+        return found
+
+    conductor.attach(first)
+    conductor.attach(second)
+    assert lead() == [True, False, False]
+    conductor.attach(ahead)
+    assert lead() == [False, False, True]
+    conductor.shutdown()
 
 
 def test_outputs_and_gradients_are_those_without_a_conductor(stream, conduct):

@@ -1,5 +1,6 @@
 """How models divide the memory of the device on which they take turns."""
 
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -108,6 +109,14 @@ def test_room_goes_to_who_is_faster_for_it():
     hidden, lacking = shares(100, claim(200, compute=200.0), claim(200))
     assert lacking.kept == 80
     assert hidden.kept == 0
+
+
+def test_models_of_which_no_time_is_known_keep_equally_much():
+    free = [replace(claim(80), seconds=lambda kept: 0.0) for _ in range(2)]
+    one, other = shares(100, *free)
+    assert one.kept + other.kept + 20 <= 100
+    assert abs(one.kept - other.kept) <= 100 // 32
+    assert one.kept > 30
 
 
 def test_what_is_fixed_is_neither_more_nor_less():

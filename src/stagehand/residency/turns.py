@@ -67,4 +67,4 @@ class Turns:
             if who not in (one, next_)
         }
         if self._present == who:
-            self._present, self._passes = None, 0
+            self._present = None
