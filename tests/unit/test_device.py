@@ -362,6 +362,7 @@ def cudart(monkeypatch):
     fake = FakeCudart()
     monkeypatch.setattr(torch.cuda, "cudart", lambda: fake)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: fake.log.append(("sync",)))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     return fake
 
 
@@ -484,6 +485,27 @@ def test_memory_that_cannot_be_unlocked_stays_mapped(sim, cudart, monkeypatch, w
     gc.collect()
     assert list(cudart.locked) == [address]
     assert is_mapped(address)
+
+
+def test_memory_that_is_collected_during_a_capture_goes_when_more_is_locked(
+    sim, cudart, monkeypatch
+):
+    """CUDA refuses to wait then, and breaks the graph."""
+    device = registering()
+    buffer = device.pinned(3 * MIB)
+    address = buffer.data_ptr()
+    with monkeypatch.context() as capture:
+        capture.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        del buffer
+        gc.collect()
+    assert [step[0] for step in cudart.log] == ["lock"]
+    assert is_mapped(address)
+    other = device.pinned(4096)
+    assert [step[0] for step in cudart.log] == ["lock", "sync", "unlock", "lock"]
+    assert cudart.log[2][1] == address
+    assert cudart.log[2][-1]  # before it is unmapped
+    assert not is_mapped(address)
+    del other
 
 
 def test_memory_is_unlocked_if_an_interrupt_comes_right_behind_its_locking(sim, cudart):

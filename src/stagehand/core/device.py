@@ -396,6 +396,8 @@ class _RegisteredMemory(mmap.mmap):
     _stay = ctypes.PYFUNCTYPE(None, ctypes.py_object)(("Py_IncRef", ctypes.pythonapi))
 
     def lock(self, address: int, nbytes: int, index: int) -> None:
+        while _put_off:
+            _put_off.pop().let_go()
         runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         self._locked, self._address, self._index = [], address, index
         with contextlib.suppress(OSError):  # a kernel that cannot: it copies them
@@ -428,26 +430,36 @@ class _RegisteredMemory(mmap.mmap):
         protect = ctypes.CDLL(None).mprotect
         protect(ctypes.c_void_p(self._address), ctypes.c_size_t(len(self)), _PROT_NONE)
 
-    def __del__(self) -> None:
-        if not getattr(self, "_locked", None):
-            return
+    def let_go(self) -> None:
+        """Unlock it, before it is unmapped."""
         try:
-            # A process that ends leaves it to the driver, which is faster.
-            if not sys.is_finalizing():
-                with torch.accelerator.device_index(self._index):
-                    torch.cuda.synchronize()  # a copy may still read what is unlocked
-                    self._unlock()
+            with torch.accelerator.device_index(self._index):
+                torch.cuda.synchronize()  # a copy may still read what is unlocked
+                self._unlock()
         finally:
             if self._locked:
                 self._stay(self)
 
+    def __del__(self) -> None:
+        if not getattr(self, "_locked", None):
+            return
+        if sys.is_finalizing():  # the driver does it, and faster
+            self._stay(self)
+        elif torch.cuda.is_current_stream_capturing():  # a wait would break the graph
+            _put_off.append(self)
+        else:
+            self.let_go()
+
 
 _registered: "weakref.WeakSet[_RegisteredMemory]" = weakref.WeakSet()
+_put_off: list[_RegisteredMemory] = []
+"""What was collected while a CUDA graph was captured: it goes with the next lock."""
 
 
 def _leave_all_to_parent() -> None:
-    for memory in tuple(_registered):
+    for memory in (*_registered, *_put_off):
         memory.leave_to_parent()
+    _put_off.clear()
 
 
 if hasattr(os, "register_at_fork"):
