@@ -141,12 +141,13 @@ class Passing(PassListener):
         self._measure.begin_pass()
         takes_gradients = self._takes_gradients()
         self._parts.scheduler.expect_changes(follow=not takes_gradients)
+        watches = takes_gradients or (not self._ready and self._has_gradients())
         self._begin_tenancy()
         self._take_additions()
         self._note_changes()
         if self._gradients is not None:
             self._gradients.begin_pass()
-        if takes_gradients:
+        if watches:
             self._watch()
         self._took_gradients = takes_gradients
         parts = self._parts
@@ -286,6 +287,14 @@ class Passing(PassListener):
         self._begin_uses(changes_follow=True)
         # Autograd goes on in streams that need not wait for the one of this node.
         self._parts.scheduler.await_fixed()
+
+    def _has_gradients(self) -> bool:
+        """Whether weights that stream have some already, which are to stay at home.
+
+        What trains is there between passes; else they would go with what stays.
+        """
+        tensors = (t for block in self._parts.streamed for t in block.tensors)
+        return any(t.requires_grad and t.grad is not None for t in tensors)
 
     def _watch(self) -> None:
         """Expect gradients of all that requires them; refuse quantized weights."""

@@ -445,6 +445,35 @@ def test_gradients_come_home_with_what_begins_to_train(sim, setting):
     assert_trains_equally(begun_net, script, setting)
 
 
+@built
+def grown_net():
+    """Has gradients from before it is streamed."""
+    model = net()
+    sum(p.square().sum() for p in model.parameters()).backward()
+    return model
+
+
+@pytest.mark.parametrize("budget", ["smallest", "third", "most", "all"])
+@pytest.mark.parametrize("mode", ["layers", "blocks"])
+def test_gradients_from_before_do_not_go_to_the_device_with_what_stays(
+    sim, mode, budget
+):
+    """In passes without gradients; they were beside the budget, and as large."""
+
+    def script(run):
+        with torch.no_grad():
+            before = sim.allocated_bytes()
+            run.note("a look", run.model(run.batch(1)))
+            run.note("another", run.model(run.batch(2)))
+            if run.runtime is not None:
+                small = sum(p.grad.nbytes for p in run.model.parameters() if p.dim() < 2)
+                placed = run.runtime.report().peak_device_bytes + 2 * small
+                assert sim.allocated_bytes() - before <= placed
+        train(run)
+
+    assert_trains_equally(grown_net, script, Setting("hpu", mode, budget))
+
+
 # Between steps
 
 
