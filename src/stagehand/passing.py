@@ -289,12 +289,9 @@ class Passing(PassListener):
         self._parts.scheduler.await_fixed()
 
     def _has_gradients(self) -> bool:
-        """Whether weights that stream have some already, which are to stay at home.
-
-        What trains is there between passes; else they would go with what stays.
-        """
-        tensors = (t for block in self._parts.streamed for t in block.tensors)
-        return any(t.requires_grad and t.grad is not None for t in tensors)
+        """See `Gradients.are_left`."""
+        gradients = self._gradients
+        return gradients is not None and gradients.are_left(self._parts.streamed)
 
     def _watch(self) -> None:
         """Expect gradients of all that requires them; refuse quantized weights."""

@@ -193,6 +193,18 @@ class Gradients:
         """Whether there are parameters that want some."""
         return any(home.parameter.requires_grad for home in self._homes.values())
 
+    def are_left(self, blocks: Iterable[Block]) -> bool:
+        """Whether weights have gradients already that nobody expects.
+
+        They are to be watched before a pass without gradients, too: what trains is at
+        home between passes, and what stays on the device takes its gradients along.
+        """
+        trained = [t for block in blocks for t in block.tensors if t.requires_grad]
+        if all(t.grad is None for t in trained):
+            return False
+        others = (HOMES.get(id(t)) for t in trained)
+        return all(home is None or id(home.parameter) in self._homes for home in others)
+
     def watch(self, blocks: Sequence[Block]) -> None:
         """Expect gradients of all parameters that now require one, and of no others.
 
