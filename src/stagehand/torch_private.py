@@ -135,6 +135,7 @@ __all__ = [
     "keeps_graph",
     "load_places",
     "looked_through",
+    "more_hooks",
     "negated",
     "node_that_runs",
     "place_of",
@@ -150,7 +151,7 @@ __all__ = [
     "storage_key",
     "storage_use_count",
     "stream_on",
-    "take_more_hooks",
+    "take_hooks",
     "take_off",
     "take_off_dead",
     "tensor_key",
@@ -513,14 +514,21 @@ def has_more_hooks(tensor: torch.Tensor) -> bool:
     return hooks is not None and len(hooks) > 1
 
 
-def take_more_hooks(tensor: torch.Tensor, *, but: RemovableHandle) -> dict[int, Any]:
-    """Take all post-accumulate hooks but one off a tensor; see `give_hooks`."""
+def more_hooks(tensor: torch.Tensor, *, but: RemovableHandle) -> dict[int, Any]:
+    """Return all post-accumulate hooks of a tensor but one."""
     hooks: Any = tensor._post_accumulate_grad_hooks
-    return {key: hooks.pop(key) for key in tuple(hooks) if key != but.id}
+    return {key: hook for key, hook in hooks.items() if key != but.id}
+
+
+def take_hooks(tensor: torch.Tensor, some: dict[int, Any]) -> None:
+    """Take post-accumulate hooks off a tensor."""
+    hooks: Any = tensor._post_accumulate_grad_hooks
+    for key in some:
+        hooks.pop(key, None)
 
 
 def give_hooks(tensor: torch.Tensor, taken: dict[int, Any]) -> None:
-    """Put hooks back that `take_more_hooks` has taken, in their order."""
+    """Put hooks back that `take_hooks` has taken, in their order."""
     hooks: Any = tensor._post_accumulate_grad_hooks
     hooks.update(taken)
 

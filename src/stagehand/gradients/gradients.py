@@ -351,6 +351,7 @@ class Gradients:
         home.add_use(use)
 
     def _feeding(self, home: Home, number: int) -> Callable[..., Any]:
+        """Return what gives the sum so far to a node's `number`th gradient."""
         me, known = weakref.ref(self), weakref.ref(home)
 
         def feed(grads: tuple[Any, ...]) -> tuple[Any, ...] | None:
@@ -434,7 +435,9 @@ class Gradients:
         """Send a new gradient home."""
         parameter = home.parameter
         grad = parameter.grad
-        watched = not home.show_hooks() and has_more_hooks(parameter)
+        hidden = home.hidden is not None
+        if hidden:
+            home.show_hooks()
         if grad is None:
             if not home.idle:  # an optimizer has used it up
                 home.grad, home.whole = None, False
@@ -445,7 +448,7 @@ class Gradients:
             else:
                 home.count()
             maker = self._device.current_stream()
-            if not watched:
+            if hidden or not has_more_hooks(parameter):
                 if self._late:
                     self._late.pop(home, None)
                 self._send(home, grad, maker)

@@ -13,8 +13,9 @@ from stagehand.torch_private import (
     give_hooks,
     graph_task,
     keeps_graph,
+    more_hooks,
     storage_key,
-    take_more_hooks,
+    take_hooks,
     tensor_key,
     tensor_use_count,
     use_count_of,
@@ -114,16 +115,15 @@ class Home:
 
     def hide_hooks(self) -> None:
         """Let autograd call no hook of users behind the addition that comes next."""
-        self.hidden = take_more_hooks(self.parameter, but=self.handles[-1])
         self.unseen = graph_task()
+        self.hidden = more_hooks(self.parameter, but=self.handles[-1])
+        take_hooks(self.parameter, self.hidden)
 
-    def show_hooks(self) -> bool:
-        """Put hooks of users back, in their order; return whether they were hidden."""
-        hidden, self.hidden = self.hidden, None
-        if hidden is None:
-            return False
-        give_hooks(self.parameter, hidden)
-        return True
+    def show_hooks(self) -> None:
+        """Put hooks of users back. Idempotent."""
+        if self.hidden is not None:
+            give_hooks(self.parameter, self.hidden)
+            self.hidden = None
 
     def fits(self, grad: torch.Tensor) -> bool:
         """Whether a gradient can lie as its parameter does, whose shape it has."""
