@@ -21,6 +21,8 @@ from stagehand.torch_private import (
     func_transform,
     function_modes,
     graph_task,
+    has_more_hooks,
+    in_function,
     sequence_number,
     take_off,
     unwatched,
@@ -387,7 +389,7 @@ class Passing(PassListener):
         if reader.looked != block.abandoned and self._is_last(block):
             self._kept.begin(reader)
         if self._gradients is not None:
-            if block.trains and self._saved.backward is None:
+            if block.trains and self._makes_graph(hooked=block.hooked):
                 reader.begin(block)
             if block.unseen:
                 self._saved.site = block
@@ -412,9 +414,19 @@ class Passing(PassListener):
         return block.uses - (self._parts.scheduler.fetched is block) <= 1
 
     def _follow(self, table: torch.Tensor, node: Node, joins: bool) -> None:
-        """See `Gradients.follow`. Not in backward: a recompute has its own graph."""
-        if self._gradients is not None and self._saved.backward is None:
+        """See `Gradients.follow`."""
+        if self._gradients is None:
+            return
+        if self._makes_graph(hooked=has_more_hooks(table)):
             self._gradients.follow(table, node, joins=joins)
+
+    def _makes_graph(self, *, hooked: bool) -> bool:
+        """Whether terms of a weight that is read now are to be noted.
+
+        In backward a recompute has a graph of its own. If autograd goes back through
+        that as well, as for a reentrant checkpoint, hooks of users see its sum once.
+        """
+        return self._saved.backward is None or (hooked and in_function())
 
     def _takes_gradients(self) -> bool:
         return torch.is_grad_enabled() and not self._settings.inference_mode

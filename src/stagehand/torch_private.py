@@ -120,11 +120,11 @@ __all__ = [
     "func_transform",
     "func_transforms",
     "function_modes",
-    "give_hooks",
     "give_value",
     "global_forward_hooks",
     "graph_task",
     "has_more_hooks",
+    "hide_hooks",
     "in_backward",
     "in_function",
     "inference_mode",
@@ -146,12 +146,12 @@ __all__ = [
     "reserved_on",
     "sequence_number",
     "sharing_versions",
+    "show_hooks",
     "skipped",
     "sparing",
     "storage_key",
     "storage_use_count",
     "stream_on",
-    "take_hooks",
     "take_off",
     "take_off_dead",
     "tensor_key",
@@ -520,17 +520,20 @@ def more_hooks(tensor: torch.Tensor, *, but: RemovableHandle) -> dict[int, Any]:
     return {key: hook for key, hook in hooks.items() if key != but.id}
 
 
-def take_hooks(tensor: torch.Tensor, some: dict[int, Any]) -> None:
-    """Take post-accumulate hooks off a tensor."""
+def hide_hooks(tensor: torch.Tensor, some: dict[int, Any]) -> None:
+    """Let post-accumulate hooks of a tensor do nothing until `show_hooks`."""
     hooks: Any = tensor._post_accumulate_grad_hooks
-    for key in some:
-        hooks.pop(key, None)
+    hooks.update(dict.fromkeys(some, _do_nothing))
 
 
-def give_hooks(tensor: torch.Tensor, taken: dict[int, Any]) -> None:
-    """Put hooks back that `take_hooks` has taken, in their order."""
+def _do_nothing(_: torch.Tensor) -> None:
+    """Stand where a hook was, so that its handle can remove it."""
+
+
+def show_hooks(tensor: torch.Tensor, hidden: dict[int, Any]) -> None:
+    """Put hooks back that `hide_hooks` has hidden and nobody has removed."""
     hooks: Any = tensor._post_accumulate_grad_hooks
-    hooks.update(taken)
+    hooks.update((key, hook) for key, hook in hidden.items() if key in hooks)
 
 
 def tensor_key(tensor: torch.Tensor) -> int:

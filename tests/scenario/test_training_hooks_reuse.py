@@ -75,6 +75,25 @@ class Nested(Reusing):
         return self.head(self.blocks[0](x))
 
 
+class Inside(Reusing):
+    """A region that a function runs again, with autograd behind it, is used twice."""
+
+    def forward(self, x):
+        x = self.entry(x)
+        for number in self.order:
+            x = checkpoint(self.blocks[number], x, use_reentrant=True)
+        return self.head(x)
+
+
+class SpeakingInside(Speaking):
+    """So is a table, and read by the head."""
+
+    def forward(self, x):
+        start = torch.zeros((), device=x.device, requires_grad=True)
+        speak = super().forward
+        return checkpoint(lambda x, _: speak(x), x, start, use_reentrant=True)
+
+
 MODELS = {
     "tied": built(Speaking),
     "large and tied": built(lambda: Speaking(4096)),
@@ -83,9 +102,15 @@ MODELS = {
     "tied within": built(lambda: Reusing(Tied, ROUND, tied=True)),
     "recomputed": built(lambda: Reusing(Residual, ROUND, range(2, 6), tied=True)),
     "nested": built(lambda: Nested(Residual, [0, 1, 0, 1])),
+    "inside": built(lambda: Inside(Twice, [0, 1])),
     "no gradient first": built(lambda: Beginning(Residual, ROUND)),
     "no gradient last": built(lambda: Ending(Residual, ROUND)),
 }
+
+REGIONS = {
+    "tied inside": built(SpeakingInside),
+    "large and tied inside": built(lambda: SpeakingInside(4096)),
+}  # what was there before is added too early: the last bits may differ
 
 
 def hook_each(run, make):
@@ -97,7 +122,9 @@ def hook_each(run, make):
 def noting(run):
     def make(name, _):
         def note(parameter):
+            grad = parameter.grad
             assert parameter.device.type == run.place
+            assert grad is None or grad.device == parameter.device
             run.note(f"{name} has", parameter.grad)
 
         return note
@@ -123,7 +150,7 @@ def stepping(run, kind=torch.optim.AdamW, **settings):
     hook_each(run, make)
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", [*MODELS, *REGIONS])
 @over([*SOME, TIGHT_BLOCKS])
 def test_an_optimizer_in_a_hook_steps_once(sim, setting, model):
     def script(run):
@@ -131,7 +158,7 @@ def test_an_optimizer_in_a_hook_steps_once(sim, setting, model):
         for number in range(3):
             run.loss(number).backward()
 
-    assert_trains_equally(MODELS[model], script, setting)
+    assert_trains_equally((MODELS | REGIONS)[model], script, setting)
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -168,6 +195,21 @@ def test_hooks_see_the_sum_of_each_backward_through_a_graph(sim, setting):
         other.backward(retain_graph=True)
         loss.backward()
         run.look()
+        by_name(run)
+
+    assert_trains_equally(MODELS["again"], script, setting)
+
+
+@over([*FEW, TIGHT_BLOCKS])
+def test_hooks_of_weights_that_are_frozen_meanwhile_see_what_was_there(sim, setting):
+    def script(run):
+        run.loss(0).backward()
+        noting(run)
+        loss = run.loss(1)
+        run.model.requires_grad_(False)
+        run.backward(loss)
+        run.model.requires_grad_(True)
+        run.backward(run.loss(2))
         by_name(run)
 
     assert_trains_equally(MODELS["again"], script, setting)
@@ -236,6 +278,29 @@ def test_hooks_are_called_in_their_order_and_only_those_that_are_left(sim, setti
         run.note("calls", [torch.tensor(seen)])
 
     assert_trains_equally(MODELS["again"], script, setting)
+
+
+@over([*FEW, TIGHT_BLOCKS])
+def test_hooks_that_one_in_front_of_the_addition_removes_are_not_called(sim, setting):
+    def script(run):
+        seen = []
+        weight = run.model.blocks[0].up.weight
+        register = weight.register_post_accumulate_grad_hook
+        first = register(lambda _: seen.append(1))
+        run.handles += [register(lambda _: seen.append(2))]
+        run.loss(0).backward()
+        left = [first]
+
+        def remove():
+            while left:
+                left.pop().remove()
+
+        run.handles += [weight.register_hook(lambda _: remove())]
+        for number in range(1, 3):
+            run.loss(number).backward()
+        run.note("calls", [torch.tensor(seen)])
+
+    assert_trains_closely(script, setting)
 
 
 @over([*FEW, TIGHT_BLOCKS])

@@ -389,9 +389,9 @@ class Gradients:
         What came before, as of a recompute, is not used up where `_after` finds none.
         """
         parameter = home.parameter
-        watched = has_more_hooks(parameter)
-        hides = watched and home.uses is not None and home.uses.more_come()
-        watched = watched and not hides
+        hooked = has_more_hooks(parameter)
+        hides = hooked and home.uses is not None and home.uses.more_come()
+        watched = hooked and not hides
         reunites = watched and home.has_unseen()
         home.idle = grad is None and not reunites
         if home.idle and not hides:
@@ -410,7 +410,7 @@ class Gradients:
             self._reunite(home)
         if given is None or grad is None or given.device == grad.device:
             return
-        if not parameter.requires_grad:
+        if not (parameter.requires_grad or watched):
             return  # it was frozen after the forward: autograd adds nothing
         if home.grad is not None and not home.whole:
             self._wait()  # the host has made a part of the sum in between

@@ -10,12 +10,12 @@ import torch
 from stagehand.core.layout import placed_like
 from stagehand.gradients.uses import Uses
 from stagehand.torch_private import (
-    give_hooks,
     graph_task,
+    hide_hooks,
     keeps_graph,
     more_hooks,
+    show_hooks,
     storage_key,
-    take_hooks,
     tensor_key,
     tensor_use_count,
     use_count_of,
@@ -115,14 +115,15 @@ class Home:
 
     def hide_hooks(self) -> None:
         """Let autograd call no hook of users behind the addition that comes next."""
+        self.show_hooks()  # those of a part that did not come
         self.unseen = graph_task()
         self.hidden = more_hooks(self.parameter, but=self.handles[-1])
-        take_hooks(self.parameter, self.hidden)
+        hide_hooks(self.parameter, self.hidden)
 
     def show_hooks(self) -> None:
         """Put hooks of users back. Idempotent."""
         if self.hidden is not None:
-            give_hooks(self.parameter, self.hidden)
+            show_hooks(self.parameter, self.hidden)
             self.hidden = None
 
     def fits(self, grad: torch.Tensor) -> bool:
