@@ -13,7 +13,8 @@ A cast is found through the graph, when an operator saves it for backward. If no
 because the operator's other input needs no gradient, an operator that computes nothing
 is run on the weight to find the cast.
 
-Without gradients it makes no difference whether a cast is kept, and none is.
+Without gradients none is kept. Those that PyTorch keeps then require gradients, in 2.13
+and not in 2.10, which lets it multiply inputs that are not contiguous in another way.
 """
 
 from __future__ import annotations
