@@ -414,11 +414,12 @@ class Passing(PassListener):
         return block.uses - (self._parts.scheduler.fetched is block) <= 1
 
     def _follow(self, table: torch.Tensor, node: Node, joins: bool) -> None:
-        """See `Gradients.follow`."""
-        if self._gradients is None:
+        """See `Gradients.follow`; `joins` if sites may read it in the same binding."""
+        hooked = has_more_hooks(table)
+        if self._gradients is None or not (joins or hooked):
             return
-        if self._makes_graph(hooked=has_more_hooks(table)):
-            self._gradients.follow(table, node, joins=joins)
+        if self._makes_graph(hooked=hooked):
+            self._gradients.follow(table, node)
 
     def _makes_graph(self, *, hooked: bool) -> bool:
         """Whether terms of a weight that is read now are to be noted.

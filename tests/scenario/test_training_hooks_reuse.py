@@ -65,33 +65,18 @@ class Beginning(Reusing):
         return self.head(y + Cut.apply(self.blocks[0](y)))
 
 
-class Nested(Reusing):
-    """Each use is a call of autograd of its own, in the call that all are in."""
-
-    def forward(self, x):
-        x = self.entry(x)
-        for number in self.order:
-            x = checkpoint(self.blocks[number], x, use_reentrant=True)
-        return self.head(self.blocks[0](x))
-
-
-class Inside(Reusing):
-    """A region that a function runs again, with autograd behind it, is used twice."""
-
-    def forward(self, x):
-        x = self.entry(x)
-        for number in self.order:
-            x = checkpoint(self.blocks[number], x, use_reentrant=True)
-        return self.head(x)
-
-
 class SpeakingInside(Speaking):
-    """So is a table, and read by the head."""
+    """A region that a function runs again, with autograd behind it, uses it twice."""
 
     def forward(self, x):
         start = torch.zeros((), device=x.device, requires_grad=True)
         speak = super().forward
         return checkpoint(lambda x, _: speak(x), x, start, use_reentrant=True)
+
+
+def reentering(block, order, uses):
+    """Return a model whose first uses are calls of autograd of their own."""
+    return built(lambda: Reusing(block, order, range(uses), reentrant=True))
 
 
 MODELS = {
@@ -101,8 +86,8 @@ MODELS = {
     "twice each": built(lambda: Reusing(Twice, ROUND)),
     "tied within": built(lambda: Reusing(Tied, ROUND, tied=True)),
     "recomputed": built(lambda: Reusing(Residual, ROUND, range(2, 6), tied=True)),
-    "nested": built(lambda: Nested(Residual, [0, 1, 0, 1])),
-    "inside": built(lambda: Inside(Twice, [0, 1])),
+    "nested": reentering(Residual, [0, 1, 0, 1, 0], 4),
+    "inside": reentering(Twice, [0, 1], 2),
     "no gradient first": built(lambda: Beginning(Residual, ROUND)),
     "no gradient last": built(lambda: Ending(Residual, ROUND)),
 }
@@ -130,6 +115,12 @@ def noting(run):
         return note
 
     hook_each(run, make)
+
+
+def count_calls(weight, seen, number):
+    """Register a hook that adds its number to those seen."""
+    register = weight.register_post_accumulate_grad_hook
+    return register(lambda _: seen.append(number))
 
 
 def by_name(run):
@@ -268,10 +259,9 @@ def test_hooks_are_called_in_their_order_and_only_those_that_are_left(sim, setti
     def script(run):
         seen = []
         weight = run.model.blocks[0].up.weight
-        register = weight.register_post_accumulate_grad_hook
-        first = register(lambda _: seen.append(1))
+        first = count_calls(weight, seen, 1)
         run.loss(0).backward()
-        run.handles += [register(lambda _, n=n: seen.append(n)) for n in (2, 3)]
+        run.handles += [count_calls(weight, seen, number) for number in (2, 3)]
         run.loss(1).backward()
         first.remove()
         run.loss(2).backward()
@@ -285,11 +275,9 @@ def test_hooks_that_one_in_front_of_the_addition_removes_are_not_called(sim, set
     def script(run):
         seen = []
         weight = run.model.blocks[0].up.weight
-        register = weight.register_post_accumulate_grad_hook
-        first = register(lambda _: seen.append(1))
-        run.handles += [register(lambda _: seen.append(2))]
+        left = [count_calls(weight, seen, 1)]
+        run.handles += [count_calls(weight, seen, 2)]
         run.loss(0).backward()
-        left = [first]
 
         def remove():
             while left:

@@ -65,10 +65,11 @@ class Tied(nn.Module):
 class Reusing(nn.Module):
     """Runs its blocks in some order, some of them in checkpoints."""
 
-    def __init__(self, block, order, recomputed=(), *, tied=False):
+    def __init__(self, block, order, recomputed=(), *, tied=False, reentrant=False):
         super().__init__()
         self.order = order
         self.recomputed = recomputed
+        self.reentrant = reentrant
         self.entry = nn.Linear(WIDTH, WIDTH)
         self.blocks = nn.ModuleList(block() for _ in range(4))
         self.head = nn.Linear(WIDTH, WIDTH)
@@ -80,7 +81,7 @@ class Reusing(nn.Module):
         for place, number in enumerate(self.order):
             block = self.blocks[number]
             if place in self.recomputed:
-                x = checkpoint(block, x, use_reentrant=False)
+                x = checkpoint(block, x, use_reentrant=self.reentrant)
             else:
                 x = block(x)
         return self.head(x)
@@ -331,18 +332,11 @@ def test_a_use_may_read_weights_more_often_than_the_first_one_did(
 
 @over(FEW)
 def test_reentrant_checkpoints_accumulate_one_by_one(sim, setting):
-    class Recomputing(Reusing):
-        def forward(self, x):
-            x = self.entry(x)
-            for number in self.order:
-                x = checkpoint(self.blocks[number], x, use_reentrant=True)
-            return self.head(x)
-
     def script(run):
         for number in range(3):
             run.backward(run.loss(number))
 
-    build = built(lambda: Recomputing(Residual, [0, 0, 1, 0]))
+    build = built(lambda: Reusing(Residual, [0, 0, 1, 0], range(4), reentrant=True))
     assert_trains_equally(build, script, setting)
 
 

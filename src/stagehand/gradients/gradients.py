@@ -329,19 +329,16 @@ class Gradients:
                 for maker, number in makers:
                     self._note_use(home, node, maker, number)
 
-    def follow(self, weight: torch.Tensor, node: Node, *, joins: bool) -> None:
+    def follow(self, weight: torch.Tensor, node: Node) -> None:
         """Note that a weight was looked up, which sites may read as well.
 
         Args:
             weight: A parameter.
             node: Of the lookup: its only gradient is a term of the weight's.
-            joins: Whether sites may read it in the same binding.
         """
         home = self._homes.get(id(weight))
         sums = node.next_functions[0][0]
-        if home is None or sums is None:
-            return
-        if joins or has_more_hooks(weight):
+        if home is not None and sums is not None:
             self._note_use(home, sums, node, 0)
 
     def _note_use(self, home: Home, sums: Node, maker: Node, number: int) -> None:
