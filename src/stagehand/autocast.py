@@ -10,16 +10,20 @@ emptied when a site ends, and made again when the block is used again. What auto
 saves of them are handles already (see `graph`).
 
 A cast is found through the graph, when an operator saves it for backward. If none does,
-because the operator's other input needs no gradient, an operator that computes nothing
-is run on the weight to find the cast.
+because the operator's other input needs no gradient, or there is no graph, an operator
+that computes nothing is run on the weight to find the cast.
 
-Without gradients none is kept. Those that PyTorch keeps then require gradients, in 2.13
-and not in 2.10, which lets it multiply inputs that are not contiguous in another way.
+Without gradients autocast's casts require gradients, too, from some version after 2.10
+on: a graph of the same region may use them, and operators multiply inputs that are not
+contiguous in another way. Before that, and in inference mode, they do not: nothing
+tells whose they are, nor do they make a difference, so the cache is off in such calls.
 """
 
 from __future__ import annotations
 
 import warnings
+from contextlib import nullcontext
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,6 +33,9 @@ from stagehand.core.casts import cast_of, is_cast, note_cast
 from stagehand.core.terms import terms_of
 from stagehand.errors import StagehandWarning
 from stagehand.torch_private import (
+    CAST,
+    DispatchMode,
+    dispatching,
     inference_mode,
     sequence_number,
     storage_use_count,
@@ -88,7 +95,7 @@ class Casts:
         if torch.is_grad_enabled():
             if reader.cast is None:
                 self._sites.append((reader, sequence_number()))
-        elif any(map(_may_be_cached, reader.own.values())):
+        elif not _are_found() and any(map(_may_be_cached, reader.own.values())):
             self._sites.append((reader, None))
             torch.set_autocast_cache_enabled(False)
 
@@ -101,19 +108,37 @@ class Casts:
             output: What the site returns.
             last: Whether no other site uses the block now.
         """
-        if self._sites and self._sites[-1][0] is reader:
-            _, since = self._sites.pop()
-            if since is None:
-                torch.set_autocast_cache_enabled(True)
+        began = bool(self._sites) and self._sites[-1][0] is reader
+        since = self._sites.pop()[1] if began else None
+        if began and since is None:
+            torch.set_autocast_cache_enabled(True)
+        elif self._are_kept():
+            if since is not None:
+                reader.cast = _cast_in(block, reader, output, since)
+            if torch.is_grad_enabled():
+                self._find_unsaved(block, reader)
             else:
-                reader.cast = _cast_in(block, output, since)
-        if reader.cast and torch.is_grad_enabled() and self._are_kept():
-            for weight in reader.cast:
-                known = block.casts.get(id(weight))
-                if known is None or known.cast() is None:
-                    self._ask_for(block, weight)
+                self._find_without_graph(block, reader)
         if last and block.casts:
             self.empty(block)
+
+    def _find_unsaved(self, block: Block, reader: Reader) -> None:
+        """Find the casts of a call with gradients that no operator has saved."""
+        for weight in reader.cast or ():
+            if _is_wanted(block, weight):
+                self._ask_for(block, weight)
+
+    def _find_without_graph(self, block: Block, reader: Reader) -> None:
+        """Find the casts of a call without gradients, which does not tell of any."""
+        for key, weight in reader.own.items():
+            if not _is_matrix(weight) or not _may_be_cached(weight):
+                continue
+            casts = reader.casts_unseen.get(key)
+            if casts is None:
+                is_mine = any(weight is tensor for tensor in block.tensors)
+                reader.casts_unseen[key] = is_mine and self._has_cast(block, weight)
+            elif casts and _is_wanted(block, weight):
+                self._ask_for(block, weight)
 
     def fill(self, block: Block) -> None:
         """Give the casts of a block that is in use their memory back.
@@ -172,11 +197,32 @@ class Casts:
             self._nothing[dtype] = found
         return found
 
-    def _ask_for(self, block: Block, weight: torch.Tensor) -> None:
-        """Find the cast of a weight that no operator has saved, and note it."""
+    def _has_cast(self, block: Block, weight: torch.Tensor) -> bool:
+        """Whether autocast keeps a cast of a weight; if so, note it."""
+        try:
+            self._ask_for(block, weight, _Refusing())  # type: ignore[no-untyped-call]
+        except _NotCastError:
+            return False
+        return True
+
+    def _ask_for(
+        self, block: Block, weight: torch.Tensor, mode: DispatchMode | None = None
+    ) -> None:
+        """Find the cast of a weight that no operator has saved, and note it.
+
+        Args:
+            block: The weight's.
+            weight: A matrix.
+            mode: Sees what is done for that.
+        """
         saved: list[torch.Tensor] = []
         dtype = torch.get_autocast_dtype(self._place.type)
-        with without_modes(), saved_tensors_hooks(saved.append, _never):
+        with (
+            torch.enable_grad(),
+            without_modes(),
+            dispatching(mode) if mode else nullcontext(),
+            saved_tensors_hooks(saved.append, _never),
+        ):
             rows = torch.empty(0, weight.shape[-2], dtype=dtype, device=self._place)
             torch.matmul(rows.requires_grad_(), weight)
         for tensor in saved:
@@ -185,7 +231,24 @@ class Casts:
                 note_cast(block.casts, *found)
 
 
-def _cast_in(block: Block, output: Any, since: int) -> tuple[torch.Tensor, ...] | None:
+class _NotCastError(Exception):
+    """Autocast keeps no cast of what it is asked for."""
+
+
+class _Refusing(DispatchMode):  # type: ignore[no-untyped-call]
+    """Refuses casts: what is run below it uses one that is kept, or fails."""
+
+    def __torch_dispatch__(
+        self, function: Any, _types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if function is CAST:
+            raise _NotCastError
+        return function(*args, **(kwargs or {}))
+
+
+def _cast_in(
+    block: Block, reader: Reader, output: Any, since: int
+) -> tuple[torch.Tensor, ...] | None:
     """Return the matrices that a site's call has cast; None if that is unknown.
 
     Vectors are too small to matter. Of weights that the site shares with others, and
@@ -199,7 +262,38 @@ def _cast_in(block: Block, output: Any, since: int) -> tuple[torch.Tensor, ...] 
         for node, makers in terms.items()
         if any(is_cast(maker) for maker, _ in makers)
     }
-    return tuple(t for t in block.tensors if id(t) in cast and t.dim() > 1)
+    # Calls without gradients may have cast some before.
+    cast.update(key for key in block.casts if key in reader.own)
+    return tuple(t for t in block.tensors if id(t) in cast and _is_matrix(t))
+
+
+def _is_wanted(block: Block, weight: torch.Tensor) -> bool:
+    """Whether the latest cast of a weight that is known is gone."""
+    known = block.casts.get(id(weight))
+    return known is None or known.cast() is None
+
+
+@cache
+def _have_graphs() -> bool:
+    """Whether casts that autocast keeps without gradients require gradients."""
+    weight = torch.ones(1, 1, device="cpu", requires_grad=True)
+    saved: list[torch.Tensor] = []
+    with without_modes(), torch.autocast("cpu", torch.bfloat16, cache_enabled=True):
+        with torch.no_grad():
+            rows = torch.empty(0, 1, dtype=torch.bfloat16, device="cpu")
+            torch.matmul(rows, weight)
+        with torch.enable_grad(), saved_tensors_hooks(saved.append, _never):
+            torch.matmul(rows.requires_grad_(), weight)
+    return any(cast_of(tensor) is not None for tensor in saved)
+
+
+def _are_found() -> bool:
+    """Whether a call without gradients lets its casts be found."""
+    return not torch.is_inference_mode_enabled() and _have_graphs()
+
+
+def _is_matrix(tensor: torch.Tensor) -> bool:
+    return tensor.dim() > 1
 
 
 def _may_be_cached(tensor: torch.Tensor) -> bool:

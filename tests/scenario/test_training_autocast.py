@@ -223,6 +223,83 @@ def test_casts_that_nothing_saves_are_held_by_nobody_either(sim):
     runtime_of(model).shutdown()
 
 
+class Turned(nn.Module):
+    """A layer whose input is not contiguous: how it is multiplied depends on whether
+    the layer's cast requires a gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(32, 32, bias=False)
+
+    def forward(self, x):
+        return self.layer(x.transpose(1, 2)).float()
+
+
+class AllTurned(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Turned() for _ in range(12))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@pytest.mark.parametrize("mode", ["layers", "blocks"])
+def test_without_gradients_inputs_that_are_not_contiguous_are_multiplied_as_resident(
+    sim, mode
+):
+    """Before, behind and between passes with gradients, in one region or several."""
+
+    def steps(model):
+        x = torch.randn(4, 32, 32, generator=torch.Generator().manual_seed(1))
+        x, found = x.to("hpu"), []
+        for looks in ("before", "between", "behind"):
+            model.zero_grad()
+            with torch.autocast("hpu", dtype=torch.float16):
+                with torch.set_grad_enabled(looks != "before"):
+                    output = model(x)
+                with torch.set_grad_enabled(looks == "before"):
+                    found.append(model(x))
+                if looks == "between":
+                    output = output + model(x * 2)
+            (found[-1] if looks == "before" else output).square().mean().backward()
+            found += [output, *(p.grad for p in model.parameters())]
+        return [tensor.detach().cpu().clone() for tensor in found]
+
+    model = AllTurned()
+    expected = steps(deepcopy(model).to("hpu"))
+    runtime = Setting("hpu", mode, "").stream(model, 3 * LAYER_BYTES)
+    assert_bitwise_equal(steps(model), expected, "outputs and gradients")
+    runtime.shutdown()
+
+
+def test_casts_of_passes_with_and_without_gradients_are_held_by_nobody(sim):
+    model = AllTurned()
+    stagehand.layer(model, vram_budget=3 * LAYER_BYTES)
+    x = torch.randn(4, 32, 32, device="hpu")
+    with (
+        torch.autocast("hpu", dtype=torch.bfloat16),
+        no_casts_kept(sim, 3 * LAYER_BYTES),
+    ):
+        for trained in (False, True, False, True):
+            with torch.set_grad_enabled(trained):
+                model(x)
+    runtime_of(model).shutdown()
+
+
+def test_what_a_call_without_gradients_does_not_cast_is_not_cast_for_it(sim):
+    """A table that is looked up by rows, say."""
+    model = nn.Sequential(nn.Embedding(64, 32), *stack(4))
+    stagehand.layer(model, vram_budget=16 * LAYER_BYTES)
+    with torch.no_grad(), torch.autocast("hpu", dtype=torch.bfloat16):
+        model(torch.arange(4, device="hpu"))
+    known = [key for block in runtime_of(model)._parts.blocks for key in block.casts]
+    assert known == [id(layer[0].weight) for layer in model[2:]], "but of the rest's"
+    runtime_of(model).shutdown()
+
+
 class Own(nn.Module):
     """Casts its weight itself, and keeps the cast or a view of it."""
 
