@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import stagehand
+from stagehand.gradients.uses import Uses
 from training import (
     FEW,
     SOME,
@@ -392,3 +393,23 @@ def test_hooks_are_there_after_one_in_front_of_the_addition_failed(sim, setting)
         by_name(run)
 
     assert_trains_equally(MODELS["again"], script, setting)
+
+
+def test_uses_are_looked_through_while_no_other_thread_adds_some(sim, monkeypatch):
+    """Backward comes to the weight before it has come to anything else streamed."""
+    locked, more_come = [], Uses.more_come
+
+    def look(uses):
+        locked.append(runtime._edges.lock.owner is not None)
+        return more_come(uses)
+
+    monkeypatch.setattr(Uses, "more_come", look)
+    model = MODELS["again"]()
+    runtime = TIGHT_BLOCKS.stream(model, TIGHT_BLOCKS.bytes_for(MODELS["again"]))
+    weight = model.blocks[0].up.weight
+    weight.register_post_accumulate_grad_hook(lambda _: None)
+    model(torch.ones(2, WIDTH, device="hpu")).sum().backward()
+    locked.clear()
+    weight.sum().backward()
+    assert locked == [True]
+    runtime.shutdown()

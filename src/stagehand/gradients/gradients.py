@@ -387,13 +387,16 @@ class Gradients:
         """
         parameter = home.parameter
         hooked = has_more_hooks(parameter)
+        home.idle = grad is None
+        if home.idle and not hooked:
+            return
+        self._enter()
         hides = hooked and home.uses is not None and home.uses.more_come()
         watched = hooked and not hides
         reunites = watched and home.has_unseen()
-        home.idle = grad is None and not reunites
+        home.idle = home.idle and not reunites
         if home.idle and not hides:
             return
-        self._enter()
         given = parameter.grad
         if watched:  # by an optimizer, say, that steps the weight in its hook
             self._fetch(home.block)
