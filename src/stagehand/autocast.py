@@ -46,6 +46,8 @@ from stagehand.torch_private import (
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from torch.autograd.graph import Node
+
     from stagehand.core.device import Device
     from stagehand.residency.blocks import Block, Reader
 
@@ -63,11 +65,19 @@ class Casts:
         device: Where the model computes.
         note_write: Called with a block when this stream has written casts of it, for
             which other streams have to wait as for its values.
+        follow: Called with a weight and the node of its cast that a graph uses, which
+            a call without gradients has made.
     """
 
-    def __init__(self, device: Device, note_write: Callable[[Block], None]) -> None:
+    def __init__(
+        self,
+        device: Device,
+        note_write: Callable[[Block], None],
+        follow: Callable[[torch.Tensor, Node], None],
+    ) -> None:
         self._device, self._place = device, device.torch_device
         self._note_write = note_write
+        self._follow = follow
         self._nothing: dict[torch.dtype, torch.Tensor] = {}
         # Sites that run, each with the sequence number of autograd's next node when it
         # began, to learn what it casts; or with None, if the cache is off during it.
@@ -93,6 +103,7 @@ class Casts:
         if not self._are_kept():
             return
         if torch.is_grad_enabled():
+            self._follow_unseen(block)
             if reader.cast is None:
                 self._sites.append((reader, sequence_number()))
         elif not _are_found() and any(map(_may_be_cached, reader.own.values())):
@@ -122,6 +133,14 @@ class Casts:
         if last and block.casts:
             self.empty(block)
 
+    def _follow_unseen(self, block: Block) -> None:
+        """Note that a graph uses casts that calls without gradients have made."""
+        for known in block.casts.values():
+            cast = known.cast()
+            if known.unseen and cast is not None and cast.grad_fn is not None:
+                known.unseen = False
+                self._follow(known.weight, cast.grad_fn)
+
     def _find_unsaved(self, block: Block, reader: Reader) -> None:
         """Find the casts of a call with gradients that no operator has saved."""
         for weight in reader.cast or ():
@@ -131,14 +150,19 @@ class Casts:
     def _find_without_graph(self, block: Block, reader: Reader) -> None:
         """Find the casts of a call without gradients, which does not tell of any."""
         for key, weight in reader.own.items():
-            if not _is_matrix(weight) or not _may_be_cached(weight):
+            if not (_is_matrix(weight) and _may_be_cached(weight)):
                 continue
             casts = reader.casts_unseen.get(key)
-            if casts is None:
-                is_mine = any(weight is tensor for tensor in block.tensors)
-                reader.casts_unseen[key] = is_mine and self._has_cast(block, weight)
-            elif casts and _is_wanted(block, weight):
+            if casts is False or not _is_wanted(block, weight):
+                continue
+            if casts:
                 self._ask_for(block, weight)
+            else:
+                is_mine = any(weight is tensor for tensor in block.tensors)
+                casts = is_mine and self._has_cast(block, weight)
+                reader.casts_unseen[key] = casts
+            if casts:
+                block.casts[key].unseen = True
 
     def fill(self, block: Block) -> None:
         """Give the casts of a block that is in use their memory back.
@@ -251,6 +275,7 @@ def _cast_in(
 ) -> tuple[torch.Tensor, ...] | None:
     """Return the matrices that a site's call has cast; None if that is unknown.
 
+    And those that it casts without gradients: a call before may have made these casts.
     Vectors are too small to matter. Of weights that the site shares with others, and
     that are no part of its block, the casts stay, as they do.
     """
@@ -262,8 +287,7 @@ def _cast_in(
         for node, makers in terms.items()
         if any(is_cast(maker) for maker, _ in makers)
     }
-    # Calls without gradients may have cast some before.
-    cast.update(key for key in block.casts if key in reader.own)
+    cast.update(key for key, casts in reader.casts_unseen.items() if casts)
     return tuple(t for t in block.tensors if id(t) in cast and _is_matrix(t))
 
 

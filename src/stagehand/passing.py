@@ -421,6 +421,12 @@ class Passing(PassListener):
         if self._makes_graph(hooked=hooked):
             self._gradients.follow(table, node)
 
+    def _follow_cast(self, weight: torch.Tensor, node: Node) -> None:
+        """See `Gradients.follow_cast`."""
+        if self._gradients is not None:
+            follows = self._makes_graph(hooked=has_more_hooks(weight))
+            self._gradients.follow_cast(weight, node, notes=follows)
+
     def _makes_graph(self, *, hooked: bool) -> bool:
         """Whether terms of a weight that is read now are to be noted.
 

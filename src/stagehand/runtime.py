@@ -141,7 +141,9 @@ class Runtime(Passing, Sharing, Storing, Conduct):
             settings.device,
         )
         self._kept = KeptViews(self._saved)
-        self._casts = Casts(settings.device, parts.scheduler.note_write)
+        self._casts = Casts(
+            settings.device, parts.scheduler.note_write, _weakly(self._follow_cast)
+        )
         self._gradients = self._make_gradients()
         if self._gradients is not None:
             parts.scheduler.await_steps_with(_weakly(self._gradients.await_steps))

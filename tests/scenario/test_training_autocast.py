@@ -275,8 +275,9 @@ def test_without_gradients_inputs_that_are_not_contiguous_are_multiplied_as_resi
     runtime.shutdown()
 
 
-def test_casts_of_passes_with_and_without_gradients_are_held_by_nobody(sim):
-    model = AllTurned()
+@pytest.mark.parametrize("make", [AllTurned, Reading])
+def test_casts_of_passes_with_and_without_gradients_are_held_by_nobody(sim, make):
+    model = make()
     stagehand.layer(model, vram_budget=3 * LAYER_BYTES)
     x = torch.randn(4, 32, 32, device="hpu")
     with (
@@ -286,6 +287,98 @@ def test_casts_of_passes_with_and_without_gradients_are_held_by_nobody(sim):
         for trained in (False, True, False, True):
             with torch.set_grad_enabled(trained):
                 model(x)
+    runtime_of(model).shutdown()
+
+
+class Speaking(nn.Module):
+    """Looks rows up in the table that its head reads."""
+
+    def __init__(self):
+        super().__init__()
+        self.words = nn.Embedding(64, 32)
+        self.layers = stack(12)
+        self.head = nn.Linear(32, 64, bias=False)
+        self.head.weight = self.words.weight
+
+    def forward(self, x):
+        x = self.words(x)
+        return self.head(x + self.layers(x)).float()
+
+
+def speak(model, plan):
+    """Return outputs, and the gradients, which are added up, of passes in regions.
+
+    Args:
+        plan: Of each region the passes: with gradients, without, or of all back; and
+            whether it is none of autocast.
+    """
+    words, found, losses = torch.arange(48, device="hpu").view(4, 12), [], []
+    for region in plan.split("|"):
+        casts, steps = "plain" not in region, region.replace("plain", "").split()
+        with torch.autocast("hpu", dtype=torch.float16, enabled=casts):
+            for step in steps:
+                if step == "back":
+                    sum(losses).backward()
+                    losses.clear()
+                    found += [p.grad.cpu().clone() for p in model.parameters()]
+                    continue
+                with torch.set_grad_enabled(step == "with"):
+                    output = model((words * 3 + len(found)) % 64)
+                found.append(output.detach().cpu())
+                losses += [output.square().mean() * 3] if step == "with" else []
+    return found
+
+
+PLANS = [
+    "with back | without with back | without with with back",
+    "without with back | with with without back | with back",
+    "with back with back | with with back without with back",
+    "plain with back | without with back",
+    "with back | with | without with | back with with back",
+]
+
+
+@pytest.mark.parametrize("budget", [4, 5, 9, 13, 16])
+@pytest.mark.parametrize("plan", PLANS)
+def test_graphs_add_up_terms_of_casts_that_they_find_as_resident_ones(
+    sim, plan, budget
+):
+    model = Speaking()
+    expected = speak(deepcopy(model).to("hpu"), plan)
+    stagehand.layer(model, vram_budget=budget * LAYER_BYTES)
+    assert_bitwise_equal(speak(model, plan), expected, "outputs and gradients")
+    runtime_of(model).shutdown()
+
+
+class ReadsTwice(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(32, 32) / 4)
+
+    def forward(self, x):
+        y = torch.tanh(x.transpose(1, 2) @ self.weight)
+        return torch.tanh(x @ self.weight).float() + y.float()
+
+
+def test_two_reads_are_two_terms_where_autocast_is_off_and_one_where_it_is_on(sim):
+    """Both calls add as many nodes to the graph: a cast, or a second addition."""
+
+    def steps(model):
+        x = torch.randn(4, 32, 32, generator=torch.Generator().manual_seed(1))
+        x, found = x.to("hpu"), []
+        with torch.autocast("hpu", dtype=torch.bfloat16):
+            output = sum(layer(x) for layer in model)
+        for _ in range(2):
+            output.square().mean().backward()
+            found += [p.grad.cpu().clone() for p in model.parameters()]
+            model.zero_grad()
+            output = model(model(x.requires_grad_()))
+        return found
+
+    model = nn.Sequential(*(ReadsTwice() for _ in range(4)))
+    expected = steps(deepcopy(model).to("hpu"))
+    stagehand.layer(model, vram_budget=2 * LAYER_BYTES)
+    assert_bitwise_equal(steps(model), expected, "gradients")
     runtime_of(model).shutdown()
 
 

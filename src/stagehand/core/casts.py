@@ -24,14 +24,17 @@ class KnownCast:
         weight: What was cast.
         cast: A weak reference to the cast.
         version: The weight's version when it was cast.
+        unseen: Whether a call without gradients has made it, and none with gradients
+            may have used it.
     """
 
-    __slots__ = ("cast", "version", "weight")
+    __slots__ = ("cast", "unseen", "version", "weight")
 
     def __init__(self, weight: torch.Tensor, cast: torch.Tensor) -> None:
         self.weight = weight
         self.cast = weakref.ref(cast)
         self.version: int = weight._version
+        self.unseen = False
 
     def __repr__(self) -> str:
         return f"KnownCast({list(self.weight.shape)})"

@@ -42,8 +42,9 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import is_grad_enabled
+from torch import is_autocast_enabled, is_grad_enabled
 
+from stagehand.core.casts import is_cast
 from stagehand.core.hidden_gradients import (
     HiddenGradients,
     assign_gradient,
@@ -313,7 +314,8 @@ class Gradients:
         make the terms get hooks: see Note [One by one].
         """
         since, reader.since = reader.since or 0, None
-        nodes = sequence_number() - since
+        autocasts = is_autocast_enabled(self._device.torch_device.type)
+        nodes = sequence_number() - since, autocasts
         if nodes == reader.once and not reader.again:
             return  # mostly
         terms = terms_of(output, since)
@@ -325,7 +327,10 @@ class Gradients:
             reader.once = nodes
         for node, makers in terms.items():
             home = homes[node]
-            if home is not None and (again or len(makers) > 1):
+            if home is None:
+                continue
+            home.cast = home.cast or any(is_cast(maker) for maker, _ in makers)
+            if again or len(makers) > 1:
                 for maker, number in makers:
                     self._note_use(home, node, maker, number)
 
@@ -340,6 +345,20 @@ class Gradients:
         sums = node.next_functions[0][0]
         if home is not None and sums is not None:
             self._note_use(home, sums, node, 0)
+
+    def follow_cast(self, weight: torch.Tensor, node: Node, *, notes: bool) -> None:
+        """Note that a graph uses a cast which was made for no graph.
+
+        Args:
+            weight: A parameter.
+            node: Of the cast.
+            notes: Whether the cast is to be followed, as a lookup is.
+        """
+        home = self._homes.get(id(weight))
+        if home is not None:
+            home.cast = True
+            if notes:
+                self.follow(weight, node)
 
     def _note_use(self, home: Home, sums: Node, maker: Node, number: int) -> None:
         """Let a node know that its `number`th gradient is a term of a home's."""
@@ -442,7 +461,8 @@ class Gradients:
             if not home.idle:  # an optimizer has used it up
                 home.grad, home.whole = None, False
         elif grad.device == self._device.torch_device:
-            if home.block.bindings == home.spent + 1 and not keeps_graph():
+            left = home.block.bindings - home.spent
+            if left == 1 and not home.cast and not keeps_graph():
                 home.spent += 1  # mostly; as `count` does
                 home.more = False
             else:

@@ -41,7 +41,7 @@ class Home:
     __slots__ = (
         *("__weakref__", "block", "handles", "of", "parameter"),
         *("alone", "idle", "key", "lease", "place"),
-        *("came", "earlier", "grad", "had", "more", "parts"),
+        *("came", "cast", "earlier", "grad", "had", "more", "parts"),
         *("hidden", "spent", "task", "touched", "unseen", "uses", "whole"),
     )
 
@@ -75,6 +75,9 @@ class Home:
         not told of the gradient, for a recompute may still bring a part."""
         self.spent = block.bindings
         """How many of the `AccumulateGrad` nodes made for it cannot run any more."""
+        self.cast = False
+        """Whether autocast casts it: a cast's node may have been made for no graph, and
+        runs again for each further graph of the same region."""
         self.task = -1
         """The call of autograd that has brought a gradient last."""
         self.uses: Uses | None = None
@@ -89,11 +92,12 @@ class Home:
 
         The nodes that are left, or may run again, are at most as many as were made and
         are not spent. They are also at most as many as live; but a spent node lives on
-        as long as somebody keeps what was computed.
+        as long as somebody keeps what was computed. Behind casts none is ever spent.
         """
-        left = self.block.bindings - self.spent
+        live = tensor_use_count(self.parameter) - 1
+        left = live if self.cast else self.block.bindings - self.spent
         self.parts = self.parts or left > 1
-        left = max(1, min(left, tensor_use_count(self.parameter) - 1))
+        left = max(1, min(left, live))
         self.spent = self.block.bindings - left + (not keeps_graph())
         self.more = left > 1
         self.task = graph_task()

@@ -419,8 +419,9 @@ class Reader:
             to come.
         again: Whether its weights may have been read before in the same binding, or all
             uses of theirs shall be known, for a weight has hooks of users.
-        once: How many nodes a call adds to the graph if it reads each weight once; -1
-            as long as that is not known. A call that adds another number may read them
+        once: How many nodes a call adds to the graph if it reads each weight once, and
+            whether under autocast, where one cast may stand for several reads; None as
+            long as that is not known. A call that adds another number may read them
             more often: it has more frames, say, or more steps.
         began: The sequence number of autograd's next node when it began last, if its
             block may be read unseen.
@@ -450,7 +451,7 @@ class Reader:
 
     def forget(self) -> None:
         """Modules have joined or left the model: its calls may do other things now."""
-        self.once = -1
+        self.once: tuple[int, bool] | None = None
         self.looked = -1
         self.cast = None
         self.casts_unseen: dict[int, bool] = {}
