@@ -30,7 +30,7 @@ from stagehand.torch_private import (
 from stagehand.weights.edges import PassListener
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from torch import nn
     from torch.autograd.graph import Node
@@ -133,7 +133,9 @@ class Passing(PassListener):
             self._hooks.check()
             self._failed = False
 
-    def begin_pass(self, module: nn.Module) -> AbstractContextManager[Any] | None:
+    def begin_pass(
+        self, module: nn.Module, kwargs: Mapping[str, Any]
+    ) -> AbstractContextManager[Any] | None:
         """See `PassListener.begin_pass`."""
         self._handled = sys.exc_info()[1]
         self._casts.forget()
@@ -156,7 +158,7 @@ class Passing(PassListener):
         parts.trains = parts.trains or takes_gradients
         self._begin_uses(changes_follow=not takes_gradients)
         self._hooks.drop_edges(module)
-        return self._pass_context(module)
+        return self._pass_context(module, kwargs)
 
     def _note_changes(self) -> None:
         """Mark blocks as changed that may have been, since the latest pass, unseen.
@@ -482,7 +484,7 @@ class Passing(PassListener):
         parts.scheduler.stopwatch = measure.stopwatch if watch else None
         parts.engine.stopwatch = parts.scheduler.stopwatch
 
-    def _pass_context(self, module: nn.Module) -> ExitStack:
+    def _pass_context(self, module: nn.Module, kwargs: Mapping[str, Any]) -> ExitStack:
         """Return the modes and hooks that are active in a forward pass, entered."""
         with ExitStack() as stack:  # an interrupt leaves none of them entered
             if self._settings.inference_mode:
@@ -490,7 +492,7 @@ class Passing(PassListener):
             if function_modes() and self._strays.may_fuse():
                 stack.enter_context(unwatched())  # by models around this one
             stack.callback(take_off, self._rows.mode)
-            watch = self._strays.begin(module)
+            watch = self._strays.begin(module, kwargs)
             again = self._strays.begin_again
             self._saved.watch = None if watch is None else weakref.WeakMethod(again)
             if torch.is_grad_enabled() and not self._hooks.is_extra(module):

@@ -583,7 +583,45 @@ def test_weights_that_only_some_passes_read_are_found_in_the_first_of_these(
         assert_bitwise_equal(run(*mood).detach(), expected[mood], str(mood))
     strays = model._stagehand_layer_runtime._strays
     with torch.no_grad():
-        assert strays.begin(model) is None, "it is watched once"
+        assert strays.begin(model, {}) is None, "it is watched once"
+    model._stagehand_layer_runtime.shutdown()
+
+
+class Scoring(nn.Module):
+    """Reads its head's weight where that is, if it is asked for scores."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(linear() for _ in range(4))
+        self.head = linear()
+
+    def forward(self, x: torch.Tensor, scores: bool | None = None) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x).tanh()
+        if not scores:
+            return self.head(x)
+        weight = self.head.weight
+        return x.to(weight.device) @ weight
+
+
+@pytest.mark.parametrize("layers", [2, 4])
+@pytest.mark.filterwarnings("ignore:.*do not fit the budget:stagehand.StagehandWarning")
+def test_weights_that_only_passes_with_an_argument_read_are_found_in_the_first(
+    sim: ModuleType, layers: int
+) -> None:
+    """As TRL's models do in GRPO, behind a generation: it was computed on the host."""
+    model, x = Scoring(), torch.randn(3, WIDTH, device="hpu")
+    kinds: list[dict[str, Any]] = [{}, {"scores": None}, {"scores": True}]
+    with torch.no_grad():
+        expected = [model.to("hpu")(x, **kind) for kind in kinds]
+        stagehand.layer(model.to("cpu"), vram_budget=layers * LAYER_BYTES)
+        strays = model._stagehand_layer_runtime._strays
+        for kind, outputs in zip(kinds, expected, strict=True):
+            found = model(x, **kind)
+            assert found.device == outputs.device
+            assert_bitwise_equal(found, outputs, str(kind))
+        for kind in kinds if layers == 4 else ():
+            assert strays.begin(model, kind) is None, "it is watched once"
     model._stagehand_layer_runtime.shutdown()
 
 
@@ -634,7 +672,7 @@ def test_a_weight_that_later_passes_read_is_found_where_they_are_done_again(
         strays = model._stagehand_layer_runtime._strays
         for _ in range(25):
             generate()
-        assert strays.begin(model) is None, "it is not watched for ever"
+        assert strays.begin(model, {}) is None, "it is not watched for ever"
     model._stagehand_layer_runtime.shutdown()
 
 
@@ -669,7 +707,7 @@ def test_passes_are_watched_as_long_as_there_is_no_room_for_what_was_found(
     runtime.set_budget(3 * LAYER_BYTES)
     for _ in range(3):
         assert_bitwise_equal(model(x), expected, "with room")
-    assert runtime._strays.begin(model) is None, "there is room"
+    assert runtime._strays.begin(model, {}) is None, "there is room"
     runtime.shutdown()
 
 

@@ -42,7 +42,7 @@ from stagehand.torch_private import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
     from contextlib import AbstractContextManager
     from types import FrameType
 
@@ -60,7 +60,9 @@ class PassListener:
     def check_hooks(self) -> None:
         """Refuse to begin if hooks are gone, where the latest pass hints at that."""
 
-    def begin_pass(self, module: nn.Module) -> AbstractContextManager[Any] | None:
+    def begin_pass(
+        self, module: nn.Module, kwargs: Mapping[str, Any]
+    ) -> AbstractContextManager[Any] | None:
         """The model is entered; return a context for the whole pass, or None."""
 
     def end_pass(self) -> None:
@@ -300,7 +302,7 @@ class Edges:
             if len(self._stack) > 1:
                 return None
             self.thread = HERE.thread
-            entry.context = call_unseen(self._listener.begin_pass, module)
+            entry.context = call_unseen(self._listener.begin_pass, module, kwargs)
             if entry.context is not None:
                 entry.context.__enter__()
             moved: tuple[Any, Any] = move_inputs((args, kwargs), self._device)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import warnings
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -36,14 +36,37 @@ __all__ = ["StrayUses", "Strays"]
 _AGAIN = 100  # passes of a kind that are watched after one that failed unwatched
 
 
+class _Kind(NamedTuple):
+    """What tells passes apart that may read different weights."""
+
+    edge: int
+    """The id of the module that is entered."""
+    with_gradients: bool
+    training: bool
+    """Whether that module is in training mode."""
+    given: frozenset[str]
+    """Which keyword arguments it has that are neither None nor False."""
+
+    @classmethod
+    def of(cls, edge: nn.Module, kwargs: Mapping[str, Any]) -> _Kind:
+        given = frozenset(
+            name
+            for name, value in kwargs.items()
+            if value is not None and value is not False
+        )
+        return cls(id(edge), torch.is_grad_enabled(), edge.training, given)
+
+
 class Strays:
     """Finds weights of one model that other modules read, and lets them stay.
 
     A torch function mode (`StrayUses`) sees every call and so costs time: only some
     passes are watched. Those are the first of each kind, a kind being the edge that is
-    entered, whether gradients are taken, and whether the edge is in training mode. If a
-    watched pass fails, the next of its kind is watched again. If one fails that is not,
-    many are: what is done again may begin with other passes, as a generation does.
+    entered, with which keyword arguments, whether gradients are taken, and whether the
+    edge is in training mode. If a watched pass fails, the next of its kind is watched
+    again. If one fails that is not, many are: what is done again may begin with other
+    passes, as a generation does. A pass need not fail by what it reads: who asks where
+    a weight is, and finds it on the host, may compute there.
 
     `nn.MultiheadAttention` may take a fused path in inference, but not under a function
     mode, and its last bits would differ. So the mode is off while such a module runs,
@@ -101,8 +124,8 @@ class Strays:
         self._let_go = let_go
         self._is_torn = is_torn
         self._keep = keep
-        self._known: dict[tuple[int, bool, bool], int] = {}  # passes left to watch
-        self._kind = (0, False, False)  # of this pass
+        self._known: dict[_Kind, int] = {}  # passes left to watch
+        self._kind = _Kind(0, False, False, frozenset())  # of this pass
         self._watches = False
         self._uses: StrayUses | None = None
         self._found: list[Block] = []
@@ -114,13 +137,18 @@ class Strays:
     def __repr__(self) -> str:
         return f"Strays({len(self._known)} kinds of passes known)"
 
-    def begin(self, edge: nn.Module) -> StrayUses | None:
-        """Begin a pass; return the mode that watches it, None if none is needed."""
+    def begin(self, edge: nn.Module, kwargs: Mapping[str, Any]) -> StrayUses | None:
+        """Begin a pass; return the mode that watches it, None if none is needed.
+
+        Args:
+            edge: The module that is entered.
+            kwargs: Its keyword arguments.
+        """
         if self._uses is not None:
             self._uses.__exit__()  # an interrupt may have left its mode active
             self._uses = None
         self._found = []
-        self._kind = kind = id(edge), torch.is_grad_enabled(), edge.training
+        self._kind = kind = _Kind.of(edge, kwargs)
         self._watches = False
         if not self._known.get(kind, 1) or _may_fuse(self._others):
             return None
@@ -198,12 +226,14 @@ class Strays:
         backward again and no handle tells, nor where autocast's casts of it were
         emptied.
         """
-        with_gradients = self._kind[1]
+        with_gradients = self._kind.with_gradients
         return not with_gradients and self._is_latest(block) and not block.casts
 
     def _bring_strays(self, read: Mapping[Block, torch.Tensor]) -> None:
         for block, weight in read.items():
-            if self._kind[1] and not (torch.is_grad_enabled() or block.bound):
+            if self._kind.with_gradients and not (
+                torch.is_grad_enabled() or block.bound
+            ):
                 self._look_for_function(block, weight)
         self._bring([*read])
         for block, weight in read.items():
