@@ -39,6 +39,7 @@ from stagehand.errors import StagehandInternalError
 from stagehand.residency.blocks import Block
 from stagehand.residency.scheduler import Scheduler
 from stagehand.torch_private import (
+    call_unseen,
     graph_task,
     in_backward,
     in_function,
@@ -251,6 +252,7 @@ class SavedTensors:
         self._uncast = types.pop() if len(types) == 1 else None
         self._fetch = fetch
         self._turn_back = turn_back
+        self._device = None if device.is_host else device.torch_device
         self._current_stream = device.current_stream
         # The host has only one stream, which need not be asked for at each unpack.
         self._only: Any = device.current_stream() if device.is_host else _NO_STREAM
@@ -492,6 +494,16 @@ class SavedTensors:
         if in_function():
             self.push_hooks()
 
+    def read_later(self, saved: torch.Tensor) -> None:
+        """Note that a node reads what others' hooks have unpacked in one before it.
+
+        These may have it back on a stream of their own, which waits for the node that
+        unpacked it, and not for this one, before that memory is used again.
+        """
+        plain = saved.layout is torch.strided and not saved.is_nested
+        if plain and saved.device == self._device:
+            call_unseen(saved.record_stream, self._current_stream())
+
     def bring(self, packed: "WeightHandle | _Cast") -> torch.Tensor:
         """Return the view that a handle stands for."""
         if graph_task() == -1:  # somebody looks at the graph
@@ -658,6 +670,7 @@ class _Inside:
         if packed is self._first:
             early, self._early = self._early, None
             if early is not None and task == self._task:
+                saved.read_later(early)
                 return early
             self._task = task
         return self._unpack_below(packed)

@@ -363,6 +363,57 @@ def test_activations_that_users_save_on_the_host_are_exact(sim, setting, build, 
     assert_trains_equally(build, script, setting)
 
 
+class SavedOnAnotherStream(saved_tensors_hooks):
+    """Brings tensors back on a stream that waits for the node that has read them.
+
+    As the `OffloadActivations` of torchtune and TRL do.
+    """
+
+    def __init__(self):
+        super().__init__(torch.Tensor.cpu, self.back)
+        self.stream, self.kept = torch.Stream(device="hpu"), []
+
+    def back(self, saved):
+        reader = torch.accelerator.current_stream()
+        with self.stream:
+            there = saved.to("hpu", non_blocking=True)
+        reader.wait_stream(self.stream)
+        self.kept.append(there)
+        torch._C._current_autograd_node().register_hook(self.drop)
+        return there
+
+    def drop(self, *_):
+        self.stream.wait_stream(torch.accelerator.current_stream())
+        self.kept.clear()
+
+
+class Squared(torch.nn.Linear):
+    """Saves an input by a node behind the one that reads the weight."""
+
+    def forward(self, x):
+        return super().forward(x.square())
+
+
+@built
+def squaring_net():
+    model = Net()
+    model.blocks = torch.nn.ModuleList(Squared(WIDTH, WIDTH) for _ in range(5))
+    return model
+
+
+@over(FEW)
+def test_what_others_hooks_bring_back_early_is_read_before_its_memory_is_reused(
+    sim, setting
+):
+    """Their stream waited for the node before the one that read it."""
+
+    def script(run):
+        with SavedOnAnotherStream():
+            train(run)
+
+    assert_trains_equally(squaring_net, script, setting)
+
+
 class SavingInside(Net):
     """Each block saves what it needs on the host."""
 
