@@ -13,7 +13,7 @@ from stagehand.errors import MissingTensorError
 from stagehand.residency.blocks import Block
 from stagehand.stores.checkpoint import Checkpoint, Extent, KeyMap, key_of
 from stagehand.stores.files import FileSet
-from stagehand.stores.safetensors import SafetensorsStore, host_tensor
+from stagehand.stores.safetensors import SafetensorsStore, read_tensor
 from stagehand.torch_private import give_value
 
 __all__ = ["back_by_files", "check_key_map", "make_real", "names_in"]
@@ -129,8 +129,9 @@ class _Backing:
         if len(whole) == len(extents):
             store = SafetensorsStore(block.layout, whole, files)
             return cls(block=block, values=store.hosts, store=store)
+        # No views of files: whoever reads these tensors does not ask whether they hold.
         values = [
-            host_tensor(files, extent) if extent and tensor.is_meta else None
+            read_tensor(files, extent) if extent and tensor.is_meta else None
             for tensor, extent in zip(block.tensors, extents, strict=True)
         ]
         return cls(block=block, values=values, store=None)

@@ -895,6 +895,27 @@ def test_shutdown_gives_back_what_a_file_that_changed_does_not_hold_any_more(
     end(other)
 
 
+def with_angles():
+    """A stack that ends in a norm, and in a buffer that is in no file."""
+    norm = nn.LayerNorm(WIDTH)
+    norm.register_buffer("angles", torch.arange(WIDTH), persistent=False)
+    return stack().append(norm)
+
+
+def test_shutdown_outlives_a_file_cut_short_that_lacks_some_of_what_stays(
+    place, tmp_path
+):
+    """Buffers that are computed stay beside norms, which are no views of the file."""
+    plain = with_angles()
+    path = save(plain, tmp_path)
+    model = stagehand.load(with_angles, tmp_path, vram_budget=BUDGET, device=place)
+    assert_passes_equal(model, run_resident(plain, place, batch()), batch())
+    cut(path)
+    with pytest.raises(stagehand.CheckpointError, match="was shut down, but"):
+        runtime_of(model).shutdown()
+    assert_bitwise_equal(values(model[-1]), values(plain[-1]), "what stays")
+
+
 def test_a_model_that_cannot_be_given_back_whole_keeps_no_other_one_of_its_pipeline(
     place, tmp_path
 ):
