@@ -18,6 +18,7 @@ import hypothesis
 import pytest
 import torch
 
+from exploring import EXPLORED
 from stagehand.torch_private import dispatch_modes, pop_saved_hooks, top_saved_hooks
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -26,13 +27,12 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 # One order of summation on every machine.
 torch.set_num_threads(1)
 
-hypothesis.settings.register_profile(
-    "stagehand",
-    deadline=None,
-    derandomize=True,
-    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+_at_any_pace = hypothesis.settings(
+    deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
-hypothesis.settings.load_profile("stagehand")
+hypothesis.settings.register_profile("stagehand", _at_any_pace, derandomize=True)
+hypothesis.settings.register_profile("explore", _at_any_pace)
+hypothesis.settings.load_profile("explore" if EXPLORED else "stagehand")
 
 _PASSED = pytest.StashKey[bool]()
 _GPU_TESTS = Path(__file__).with_name("gpu")

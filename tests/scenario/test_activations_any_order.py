@@ -6,14 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 from keeping import flush
-from test_training_any_order import SEVERAL, AnyOrder, numbers
+from test_training_any_order import AnyOrder, numbers
 
 import stagehand
-from stagehand.core.arena import live_leases
+from exploring import running
 from stagehand.errors import StagehandOOMError
 from training import Run
 
@@ -49,7 +48,6 @@ class AnyOrderSaving(AnyOrder):
     def __init__(self):
         super().__init__()
         self.conductor = None
-        self.leases = live_leases()  # of other tests, which may have failed
 
     @precondition(lambda self: self.place == "hpu")
     @rule(
@@ -124,7 +122,7 @@ class AnyOrderSaving(AnyOrder):
 
         self.both(act)
 
-    @precondition(lambda self: self.kind not in (*SEVERAL, "reentering"))
+    @precondition(lambda self: self.kind not in (*self.several, "reentering"))
     @precondition(lambda self: not self.runs[0].handles)
     @rule(number=numbers)
     def penalize(self, number):
@@ -138,16 +136,10 @@ class AnyOrderSaving(AnyOrder):
 
         self.both(act)
 
-    def teardown(self):
-        if not hasattr(self, "runs"):
-            return
-        super().teardown()
+    def leave(self):
         self.save_no_more()
         self.conduct_no_more()
-        self.runs.clear()
-        flush()
-        assert live_leases() <= self.leases
 
 
-AnyOrderSaving.TestCase.settings = settings(max_examples=20, stateful_step_count=25)
+AnyOrderSaving.TestCase.settings = running(20, 25)
 TestAnyOrderSaving = AnyOrderSaving.TestCase

@@ -4,7 +4,6 @@ from contextlib import ExitStack, nullcontext, suppress
 from copy import deepcopy
 
 import torch
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from small import LAYER_BYTES, batch, run_resident, runtime_of
@@ -12,6 +11,7 @@ from test_sharing import varied
 
 import stagehand
 from architectures.trees import assert_bitwise_equal
+from exploring import running
 from simulated import sim_device
 from stagehand.residency.holds import ResidentPriority
 
@@ -207,5 +207,5 @@ class AnyOrder(RuleBasedStateMachine):
             assert self.runtime(number).report().streamed_bytes == loaded
 
 
-AnyOrder.TestCase.settings = settings(max_examples=30, stateful_step_count=30)
+AnyOrder.TestCase.settings = running(30, 30)
 TestAnyOrder = AnyOrder.TestCase

@@ -954,6 +954,20 @@ at::Tensor cast_addmm(const at::Tensor& c, const at::Tensor& a, const at::Tensor
   return at::addmm(low(c), low(a), low(b), beta, alpha);
 }
 
+// Norms are computed in float32, as on CUDA: in backward no kernel of the CPU takes both.
+at::Tensor high(const at::Tensor& t) {
+  return at::autocast::cached_cast(at::kFloat, t, kDevice);
+}
+std::optional<at::Tensor> high(const std::optional<at::Tensor>& t) {
+  return t && t->defined() ? std::optional(high(*t)) : std::nullopt;
+}
+at::Tensor cast_layer_norm(const at::Tensor& x, c10::SymIntArrayRef shape,
+                           const std::optional<at::Tensor>& w,
+                           const std::optional<at::Tensor>& b, double eps, bool cudnn) {
+  Plain plain;
+  return at::layer_norm_symint(high(x), shape, high(w), high(b), eps, cudnn);
+}
+
 TORCH_LIBRARY_IMPL(_, AutocastHPU, m) { m.fallback(torch::CppFunction::makeFallthrough()); }
 
 TORCH_LIBRARY_IMPL(aten, AutocastHPU, m) {
@@ -962,6 +976,7 @@ TORCH_LIBRARY_IMPL(aten, AutocastHPU, m) {
   m.impl("mm", &cast_mm);
   m.impl("bmm", &cast_bmm);
   m.impl("addmm", &cast_addmm);
+  m.impl("layer_norm", &cast_layer_norm);
 }
 }  // namespace
 

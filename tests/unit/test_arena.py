@@ -7,10 +7,10 @@ from collections import Counter
 
 import pytest
 import torch
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from exploring import running
 from stagehand.core import arena as arena_module
 from stagehand.core.arena import Arena, live_leases
 from stagehand.core.ledger import Account, Grant
@@ -584,6 +584,4 @@ class ArenaMachine(RuleBasedStateMachine):
 
 
 TestArenaMachine = ArenaMachine.TestCase
-TestArenaMachine.settings = settings(
-    max_examples=60, stateful_step_count=30, deadline=None
-)
+TestArenaMachine.settings = running(60, 30)

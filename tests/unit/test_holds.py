@@ -3,10 +3,10 @@
 from collections import Counter
 
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from exploring import running
 from stagehand.errors import ConfigError, StagehandInternalError
 from stagehand.residency.holds import Holds, Reservation, ResidentPriority
 
@@ -152,5 +152,5 @@ class AnyOrder(RuleBasedStateMachine):
         assert self.holds.held == self.holds.kept | firm
 
 
-AnyOrder.TestCase.settings = settings(max_examples=60, stateful_step_count=25)
+AnyOrder.TestCase.settings = running(60, 25)
 TestAnyOrder = AnyOrder.TestCase

@@ -4,10 +4,11 @@ import dataclasses
 import threading
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from exploring import running
 from stagehand.core.ledger import Account, Ledger, Watermarks
 from stagehand.errors import ClosedError, ConfigError, StagehandInternalError
 from stagehand.units import MIB
@@ -259,9 +260,7 @@ class AccountMachine(RuleBasedStateMachine):
 
 
 TestAccountMachine = AccountMachine.TestCase
-TestAccountMachine.settings = settings(
-    max_examples=60, stateful_step_count=30, deadline=None
-)
+TestAccountMachine.settings = running(60, 30)
 
 MARKS = Watermarks(high_bytes=100, low_bytes=80)
 

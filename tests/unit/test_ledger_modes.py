@@ -3,7 +3,6 @@
 import threading
 
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -12,6 +11,7 @@ from hypothesis.stateful import (
     rule,
 )
 
+from exploring import running
 from stagehand.core.clock import Phase, PhaseClock
 from stagehand.core.ledger import Account, Ledger, Mode, SubAccount
 from stagehand.core.limits import Priority
@@ -407,6 +407,4 @@ class LedgerMachine(RuleBasedStateMachine):
 
 
 TestLedgerMachine = LedgerMachine.TestCase
-TestLedgerMachine.settings = settings(
-    max_examples=80, stateful_step_count=40, deadline=None
-)
+TestLedgerMachine.settings = running(80, 40)

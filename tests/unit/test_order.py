@@ -4,11 +4,11 @@ import random
 from itertools import chain, pairwise, takewhile
 
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from counting import Counted, lines_run
+from exploring import running
 from stagehand.errors import StagehandInternalError
 from stagehand.residency.order import Order
 
@@ -578,6 +578,4 @@ class OrderMachine(RuleBasedStateMachine):
 
 
 TestOrderMachine = OrderMachine.TestCase
-TestOrderMachine.settings = settings(
-    max_examples=100, stateful_step_count=30, deadline=None
-)
+TestOrderMachine.settings = running(100, 30)

@@ -3,10 +3,10 @@
 import itertools
 
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from exploring import running
 from stagehand.core.states import ARRIVED, DROPPED, SENT, BlockState, check_transition
 from stagehand.errors import InvalidStateTransitionError
 from stagehand.residency.residency import Residency
@@ -139,6 +139,4 @@ class ResidencyMachine(RuleBasedStateMachine):
 
 
 TestResidencyMachine = ResidencyMachine.TestCase
-TestResidencyMachine.settings = settings(
-    max_examples=60, stateful_step_count=30, deadline=None
-)
+TestResidencyMachine.settings = running(60, 30)

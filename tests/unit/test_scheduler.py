@@ -23,6 +23,7 @@ from hypothesis.stateful import (
 )
 
 from equality import all_equal
+from exploring import running
 from interrupts import interrupted_at
 from stagehand.core.arena import Arena
 from stagehand.core.device import AcceleratorDevice, HostDevice
@@ -1441,9 +1442,7 @@ class OnHost(Streaming):
 
 
 def test_streaming_on_the_host_is_exact_whatever_happens():
-    run_state_machine_as_test(
-        OnHost, settings=settings(max_examples=120, stateful_step_count=30)
-    )
+    run_state_machine_as_test(OnHost, settings=running(120, 30))
 
 
 def on_device(sim):
@@ -1482,6 +1481,4 @@ def is_edited(block):
 
 
 def test_streaming_on_a_device_is_exact_and_free_of_races_whatever_happens(sim):
-    run_state_machine_as_test(
-        on_device(sim), settings=settings(max_examples=120, stateful_step_count=30)
-    )
+    run_state_machine_as_test(on_device(sim), settings=running(120, 30))

@@ -1,10 +1,10 @@
 """A part of an account that several share."""
 
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from exploring import running
 from stagehand.core.ledger import Account, Mode, SubAccount
 from stagehand.errors import ClosedError
 
@@ -224,7 +224,7 @@ class AnyOrder(RuleBasedStateMachine):
         assert not self.whole._parties
 
 
-AnyOrder.TestCase.settings = settings(max_examples=80, stateful_step_count=30)
+AnyOrder.TestCase.settings = running(80, 30)
 TestAnyOrder = AnyOrder.TestCase
 
 
