@@ -145,5 +145,5 @@ class AnyOrderCasting(AnyOrder):
         self.both(act)
 
 
-AnyOrderCasting.TestCase.settings = running(12, 25)
+AnyOrderCasting.TestCase.settings = running(9, 25)
 TestAnyOrderCasting = AnyOrderCasting.TestCase

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
+import pytest
 import torch
 from test_training_any_order import AnyOrder
 from torch import nn
@@ -11,6 +12,9 @@ from torch.nn.utils.parametrizations import orthogonal, spectral_norm, weight_no
 
 from exploring import running
 from training import WIDTH, Net, Residual, built
+
+# Where a module that reads weights of others has no room for all of them.
+pytestmark = pytest.mark.filterwarnings("ignore:.* are read by modules that do not")
 
 
 @dataclass
@@ -86,7 +90,7 @@ class Folded(Residual):
         self.scale = nn.GroupNorm(3, 12)
 
     def forward(self, x):
-        folded = self.scale(self.fold(x.unflatten(-1, (4, -1))))
+        folded = self.scale(self.fold(x.float().unflatten(-1, (4, -1))))
         return super().forward(x) + folded.unflatten(1, (3, 4)).mean(1).flatten(1)
 
 
@@ -114,7 +118,8 @@ class Routed(Residual):
         given = torch.zeros_like(x)
         for number in chosen.unique().tolist():
             rows = chosen == number
-            given = given.masked_scatter(rows[:, None], self.experts[number](x[rows]))
+            found = self.experts[number](x[rows]).to(x.dtype)
+            given = given.masked_scatter(rows[:, None], found)
         return super().forward(x) + given
 
 
@@ -139,7 +144,7 @@ class Complex(Residual):
         self.turns = nn.Parameter(turns / 3)
 
     def forward(self, x):
-        turned = torch.view_as_complex(x.unflatten(-1, (-1, 2))) @ self.turns
+        turned = torch.view_as_complex(x.float().unflatten(-1, (-1, 2))) @ self.turns
         return super().forward(x) + torch.view_as_real(turned).flatten(-2)
 
 
@@ -237,5 +242,5 @@ class AnyOrderKinds(AnyOrder):
         return self.kind not in PARAMETRIZED  # PyTorch refuses
 
 
-AnyOrderKinds.TestCase.settings = running(12, 25)
+AnyOrderKinds.TestCase.settings = running(9, 25)
 TestAnyOrderKinds = AnyOrderKinds.TestCase

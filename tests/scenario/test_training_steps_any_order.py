@@ -230,5 +230,5 @@ class AnyOrderSteps(AnyOrder):
         self.both(act)
 
 
-AnyOrderSteps.TestCase.settings = running(12, 25)
+AnyOrderSteps.TestCase.settings = running(9, 25)
 TestAnyOrderSteps = AnyOrderSteps.TestCase
