@@ -29,6 +29,7 @@ class AnyOrderOfAll(AnyOrderCasting, AnyOrderGraphs, AnyOrderKinds, AnyOrderStep
         **AnyOrderGraphs.makers,
         **AnyOrderKinds.makers,
     }
+    del makers["complex"]  # some of PyTorch's optimizers and clips refuse them
     several = (*AnyOrderCasting.several, *AnyOrderKinds.several)
     recomputing = (*AnyOrderCasting.recomputing, *AnyOrderGraphs.recomputing)
 
