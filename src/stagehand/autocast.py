@@ -23,11 +23,12 @@ from __future__ import annotations
 
 import warnings
 from contextlib import nullcontext
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.functional import conv2d, conv3d
 
 from stagehand.core.casts import cast_of, is_cast, note_cast
 from stagehand.core.terms import terms_of
@@ -56,6 +57,7 @@ __all__ = ["Casts"]
 # Reference counts of a tensor that only autocast's cache refers to, and of its memory;
 # whoever asks is counted, too.
 _CACHED, _ALONE = 2, 2
+_CONVOLUTIONS = {2: conv2d, 3: conv3d}  # by how many axes a weight has beside two
 
 
 class Casts:
@@ -161,7 +163,7 @@ class Casts:
                 is_mine = any(weight is tensor for tensor in block.tensors)
                 casts = is_mine and self._has_cast(block, weight)
                 reader.casts_unseen[key] = casts
-            if casts:
+            if casts and key in block.casts:
                 block.casts[key].unseen = True
 
     def fill(self, block: Block) -> None:
@@ -247,8 +249,7 @@ class Casts:
             dispatching(mode) if mode else nullcontext(),
             saved_tensors_hooks(saved.append, _never),
         ):
-            rows = torch.empty(0, weight.shape[-2], dtype=dtype, device=self._place)
-            torch.matmul(rows.requires_grad_(), weight)
+            _read(weight, partial(torch.empty, dtype=dtype, device=self._place))
         for tensor in saved:
             found = cast_of(tensor)
             if found is not None and found[1] is weight:
@@ -291,6 +292,19 @@ def _cast_in(
     return tuple(t for t in block.tensors if id(t) in cast and _is_matrix(t))
 
 
+def _read(weight: torch.Tensor, empty: Callable[..., torch.Tensor]) -> None:
+    """Compute nothing with a matrix, by an operator for which autocast casts it.
+
+    And which saves the cast, not a copy in another shape.
+    """
+    batch, shape = weight.shape[:-2], weight.shape[-2:]
+    if len(batch) in _CONVOLUTIONS:
+        images = empty(0, *weight.shape[1:]).requires_grad_()
+        _CONVOLUTIONS[len(batch)](images, weight)
+    else:
+        torch.matmul(empty(*batch, 0, shape[0]).requires_grad_(), weight)
+
+
 def _is_wanted(block: Block, weight: torch.Tensor) -> bool:
     """Whether the latest cast of a weight that is known is gone."""
     known = block.casts.get(id(weight))
@@ -317,7 +331,7 @@ def _are_found() -> bool:
 
 
 def _is_matrix(tensor: torch.Tensor) -> bool:
-    return tensor.dim() > 1
+    return tensor.dim() > 1 and tensor.numel() > 0
 
 
 def _may_be_cached(tensor: torch.Tensor) -> bool:

@@ -953,6 +953,15 @@ at::Tensor cast_addmm(const at::Tensor& c, const at::Tensor& a, const at::Tensor
   Plain plain;
   return at::addmm(low(c), low(a), low(b), beta, alpha);
 }
+at::Tensor cast_convolution(const at::Tensor& x, const at::Tensor& w,
+                            const std::optional<at::Tensor>& b, c10::SymIntArrayRef stride,
+                            c10::SymIntArrayRef padding, c10::SymIntArrayRef dilation,
+                            bool transposed, c10::SymIntArrayRef output_padding,
+                            c10::SymInt groups) {
+  Plain plain;
+  return at::convolution_symint(low(x), low(w), low(b), stride, padding, dilation, transposed,
+                                output_padding, groups);
+}
 
 // Norms are computed in float32, as on CUDA: in backward no kernel of the CPU takes both.
 at::Tensor high(const at::Tensor& t) {
@@ -976,6 +985,7 @@ TORCH_LIBRARY_IMPL(aten, AutocastHPU, m) {
   m.impl("mm", &cast_mm);
   m.impl("bmm", &cast_bmm);
   m.impl("addmm", &cast_addmm);
+  m.impl("convolution", &cast_convolution);
   m.impl("layer_norm", &cast_layer_norm);
 }
 }  // namespace
