@@ -11,7 +11,7 @@ saves of them are handles already (see `graph`).
 
 A cast is found through the graph, when an operator saves it for backward. If none does,
 because the operator's other input needs no gradient, or there is no graph, an operator
-that computes nothing is run on the weight to find the cast.
+begins to run on the weight, until it has the cast, or would make one.
 
 Without gradients autocast's casts require gradients, too, from some version after 2.10
 on: a graph of the same region may use them, and operators multiply inputs that are not
@@ -22,13 +22,11 @@ tells whose they are, nor do they make a difference, so the cache is off in such
 from __future__ import annotations
 
 import warnings
-from contextlib import nullcontext
-from functools import cache, partial
+from contextlib import suppress
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.autograd.graph import saved_tensors_hooks
-from torch.nn.functional import conv2d, conv3d
 
 from stagehand.core.casts import cast_of, is_cast, note_cast
 from stagehand.core.terms import terms_of
@@ -51,13 +49,13 @@ if TYPE_CHECKING:
 
     from stagehand.core.device import Device
     from stagehand.residency.blocks import Block, Reader
+    from stagehand.residency.scheduler import Scheduler
 
 __all__ = ["Casts"]
 
 # Reference counts of a tensor that only autocast's cache refers to, and of its memory;
 # whoever asks is counted, too.
 _CACHED, _ALONE = 2, 2
-_CONVOLUTIONS = {2: conv2d, 3: conv3d}  # by how many axes a weight has beside two
 
 
 class Casts:
@@ -65,8 +63,8 @@ class Casts:
 
     Args:
         device: Where the model computes.
-        note_write: Called with a block when this stream has written casts of it, for
-            which other streams have to wait as for its values.
+        scheduler: Told of a block when this stream has written casts of it, for which
+            other streams have to wait as for its values.
         follow: Called with a weight and the node of its cast that a graph uses, which
             a call without gradients has made.
     """
@@ -74,17 +72,19 @@ class Casts:
     def __init__(
         self,
         device: Device,
-        note_write: Callable[[Block], None],
+        scheduler: Scheduler,
         follow: Callable[[torch.Tensor, Node], None],
     ) -> None:
         self._device, self._place = device, device.torch_device
-        self._note_write = note_write
+        self._scheduler = scheduler
         self._follow = follow
         self._nothing: dict[torch.dtype, torch.Tensor] = {}
         # Sites that run, each with the sequence number of autograd's next node when it
         # began, to learn what it casts; or with None, if the cache is off during it.
         self._sites: list[tuple[Reader, int | None]] = []
         self._has_warned = False
+        # Whose casts backward has filled, which no end of a call empties.
+        self._fetched: Block | None = None
 
     def forget(self) -> None:
         """Begin a pass: forget sites that an interrupt has left."""
@@ -147,24 +147,33 @@ class Casts:
         """Find the casts of a call with gradients that no operator has saved."""
         for weight in reader.cast or ():
             if _is_wanted(block, weight):
-                self._ask_for(block, weight)
+                self._find(block, weight)
 
     def _find_without_graph(self, block: Block, reader: Reader) -> None:
         """Find the casts of a call without gradients, which does not tell of any."""
-        for key, weight in reader.own.items():
-            if not (_is_matrix(weight) and _may_be_cached(weight)):
-                continue
-            casts = reader.casts_unseen.get(key)
-            if casts is False or not _is_wanted(block, weight):
-                continue
-            if casts:
-                self._ask_for(block, weight)
-            else:
-                is_mine = any(weight is tensor for tensor in block.tensors)
-                casts = is_mine and self._has_cast(block, weight)
-                reader.casts_unseen[key] = casts
-            if casts and key in block.casts:
-                block.casts[key].unseen = True
+        for weight in block.tensors:
+            if (
+                tensor_use_count(weight) > 1  # as a cast's graph refers to it, too
+                and id(weight) in reader.own
+                and _is_matrix(weight)
+                and _may_be_cached(weight)
+                and _is_wanted(block, weight)
+                and self._find(block, weight)
+            ):
+                block.casts[id(weight)].unseen = True
+
+    def fetch(self, block: Block) -> None:
+        """Fill the casts of a block that backward needs, and empty those before it."""
+        if self._fetched is not block:
+            self.release_fetched()
+            self._fetched = block
+        self.fill(block)
+
+    def release_fetched(self) -> None:
+        """Backward needs the casts no more that it needed last."""
+        left, self._fetched = self._fetched, None
+        if left is not None and left.uses == (self._scheduler.fetched is left):
+            self.empty(left)  # no site reads it
 
     def fill(self, block: Block) -> None:
         """Give the casts of a block that is in use their memory back.
@@ -189,7 +198,7 @@ class Casts:
                 cast.data = weight.data.to(cast.dtype)
             writes = True
         if writes:
-            self._note_write(block)
+            self._scheduler.note_write(block)
 
     def _warn(self, block: Block) -> None:
         if not self._has_warned:
@@ -223,52 +232,49 @@ class Casts:
             self._nothing[dtype] = found
         return found
 
-    def _has_cast(self, block: Block, weight: torch.Tensor) -> bool:
-        """Whether autocast keeps a cast of a weight; if so, note it."""
-        try:
-            self._ask_for(block, weight, _Refusing())  # type: ignore[no-untyped-call]
-        except _NotCastError:
-            return False
-        return True
-
-    def _ask_for(
-        self, block: Block, weight: torch.Tensor, mode: DispatchMode | None = None
-    ) -> None:
-        """Find the cast of a weight that no operator has saved, and note it.
-
-        Args:
-            block: The weight's.
-            weight: A matrix.
-            mode: Sees what is done for that.
-        """
-        saved: list[torch.Tensor] = []
-        dtype = torch.get_autocast_dtype(self._place.type)
-        with (
-            torch.enable_grad(),
-            without_modes(),
-            dispatching(mode) if mode else nullcontext(),
-            saved_tensors_hooks(saved.append, _never),
-        ):
-            _read(weight, partial(torch.empty, dtype=dtype, device=self._place))
-        for tensor in saved:
-            found = cast_of(tensor)
-            if found is not None and found[1] is weight:
-                note_cast(block.casts, *found)
+    def _find(self, block: Block, weight: torch.Tensor) -> bool:
+        """Note the cast of a matrix that autocast keeps; return whether it does."""
+        cast = _kept_cast(weight, self._place)
+        if cast is not None:
+            note_cast(block.casts, cast, weight)
+        return cast is not None
 
 
-class _NotCastError(Exception):
-    """Autocast keeps no cast of what it is asked for."""
+class _KnownError(Exception):
+    """It is known whether autocast keeps a cast."""
 
 
-class _Refusing(DispatchMode):  # type: ignore[no-untyped-call]
-    """Refuses casts: what is run below it uses one that is kept, or fails."""
+class _Finding(DispatchMode):  # type: ignore[no-untyped-call]
+    """Finds the cast of a weight that an operator gets, and lets none be made."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._weight = weight
+        self.cast: torch.Tensor | None = None
 
     def __torch_dispatch__(
         self, function: Any, _types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        for tensor in args:
+            if isinstance(tensor, torch.Tensor):
+                found = cast_of(tensor)
+                if found is not None and found[1] is self._weight:
+                    self.cast = found[0]
+                    raise _KnownError
         if function is CAST:
-            raise _NotCastError
+            raise _KnownError
         return function(*args, **(kwargs or {}))
+
+
+def _kept_cast(weight: torch.Tensor, place: torch.device) -> torch.Tensor | None:
+    """Return the cast of a matrix that autocast keeps and that requires gradients."""
+    dtype = torch.get_autocast_dtype(place.type)
+    with torch.no_grad(), without_modes():
+        rows = torch.empty(0, weight.shape[-2], dtype=dtype, device=place)
+        finding = _Finding(weight)
+        with dispatching(finding), suppress(_KnownError):
+            torch.matmul(rows, weight)
+    return finding.cast
 
 
 def _cast_in(
@@ -288,21 +294,8 @@ def _cast_in(
         for node, makers in terms.items()
         if any(is_cast(maker) for maker, _ in makers)
     }
-    cast.update(key for key, casts in reader.casts_unseen.items() if casts)
+    cast.update(key for key in block.casts if key in reader.own)
     return tuple(t for t in block.tensors if id(t) in cast and _is_matrix(t))
-
-
-def _read(weight: torch.Tensor, empty: Callable[..., torch.Tensor]) -> None:
-    """Compute nothing with a matrix, by an operator for which autocast casts it.
-
-    And which saves the cast, not a copy in another shape.
-    """
-    batch, shape = weight.shape[:-2], weight.shape[-2:]
-    if len(batch) in _CONVOLUTIONS:
-        images = empty(0, *weight.shape[1:]).requires_grad_()
-        _CONVOLUTIONS[len(batch)](images, weight)
-    else:
-        torch.matmul(empty(*batch, 0, shape[0]).requires_grad_(), weight)
 
 
 def _is_wanted(block: Block, weight: torch.Tensor) -> bool:
@@ -314,15 +307,15 @@ def _is_wanted(block: Block, weight: torch.Tensor) -> bool:
 @cache
 def _have_graphs() -> bool:
     """Whether casts that autocast keeps without gradients require gradients."""
-    weight = torch.ones(1, 1, device="cpu", requires_grad=True)
-    saved: list[torch.Tensor] = []
-    with without_modes(), torch.autocast("cpu", torch.bfloat16, cache_enabled=True):
-        with torch.no_grad():
-            rows = torch.empty(0, 1, dtype=torch.bfloat16, device="cpu")
-            torch.matmul(rows, weight)
-        with torch.enable_grad(), saved_tensors_hooks(saved.append, _never):
-            torch.matmul(rows.requires_grad_(), weight)
-    return any(cast_of(tensor) is not None for tensor in saved)
+    place = torch.device("cpu")
+    weight = torch.ones(1, 1, device=place, requires_grad=True)
+    with (
+        without_modes(),
+        torch.autocast("cpu", torch.bfloat16, cache_enabled=True),
+        torch.no_grad(),
+    ):
+        torch.matmul(weight, weight)
+        return _kept_cast(weight, place) is not None
 
 
 def _are_found() -> bool:
@@ -331,12 +324,8 @@ def _are_found() -> bool:
 
 
 def _is_matrix(tensor: torch.Tensor) -> bool:
-    return tensor.dim() > 1 and tensor.numel() > 0
+    return tensor.dim() > 1
 
 
 def _may_be_cached(tensor: torch.Tensor) -> bool:
     return tensor.requires_grad and tensor.is_leaf and tensor.dtype is torch.float32
-
-
-def _never(_: object) -> torch.Tensor:
-    raise NotImplementedError  # nobody goes back through it

@@ -330,6 +330,7 @@ class Passing(PassListener):
         """See `PassListener.end_inner_backward`."""
         if self.is_open:
             if last:  # whatever has raised in it, and was caught there
+                self._casts.release_fetched()
                 self._kept.give_up()
             self._end_gradients(failed=failed)
 
@@ -344,6 +345,7 @@ class Passing(PassListener):
     def _end_backward(self, *, failed: bool) -> None:
         scheduler, gradients = self._parts.scheduler, self._gradients
         scheduler.release_fetched()
+        self._casts.release_fetched()
         self._kept.give_up()
         if failed:
             self._measure.stopwatch.forget()
@@ -376,7 +378,7 @@ class Passing(PassListener):
                 gradients.pass_on()
             scheduler.fetch(block)
         if block.casts:
-            self._casts.fill(block)
+            self._casts.fetch(block)
 
     def _track(self, block: Block, reader: Reader) -> bool:
         """Begin a site's call, with gradients or under autocast.

@@ -142,7 +142,7 @@ class Runtime(Passing, Sharing, Storing, Conduct):
         )
         self._kept = KeptViews(self._saved)
         self._casts = Casts(
-            settings.device, parts.scheduler.note_write, _weakly(self._follow_cast)
+            settings.device, parts.scheduler, _weakly(self._follow_cast)
         )
         self._gradients = self._make_gradients()
         if self._gradients is not None:

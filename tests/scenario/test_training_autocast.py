@@ -205,6 +205,17 @@ def test_casts_are_held_by_nobody_between_two_forwards(sim):
     runtime_of(model).shutdown()
 
 
+def test_casts_that_backward_needs_in_the_region_are_held_by_nobody_behind_it(sim):
+    model = stack(12)
+    stagehand.layer(model, vram_budget=4 * LAYER_BYTES)
+    half_step(model)
+    with torch.autocast("hpu", dtype=torch.bfloat16):
+        output = model(batch(2, 32).to("hpu"))
+        with no_casts_kept(sim):
+            output.float().sum().backward()
+    runtime_of(model).shutdown()
+
+
 class Reading(nn.Module):
     """Layers that read an input which needs no gradient: nothing saves their casts."""
 
@@ -338,6 +349,56 @@ def test_casts_of_any_shape_are_held_by_nobody_without_gradients(sim, axes):
         model(x)
         assert sim.allocated_bytes() - held < sum(nbytes) // 2 // 3, "of all casts"
     runtime_of(model).shutdown()
+
+
+class Either(nn.Module):
+    """Reads one of its weights, by its input's sign."""
+
+    def __init__(self):
+        super().__init__()
+        self.weights = nn.ParameterList(torch.randn(32, 32) / 4 for _ in range(2))
+
+    def forward(self, x):
+        weight = self.weights[int(x.sum() > 0)]
+        return (x.abs() @ weight).float().abs() * x.sum().sign()
+
+
+def test_casts_of_weights_that_the_first_call_has_not_read_are_held_by_nobody(sim):
+    model = nn.Sequential(*(Either() for _ in range(12)))
+    stagehand.layer(model, vram_budget=4 * LAYER_BYTES)
+    x = torch.ones(4, 32, device="hpu")
+    with torch.no_grad(), torch.autocast("hpu", dtype=torch.bfloat16):
+        model(x)
+        with no_casts_kept(sim):
+            model(-x)
+    runtime_of(model).shutdown()
+
+
+@pytest.mark.parametrize("form", [torch.contiguous_format, torch.channels_last])
+def test_convolutions_without_gradients_have_casts_that_are_emptied(form):
+    """Nothing of the kind of `matmul` can save these casts as they are."""
+
+    def steps(model, blocks=()):
+        found = []
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            for trained in (False, True, False):
+                with torch.set_grad_enabled(trained):
+                    found.append(model(x))
+            found[1].float().square().mean().backward()
+            known = [known for block in blocks for known in block.casts.values()]
+            assert [one.cast().numel() for one in known] == [0] * len(blocks[1:])
+        found += [p.grad for p in model.parameters()]
+        return [tensor.detach().clone() for tensor in found]
+
+    model = nn.Sequential(*(nn.Conv2d(8, 8, 3, padding=1) for _ in range(6)))
+    model.to(memory_format=form)
+    x = torch.randn(2, 8, 6, 6).to(memory_format=form)
+    expected = steps(deepcopy(model))
+    stagehand.layer(model, vram_budget="6 KB", device="cpu")
+    runtime = runtime_of(model)
+    ours = steps(model, runtime._parts.blocks)
+    assert_bitwise_equal(ours, expected, "outputs and gradients")
+    runtime.shutdown()
 
 
 class Speaking(nn.Module):
