@@ -392,19 +392,19 @@ class Passing(PassListener):
             return False
         if reader.looked != block.abandoned and self._is_last(block):
             self._kept.begin(reader)
-        if self._gradients is not None:
-            if block.trains and self._makes_graph(hooked=block.hooked):
-                reader.begin(block)
-            if block.unseen:
-                self._saved.site = block
-                self._saved.latest = -1
-                reader.began = sequence_number()
+        follows = self._gradients is not None and block.trains
+        if follows and self._makes_graph(hooked=block.hooked):
+            reader.begin(block)
+        if block.unseen:
+            self._saved.site = block
+            self._saved.latest = -1
+            reader.began = sequence_number()
         return self._saved.push_hooks()
 
     def _untrack(self, block: Block, reader: Reader, output: Any) -> None:
         """End what `_track` began."""
         self._saved.site = None
-        if block.unseen and self._gradients is not None and torch.is_grad_enabled():
+        if block.unseen and torch.is_grad_enabled():
             self._saved.follow(block, output, reader.began)
         if reader.first >= 0 and self._is_last(block):
             self._kept.end(block, reader, output)

@@ -401,6 +401,39 @@ def test_convolutions_without_gradients_have_casts_that_are_emptied(form):
     runtime.shutdown()
 
 
+class InnerRecomputed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(32, 32)
+
+    def forward(self, x):
+        if not torch.is_grad_enabled():
+            return self.layer(x).float()
+        return checkpoint(self.layer, x, use_reentrant=True).float()
+
+
+@pytest.mark.parametrize("place", ["hpu", "cpu"])
+def test_backward_in_a_region_recomputes_with_casts_of_passes_without_gradients(
+    sim, place
+):
+    """Blocks whose layers are called again without them, on the host as elsewhere."""
+
+    def steps(model):
+        x = batch(2, 32).to(place).requires_grad_()
+        with torch.autocast(place, dtype=torch.bfloat16):
+            with torch.no_grad():
+                found = [model(x)]
+            model(x).square().mean().backward()
+        return [t.detach().cpu() for t in found + [p.grad for p in model.parameters()]]
+
+    model = nn.Module()
+    model.blocks = nn.Sequential(*(InnerRecomputed() for _ in range(4)))
+    expected = steps(deepcopy(model.blocks).to(place))
+    runtime = Setting(place, "blocks", "").stream(model, 2 * LAYER_BYTES)
+    assert_bitwise_equal(steps(model.blocks), expected, "outputs and gradients")
+    runtime.shutdown()
+
+
 class Speaking(nn.Module):
     """Looks rows up in the table that its head reads."""
 
