@@ -11,7 +11,8 @@ saves of them are handles already (see `graph`).
 
 A cast is found through the graph, when an operator saves it for backward. If none does,
 because the operator's other input needs no gradient, or there is no graph, an operator
-begins to run on the weight, until it has the cast, or would make one.
+that computes nothing is run on the weight to find it: where no cast may be there, only
+until it gets one, or would make one.
 
 Without gradients autocast's casts require gradients, too, from some version after 2.10
 on: a graph of the same region may use them, and operators multiply inputs that are not
@@ -27,6 +28,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 
 from stagehand.core.casts import cast_of, is_cast, note_cast
 from stagehand.core.terms import terms_of
@@ -147,20 +149,22 @@ class Casts:
         """Find the casts of a call with gradients that no operator has saved."""
         for weight in reader.cast or ():
             if _is_wanted(block, weight):
-                self._find(block, weight)
+                self._find(block, weight, is_cast=True)
 
     def _find_without_graph(self, block: Block, reader: Reader) -> None:
         """Find the casts of a call without gradients, which does not tell of any."""
         for weight in block.tensors:
+            key = id(weight)
             if (
                 tensor_use_count(weight) > 1  # as a cast's graph refers to it, too
-                and id(weight) in reader.own
+                and key in reader.own
                 and _is_matrix(weight)
                 and _may_be_cached(weight)
                 and _is_wanted(block, weight)
-                and self._find(block, weight)
+                and self._find(block, weight, is_cast=key in reader.casts_unseen)
             ):
-                block.casts[id(weight)].unseen = True
+                reader.casts_unseen.add(key)
+                block.casts[key].unseen = True
 
     def fetch(self, block: Block) -> None:
         """Fill the casts of a block that backward needs, and empty those before it."""
@@ -232,9 +236,17 @@ class Casts:
             self._nothing[dtype] = found
         return found
 
-    def _find(self, block: Block, weight: torch.Tensor) -> bool:
-        """Note the cast of a matrix that autocast keeps; return whether it does."""
-        cast = _kept_cast(weight, self._place)
+    def _find(self, block: Block, weight: torch.Tensor, *, is_cast: bool) -> bool:
+        """Note the cast of a matrix that autocast keeps; return whether it does.
+
+        Args:
+            block: The weight's.
+            weight: A matrix.
+            is_cast: Whether calls like this one have cast it. Then a cast is made if
+                there is none, for this takes a quarter of the time.
+        """
+        find = _saved_cast if is_cast and weight.dim() == 2 else _kept_cast
+        cast = find(weight, self._place)
         if cast is not None:
             note_cast(block.casts, cast, weight)
         return cast is not None
@@ -268,13 +280,33 @@ class _Finding(DispatchMode):  # type: ignore[no-untyped-call]
 
 def _kept_cast(weight: torch.Tensor, place: torch.device) -> torch.Tensor | None:
     """Return the cast of a matrix that autocast keeps and that requires gradients."""
-    dtype = torch.get_autocast_dtype(place.type)
     with torch.no_grad(), without_modes():
-        rows = torch.empty(0, weight.shape[-2], dtype=dtype, device=place)
         finding = _Finding(weight)
         with dispatching(finding), suppress(_KnownError):
-            torch.matmul(rows, weight)
+            torch.matmul(_no_rows(weight, place), weight)
     return finding.cast
+
+
+def _saved_cast(weight: torch.Tensor, place: torch.device) -> torch.Tensor | None:
+    """Return the cast of a matrix of two dimensions, which autocast makes if needed.
+
+    One of more dimensions may be saved in another shape.
+    """
+    saved: list[torch.Tensor] = []
+    with (
+        torch.enable_grad(),
+        without_modes(),
+        saved_tensors_hooks(saved.append, _never),
+    ):
+        torch.matmul(_no_rows(weight, place).requires_grad_(), weight)
+    found = filter(None, map(cast_of, saved))
+    return next((cast for cast, leaf in found if leaf is weight), None)
+
+
+def _no_rows(weight: torch.Tensor, place: torch.device) -> torch.Tensor:
+    """Return what a matrix is multiplied with to compute nothing."""
+    dtype = torch.get_autocast_dtype(place.type)
+    return torch.empty(0, weight.shape[-2], dtype=dtype, device=place)
 
 
 def _cast_in(
@@ -294,7 +326,7 @@ def _cast_in(
         for node, makers in terms.items()
         if any(is_cast(maker) for maker, _ in makers)
     }
-    cast.update(key for key in block.casts if key in reader.own)
+    cast |= reader.casts_unseen
     return tuple(t for t in block.tensors if id(t) in cast and _is_matrix(t))
 
 
@@ -329,3 +361,7 @@ def _is_matrix(tensor: torch.Tensor) -> bool:
 
 def _may_be_cached(tensor: torch.Tensor) -> bool:
     return tensor.requires_grad and tensor.is_leaf and tensor.dtype is torch.float32
+
+
+def _never(_: object) -> torch.Tensor:
+    raise NotImplementedError  # nobody goes back through it

@@ -426,13 +426,14 @@ class Reader:
         began: The sequence number of autograd's next node when it began last, if its
             block may be read unseen.
         cast: Which of its weights autocast casts in a call; None if not known yet.
+        casts_unseen: Ids of those that it was seen to cast in calls without gradients.
         first: The sequence number of autograd's next node when it began, from where on
             `KeptViews` is to look; -1 if it is not to.
         looked: `Block.abandoned` when `KeptViews` found nothing; -1 if it shall look.
     """
 
     __slots__ = (
-        *("_tied", "again", "began", "binding", "cast"),
+        *("_tied", "again", "began", "binding", "cast", "casts_unseen"),
         *("first", "looked", "once", "own", "since"),
     )
     cast: tuple[torch.Tensor, ...] | None
@@ -452,6 +453,7 @@ class Reader:
         self.once: tuple[int, bool] | None = None
         self.looked = -1
         self.cast = None
+        self.casts_unseen: set[int] = set()
 
     def begin(self, block: Block) -> None:
         """The site begins, for a backward pass to come."""
