@@ -601,6 +601,51 @@ def test_buffers_that_change_in_training_mode_come_home(place):
     runtime_of(model).shutdown()
 
 
+class Growing(nn.Module):
+    """Notes what it is given, as observers of quantization do: from the first size."""
+
+    def __init__(self, first):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("seen", torch.ones(first))
+        self.register_buffer("behind", torch.ones(WIDTH))
+
+    def forward(self, x):
+        x = self.linear(x)
+        self.seen.resize_(4 * WIDTH).copy_(x.detach().flatten()[: 4 * WIDTH])
+        return x * self.behind
+
+
+@pytest.mark.parametrize("mode", ["layers", "blocks"])
+def test_empty_buffers_may_grow_in_a_forward(place, mode):
+    """They grew over the tensors behind them in their image."""
+    model = nn.Sequential(*(Growing(0) for _ in range(4)))
+    plain = deepcopy(model).to(place)
+    if mode == "layers":
+        stagehand.layer(model, vram_budget=4 * LAYER_BYTES, device=place)
+        runtime = runtime_of(model)
+    else:
+        runtime = stagehand.StagehandRuntime(model, None, r"^\d+$", device=place)
+    for number in range(3):
+        with torch.no_grad():
+            expected = plain(batch().to(place))
+            assert_bitwise_equal(model(batch()), expected, f"pass {number}")
+        assert_bitwise_equal(values(model), values(plain), f"after pass {number}")
+    runtime.shutdown()
+    assert_bitwise_equal(values(model), values(plain), "after shutdown")
+
+
+def test_another_buffer_that_grows_in_a_forward_is_refused(sim):
+    """What it had grown to was lost, in silence."""
+    model = nn.Sequential(*(Growing(1) for _ in range(4)))
+    stagehand.layer(model, vram_budget=4 * LAYER_BYTES, device="hpu")
+    with torch.no_grad():
+        model(batch())
+    with pytest.raises(OrphanedParameterError, match=r"expected torch.float32 \[1\]"):
+        model.state_dict()
+    runtime_of(model).shutdown()
+
+
 class Assigning(nn.Module):
     """Gives its own weight new values in every pass, behind the version counter."""
 

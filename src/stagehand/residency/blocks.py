@@ -534,11 +534,16 @@ def tensor_bytes(tensor: torch.Tensor) -> int:
 
 
 def can_stream(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is plain memory, which a view of other memory can replace."""
+    """Whether a tensor is plain memory, which a view of other memory can replace.
+
+    Not an empty one: where a module lets it grow, as observers of quantization do, it
+    would grow over what lies behind it in an image.
+    """
     return (
         type(values_of(tensor)) is torch.Tensor
         and tensor.layout is torch.strided
         and not tensor.is_nested
+        and (tensor.is_meta or tensor.numel() > 0)
     )
 
 

@@ -372,7 +372,7 @@ class Mover:
 
     def _take_in(self, block: Block) -> list[str]:
         """Take in what fits; point back what does not, and return what that was."""
-        if block.store is None or not block.is_replaced():
+        if block.store is None or not (block.is_replaced() or _is_resized(block)):
             return []
         self._replaced_in = self.passed
         slot, bound = block.slot, block.bound
@@ -432,6 +432,15 @@ def _has_more_users(slot: Slot, block: Block) -> bool:
     return use_count_of(slot.storage_key) > slot.alone + len(block.tensors)
 
 
+def _is_resized(block: Block) -> bool:
+    """Whether somebody changed a shape in place: the image has no room for another."""
+    return (
+        block.bound
+        and block.is_changed()
+        and any(values_of(t).shape != place.shape for t, place in block.pairs())
+    )
+
+
 def _assigned(block: Block) -> tuple[dict[int, torch.Tensor], list[str]]:
     """Point a block's replaced tensors back.
 
@@ -443,7 +452,8 @@ def _assigned(block: Block) -> tuple[dict[int, torch.Tensor], list[str]]:
     refused: list[str] = []
     for number, (tensor, place) in enumerate(block.pairs()):
         value = values_of(tensor)
-        if value.data_ptr() == block.addresses[number]:
+        is_there = value.data_ptr() == block.addresses[number]
+        if is_there and value.shape == place.shape:
             continue
         tensor.data = place
         if value.shape != place.shape or value.dtype != place.dtype:
