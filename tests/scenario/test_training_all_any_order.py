@@ -12,7 +12,7 @@ from test_training_steps_any_order import AnyOrderSteps
 
 from exploring import running
 
-pytestmark = [of_graphs, of_kinds]
+pytestmark = [*of_graphs, of_kinds]
 
 
 @dataclass(kw_only=True)
@@ -32,6 +32,7 @@ class AnyOrderOfAll(AnyOrderCasting, AnyOrderGraphs, AnyOrderKinds, AnyOrderStep
     del makers["complex"]  # some of PyTorch's optimizers and clips refuse them
     several = (*AnyOrderCasting.several, *AnyOrderKinds.several)
     recomputing = (*AnyOrderCasting.recomputing, *AnyOrderGraphs.recomputing)
+    reading = (*AnyOrderGraphs.reading, *AnyOrderKinds.reading)
 
     def can_be_pickled(self):
         ways = (AnyOrderGraphs.can_be_pickled, AnyOrderKinds.can_be_pickled)

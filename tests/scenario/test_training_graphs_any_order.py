@@ -26,10 +26,14 @@ from torch.utils.checkpoint import (
 import stagehand
 from exploring import running
 from streamed import GRAD_MODES
-from training import Net, Run, built
+from training import WIDTH, Net, Run, built
 
-# PyTorch's own, of a module whose inputs need no gradient.
-pytestmark = pytest.mark.filterwarnings("ignore:Full backward hook is firing")
+pytestmark = [
+    # PyTorch's own, of a module whose inputs need no gradient.
+    pytest.mark.filterwarnings("ignore:Full backward hook is firing"),
+    # Where a module that reads weights of others has no room for all of them.
+    pytest.mark.filterwarnings("ignore:.* are read by modules that do not"),
+]
 
 _recomputed = partial(checkpoint, use_reentrant=False)
 _reentered = partial(checkpoint, use_reentrant=True)
@@ -84,6 +88,24 @@ class Sequences(Net):
             reentrant = "reentered" in self.region
             x = checkpoint_sequential(self.blocks, 2, x, use_reentrant=reentrant)
         return self.head(x)
+
+
+class Reading(Regions):
+    """Its regions call no module, but read weights of one that nobody calls."""
+
+    region = "recomputed"
+
+    def __init__(self):
+        super().__init__()
+        for block in self.blocks:
+            block.gate = nn.Linear(WIDTH, WIDTH)
+
+    def around(self, block, x):
+        def read(x):
+            gate = nn.functional.linear(x.sin(), block.gate.weight, block.gate.bias)
+            return x * gate.sigmoid()
+
+        return super().around(read, block(x))
 
 
 @dataclass(kw_only=True)
@@ -144,8 +166,10 @@ class AnyOrderGraphs(AnyOrder):
         **MAKERS,
         "regions": built(Regions),
         "sequences": built(Sequences),
+        "reading": built(Reading),
     }
-    recomputing = (*RECOMPUTING, "regions", "sequences")
+    recomputing = (*RECOMPUTING, "regions", "sequences", "reading")
+    reading = ("reading",)
     region = "plain"
 
     @property
@@ -154,10 +178,16 @@ class AnyOrderGraphs(AnyOrder):
 
     # Regions
 
-    @precondition(lambda self: self.kind in ("regions", "sequences"))
+    def possible(self, region):
+        """Return a region of this kind, or another: see docs/training.md."""
+        cannot = self.kind in (*self.several, *self.reading)
+        return "recomputed" if cannot and "reentered" in region else region
+
+    @precondition(lambda self: self.kind in ("regions", "sequences", "reading"))
     @rule(region=st.sampled_from(list(REGIONS)))
     def recompute(self, region):
         self.drop_losses()
+        region = self.possible(region)
         self.region = region
         for run in self.runs:
             run.model.region = region
@@ -165,8 +195,7 @@ class AnyOrderGraphs(AnyOrder):
     @precondition(lambda self: self.kind != "counting")  # it changes its buffers
     @rule(region=st.sampled_from(list(REGIONS)), number=numbers)
     def learn_in_one_region(self, region, number):
-        if self.kind in self.several and "reentered" in region:
-            region = "recomputed"  # see docs/training.md
+        region = self.possible(region)
 
         def act(run):
             x = run.batch(number).requires_grad_()

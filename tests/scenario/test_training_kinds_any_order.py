@@ -5,7 +5,7 @@ from typing import ClassVar
 
 import pytest
 import torch
-from test_training_any_order import AnyOrder
+from test_training_any_order import AnyOrder, Turning
 from torch import nn
 from torch.nn.utils import parametrize
 from torch.nn.utils.parametrizations import orthogonal, spectral_norm, weight_norm
@@ -21,8 +21,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.* are read by modules that do n
 class Told:
     """What a block returns, and what it tells of it."""
 
-    hidden: torch.Tensor
-    size: torch.Tensor
+    tensors: list[torch.Tensor]
 
 
 class Dicts(Residual):
@@ -30,17 +29,17 @@ class Dicts(Residual):
 
     def forward(self, x):
         hidden = super().forward(x)
-        return {"hidden": hidden, "size": hidden.square().mean()}
+        return {"told": [hidden, hidden.square().mean()]}
 
 
 class Objects(Residual):
     """Returns an object, of whose tensors one is not made here."""
 
     def forward(self, x):
-        return Told(super().forward(x), x)
+        return Told([super().forward(x), x])
 
 
-class Telling(Net):
+class Telling(Turning):
     """Reads what its blocks return, in turns a dict and an object."""
 
     def __init__(self):
@@ -50,8 +49,8 @@ class Telling(Net):
 
     def around(self, block, x):
         told = block(x)
-        told = told if isinstance(told, dict) else vars(told)
-        return told["hidden"] * (1 + told["size"])
+        hidden, size = told["told"] if isinstance(told, dict) else told.tensors
+        return hidden * (1 + size)
 
 
 class Sliced(Residual):
@@ -236,7 +235,8 @@ class AnyOrderKinds(AnyOrder):
     """The same script, with models that are no plain stacks."""
 
     makers: ClassVar = KINDS
-    several = ("sharing",)
+    several = ("sharing", "telling")
+    reading = ("gated",)
 
     def can_be_pickled(self):
         return self.kind not in PARAMETRIZED  # PyTorch refuses

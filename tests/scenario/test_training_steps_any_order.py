@@ -2,6 +2,7 @@
 
 import random
 from copy import deepcopy
+from functools import partial
 
 import torch
 from hypothesis import strategies as st
@@ -33,6 +34,34 @@ AVERAGES = {
     "mean": {},
     "decaying": {"avg_fn": get_ema_avg_fn(0.5)},
     "decaying at once": {"multi_avg_fn": get_ema_multi_avg_fn(0.5)},
+}
+
+
+def _swap_by_state(model, average):
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    model.load_state_dict(average.state_dict())
+    return lambda: model.load_state_dict(before)
+
+
+def _swap_unseen(model, average, differing):
+    """Behind the counters of weights that train, as `EMAModel` of diffusers does."""
+    weights = list(model.parameters())
+    before = [weight.detach().clone() for weight in weights]
+
+    def swap(values):
+        with torch.no_grad():
+            for weight, value in zip(weights, values, strict=True):
+                place = weight.data if weight.requires_grad else weight
+                place.view(-1)[differing].copy_(value.view(-1)[differing])
+
+    swap(average.parameters())
+    return lambda: swap(before)
+
+
+SWAPS = {
+    "by state": _swap_by_state,
+    "unseen": partial(_swap_unseen, differing=slice(None)),
+    "unseen, in part": partial(_swap_unseen, differing=slice(-1, None)),
 }
 
 
@@ -201,23 +230,27 @@ class AnyOrderSteps(AnyOrder):
 
         self.both(act)
 
-    @precondition(lambda self: self.averages)
-    @rule(number=numbers)
-    def look_with_averages(self, number):
+    @rule(number=numbers, way=st.sampled_from(list(SWAPS)))
+    def look_with_averages(self, number, way):
+        """Before, with, and after them."""
+        if not self.averages:
+            self.average("mean", buffers=False)
         self.drop_losses()
+        self.edits = True
 
         def act(run):
-            before = {k: v.clone() for k, v in run.model.state_dict().items()}
-            run.model.load_state_dict(run.average.module.state_dict())
             with torch.no_grad():
-                output = run.model(run.batch(number))
-            run.model.load_state_dict(before)
-            return output
+                outputs = [run.model(run.batch(number))]
+                swap_back = SWAPS[way](run.model, run.average.module)
+                outputs.append(run.model(run.batch(number)))
+                swap_back()
+                outputs.append(run.model(run.batch(number)))
+            return outputs
 
         self.both(act)
 
-    def adapt(self, which, trains):
-        super().adapt(which, trains)
+    def forget_weights(self):
+        super().forget_weights()
         self.averages = False
 
     @rule()
