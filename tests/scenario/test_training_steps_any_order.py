@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
-from test_training_any_order import LR, SETTINGS, AnyOrder, numbers, weights
+from test_training_any_order import LR, SETTINGS, AnyOrder, learn, numbers, weights
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn
 
@@ -232,13 +232,13 @@ class AnyOrderSteps(AnyOrder):
 
     @rule(number=numbers, way=st.sampled_from(list(SWAPS)))
     def look_with_averages(self, number, way):
-        """Before, with, and after them."""
+        """Before, with, and after them, in training: see docs/training.md."""
         if not self.averages:
             self.average("mean", buffers=False)
         self.drop_losses()
-        self.edits = True
 
         def act(run):
+            learn(run, number)
             with torch.no_grad():
                 outputs = [run.model(run.batch(number))]
                 swap_back = SWAPS[way](run.model, run.average.module)
