@@ -632,6 +632,8 @@ class _Inside:
         self._unpack = (
             unpack if saved.watch is None else partial(_in_watch, saved.watch, unpack)
         )
+        # Then what they give was computed here, on this stream.
+        self._recomputes = is_checkpoints(unpack)
         self._first: Any = None
         self._early: torch.Tensor | None = None
         self._task = -1  # the backward pass in which the first was unpacked
@@ -670,7 +672,8 @@ class _Inside:
         if packed is self._first:
             early, self._early = self._early, None
             if early is not None and task == self._task:
-                saved.read_later(early)
+                if not self._recomputes:
+                    saved.read_later(early)
                 return early
             self._task = task
         return self._unpack_below(packed)
