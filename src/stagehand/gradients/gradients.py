@@ -120,7 +120,7 @@ class Gradients:
         fetch: Callable[[Block], None],
         begin: Callable[[Block], None],
     ) -> None:
-        self._device = device
+        self._device, self._device_type = device, device.torch_device.type
         self._engine = engine
         self._arena = arena
         self._workers = workers
@@ -314,7 +314,7 @@ class Gradients:
         make the terms get hooks: see Note [One by one].
         """
         since, reader.since = reader.since or 0, None
-        autocasts = is_autocast_enabled(self._device.torch_device.type)
+        autocasts = is_autocast_enabled(self._device_type)
         nodes = sequence_number() - since, autocasts
         if nodes == reader.once and not reader.again:
             return  # mostly
