@@ -176,7 +176,6 @@ class AnyOrder(RuleBasedStateMachine):
         report = runtime.report()
         assert report.peak_device_bytes <= self.most
         assert report.abandoned_slots == 0
-        assert live_leases() <= self.leases
 
     def budget(self, setting):
         least = Setting(self.place, *setting).bytes_for(self.build)
@@ -529,6 +528,7 @@ class AnyOrder(RuleBasedStateMachine):
         torch.accelerator.synchronize()
         held = zip(_held_bytes(), self.held_bytes, strict=True)
         assert all(now <= before for now, before in held)
+        assert live_leases() <= self.leases  # gradients that users keep have some
         races = sim_device.races()
         assert [r for r in races if not (self.edits and _EDITED in r)] == []
 

@@ -539,11 +539,12 @@ def can_stream(tensor: torch.Tensor) -> bool:
     Not an empty one: where a module lets it grow, as observers of quantization do, it
     would grow over what lies behind it in an image.
     """
+    values = values_of(tensor)
     return (
-        type(values_of(tensor)) is torch.Tensor
-        and tensor.layout is torch.strided
-        and not tensor.is_nested
-        and (tensor.is_meta or tensor.numel() > 0)
+        type(values) is torch.Tensor
+        and values.layout is torch.strided
+        and not values.is_nested
+        and (values.is_meta or values.numel() > 0)
     )
 
 
