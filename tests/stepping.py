@@ -48,3 +48,24 @@ def assert_same(one, other):
         for name in mine:
             assert mine[name].dtype == theirs[name].dtype
             assert same_bits(mine[name], theirs[name]), name
+
+
+def step_in_backward(make, groups):
+    """Make an optimizer of each group, which steps in the hook of the last of its
+    weights that train to get a gradient; return the hooks' handles."""
+    handles = []
+    for parameters in groups:
+        group = [p for p in parameters if p.requires_grad]
+        if not group:
+            continue
+        optimizer, left = make(group), set(group)
+
+        def step(parameter, optimizer=optimizer, left=left, group=group):
+            left.discard(parameter)
+            if not left:
+                optimizer.step()
+                optimizer.zero_grad()
+                left.update(group)
+
+        handles += [p.register_post_accumulate_grad_hook(step) for p in group]
+    return handles

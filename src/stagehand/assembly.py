@@ -495,12 +495,12 @@ def _why_they_stay(
     rest: Mapping[str, torch.Tensor], odd: Mapping[str, torch.Tensor], odd_bytes: int
 ) -> str:
     """Return what to say of tensors that stay whatever their size; mostly nothing."""
-    if odd_bytes:
-        name, tensor = next((n, t) for n, t in odd.items() if tensor_bytes(t))
+    odd = {name: tensor for name, tensor in odd.items() if tensor_bytes(tensor)}
+    if odd:
+        name, tensor = next(iter(odd.items()))
         what = "that are no plain memory"
         which = f"{name!r}, a {type(tensor.data).__name__}, is the first"
-        count = sum(map(bool, map(tensor_bytes, odd.values())))
-        return _of_which(odd_bytes, count, what, which)
+        return _of_which(odd_bytes, len(odd), what, which)
     others = {n: t for n, t in rest.items() if not isinstance(t, nn.Parameter)}
     size = {name: tensor_bytes(tensor) for name, tensor in others.items()}
     nbytes = sum(size.values())

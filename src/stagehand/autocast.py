@@ -149,7 +149,7 @@ class Casts:
         """Find the casts of a call with gradients that no operator has saved."""
         for weight in reader.cast or ():
             if _is_wanted(block, weight):
-                self._find(block, weight, is_cast=True)
+                self._find(block, weight, has_cast=True)
 
     def _find_without_graph(self, block: Block, reader: Reader) -> None:
         """Find the casts of a call without gradients, which does not tell of any."""
@@ -161,7 +161,7 @@ class Casts:
                 and _is_matrix(weight)
                 and _may_be_cached(weight)
                 and _is_wanted(block, weight)
-                and self._find(block, weight, is_cast=key in reader.casts_unseen)
+                and self._find(block, weight, has_cast=key in reader.casts_unseen)
             ):
                 reader.casts_unseen.add(key)
                 block.casts[key].unseen = True
@@ -236,16 +236,16 @@ class Casts:
             self._nothing[dtype] = found
         return found
 
-    def _find(self, block: Block, weight: torch.Tensor, *, is_cast: bool) -> bool:
+    def _find(self, block: Block, weight: torch.Tensor, *, has_cast: bool) -> bool:
         """Note the cast of a matrix that autocast keeps; return whether it does.
 
         Args:
             block: The weight's.
             weight: A matrix.
-            is_cast: Whether calls like this one have cast it. Then a cast is made if
+            has_cast: Whether calls like this one have cast it. Then a cast is made if
                 there is none, for this takes a quarter of the time.
         """
-        find = _saved_cast if is_cast and weight.dim() == 2 else _kept_cast
+        find = _saved_cast if has_cast and weight.dim() == 2 else _kept_cast
         cast = find(weight, self._place)
         if cast is not None:
             note_cast(block.casts, cast, weight)

@@ -5,11 +5,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 from keeping import flush
-from test_training_any_order import AnyOrder, numbers
+from test_training_any_order import AnyOrder, numbers, penalize
 
 import stagehand
 from exploring import running
@@ -125,16 +124,8 @@ class AnyOrderSaving(AnyOrder):
     @precondition(lambda self: self.kind not in (*self.several, "reentering"))
     @precondition(lambda self: not self.runs[0].handles)
     @rule(number=numbers)
-    def penalize(self, number):
-        def act(run):
-            x = run.batch(number).requires_grad_()
-            with run.around():
-                y = run.model(x).square().mean()
-            [grad] = torch.autograd.grad(y, x, create_graph=True)
-            (y + grad.square().sum()).backward()
-            return grad.detach()
-
-        self.both(act)
+    def learn_from_a_penalty(self, number):
+        self.both(lambda run: penalize(run, number, run.around))
 
     def leave(self):
         self.save_no_more()

@@ -251,10 +251,10 @@ class Turned(nn.Module):
         return self.layer(x.transpose(1, 2)).float()
 
 
-class AllTurned(nn.Module):
-    def __init__(self):
+class InBlocks(nn.Module):
+    def __init__(self, make, depth):
         super().__init__()
-        self.blocks = nn.ModuleList(Turned() for _ in range(12))
+        self.blocks = nn.ModuleList(make() for _ in range(depth))
 
     def forward(self, x):
         for block in self.blocks:
@@ -285,14 +285,14 @@ def test_without_gradients_inputs_that_are_not_contiguous_are_multiplied_as_resi
             found += [output, *(p.grad for p in model.parameters())]
         return [tensor.detach().cpu().clone() for tensor in found]
 
-    model = AllTurned()
+    model = InBlocks(Turned, 12)
     expected = steps(deepcopy(model).to("hpu"))
     runtime = Setting("hpu", mode, "").stream(model, 3 * LAYER_BYTES)
     assert_bitwise_equal(steps(model), expected, "outputs and gradients")
     runtime.shutdown()
 
 
-@pytest.mark.parametrize("make", [AllTurned, Reading])
+@pytest.mark.parametrize("make", [partial(InBlocks, Turned, 12), Reading])
 def test_casts_of_passes_with_and_without_gradients_are_held_by_nobody(sim, make):
     model = make()
     stagehand.layer(model, vram_budget=3 * LAYER_BYTES)
@@ -661,20 +661,9 @@ class Adapted(nn.Module):
         return self.last(self.layer(x) + self.up(self.down(x)))
 
 
-class WithAdapters(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList(Adapted() for _ in range(4))
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
 @pytest.mark.parametrize("mode", ["layers", "blocks"])
 def test_adapters_in_two_forwards_have_the_resident_gradients_at_once(sim, mode):
-    model = WithAdapters()
+    model = InBlocks(Adapted, 4)
     expected = two_forwards(deepcopy(model).to("hpu"), regions=1)
     budget = 5 * LAYER_BYTES
     runtime = Setting("hpu", mode, "").stream(model, budget)

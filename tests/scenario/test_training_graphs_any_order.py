@@ -8,7 +8,14 @@ import pytest
 import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
-from test_training_any_order import MAKERS, RECOMPUTING, AnyOrder, numbers, weights
+from test_training_any_order import (
+    MAKERS,
+    RECOMPUTING,
+    AnyOrder,
+    numbers,
+    penalize,
+    weights,
+)
 from torch import nn
 from torch.autograd.graph import (
     register_multi_grad_hook,
@@ -317,15 +324,8 @@ class AnyOrderGraphs(AnyOrder):
     @precondition(lambda self: not self.reenters)
     @precondition(lambda self: not self.runs[0].handles)
     @rule(number=numbers)
-    def penalize(self, number):
-        def act(run):
-            x = run.batch(number).requires_grad_()
-            y = run.model(x).square().mean()
-            [grad] = torch.autograd.grad(y, x, create_graph=True)
-            (y + grad.square().sum()).backward()
-            return grad.detach()
-
-        self.both(act)
+    def learn_from_a_penalty(self, number):
+        self.both(lambda run: penalize(run, number))
 
     def leave(self):
         self.unhook_modules()

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from stagehand.errors import ConfigError
+from stepping import step_in_backward
 from training import (
     FEW,
     SOME,
@@ -199,25 +200,6 @@ def test_an_optimizer_fused_into_backward_loses_no_step(sim, setting, kind, befo
     assert_trains_equally(build, script, setting)
 
 
-def fuse_together(model, kind, groups):
-    """Make an optimizer of each group, which steps in the hook of the last of its
-    weights to get a gradient."""
-    handles = []
-    for group in groups:
-        optimizer = TOGETHER[kind](group)
-        left = set(group)
-
-        def step(parameter, optimizer=optimizer, left=left, group=group):
-            left.discard(parameter)
-            if not left:
-                optimizer.step()
-                optimizer.zero_grad()
-                left.update(group)
-
-        handles += [p.register_post_accumulate_grad_hook(step) for p in group]
-    model.handles = handles
-
-
 TOGETHER = {
     "SGD": lambda group: torch.optim.SGD(group, lr=0.1, momentum=0.9, foreach=True),
     "fused AdamW": lambda group: torch.optim.AdamW(group, lr=0.01, fused=True),
@@ -235,7 +217,7 @@ def test_an_optimizer_that_steps_a_layer_when_its_last_gradient_came_skips_none(
     def fuse(model):
         modules = (m for m in model.modules() if not isinstance(m, nn.ModuleList))
         groups = (list(module.parameters(recurse=False)) for module in modules)
-        fuse_together(model, kind, filter(None, groups))
+        model.handles = step_in_backward(TOGETHER[kind], groups)
 
     build, begin = fused(built(Reentering if recomputed else Net), fuse, before)
 
@@ -256,7 +238,7 @@ def test_a_step_in_a_hook_that_would_skip_a_weight_is_refused(sim, hooked):
     run = start(net, TIGHT)
     group = [*run.model.blocks[0].up.parameters(), run.model.entry.weight]
     if hooked:
-        fuse_together(run.model, "SGD", [group])
+        run.model.handles = step_in_backward(TOGETHER["SGD"], [group])
     else:
         optimizer = torch.optim.SGD(group, lr=0.1)
         hook = run.model.entry.weight.register_post_accumulate_grad_hook

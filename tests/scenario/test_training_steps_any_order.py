@@ -13,7 +13,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_a
 
 from exploring import running
 from stagehand.optim import OffloadedAdamW
-from stepping import states_of
+from stepping import states_of, step_in_backward
 
 STEPPED = {
     "sgd": lambda params: torch.optim.SGD(params, lr=LR, momentum=0.5, foreach=True),
@@ -73,26 +73,6 @@ def _of_each_module(model):
     return [list(module.parameters(recurse=False)) for module in model.modules()]
 
 
-def step_in_backward(model, make, groups):
-    """Let an optimizer of each group step when its last gradient has come."""
-    handles = []
-    for parameters in groups:
-        group = [p for p in parameters if p.requires_grad]
-        if not group:
-            continue
-        optimizer, left = make(group), set(group)
-
-        def step(parameter, optimizer=optimizer, left=left, group=group):
-            left.discard(parameter)
-            if not left:
-                optimizer.step()
-                optimizer.zero_grad()
-                left.update(group)
-
-        handles += [p.register_post_accumulate_grad_hook(step) for p in group]
-    return handles
-
-
 class AnyOrderSteps(AnyOrder):
     """A script with several optimizers, averages of weights, and what belongs to it."""
 
@@ -147,7 +127,7 @@ class AnyOrderSteps(AnyOrder):
 
         def act(run):
             groups = (_of_each_module if by_module else _of_each_weight)(run.model)
-            handles = step_in_backward(run.model, IN_BACKWARD[kind], groups)
+            handles = step_in_backward(IN_BACKWARD[kind], groups)
             losses = []
             for each in range(count):
                 losses.append(run.loss(number + each))
