@@ -531,6 +531,7 @@ class Passing(PassListener):
         """See `PassListener.abort_pass`."""
         self._handled = None
         self._failed = True
+        self._saved.site = None
         self._measure.stopwatch.forget()
         self._parts.scheduler.recover()
         self._strays.end(failed=True)

@@ -354,6 +354,31 @@ class AnyOrder(RuleBasedStateMachine):
             run.model.zero_grad()
         self.both(act)
 
+    @precondition(lambda self: self.held)
+    @rule(
+        which=st.integers(0, 6),
+        number=numbers,
+        gradients=st.booleans(),
+        first=st.booleans(),
+    )
+    def interrupt(self, which, number, gradients, first):
+        """Ctrl-C in a forward runs no hooks; then a graph from before goes back."""
+
+        def stop(*_):
+            raise KeyboardInterrupt
+
+        def act(run):
+            handle = parts_of(run.model)[which].register_forward_hook(stop)
+            with suppress(KeyboardInterrupt), torch.set_grad_enabled(gradients):
+                run.loss(number)
+            handle.remove()
+            loss = run.losses.pop(0 if first else -1)
+            loss.backward()
+            return loss.detach()
+
+        self.both(act)
+        self.held -= 1
+
     # What is between them
 
     def drop_losses(self):

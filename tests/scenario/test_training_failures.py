@@ -13,6 +13,8 @@ from functools import partial
 
 import pytest
 import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from architectures.trees import assert_bitwise_equal
@@ -31,10 +33,11 @@ from stagehand.gradients.gradients import Gradients
 from stagehand.gradients.home import HOMES
 from stagehand.passing import Passing
 from stagehand.residency.shared import SharedDevice
-from stagehand.torch_private import waits_for_backward
+from stagehand.torch_private import top_saved_hooks, waits_for_backward
 from stagehand.weights.edges import Edges, _Backward
 from training import (
     FEW,
+    SOME,
     TIGHT,
     WIDTH,
     Net,
@@ -116,6 +119,95 @@ def test_after_an_exception_in_a_forward_training_is_exact(
         run.loss()
     handle.remove()
     assert_clean(run, interrupted=kind is KeyboardInterrupt)
+    finish(run)
+
+
+def saves(module):
+    """Run a module whose tensors saved for backward nobody else has to see."""
+    return module(torch.ones(2, WIDTH)).sum()
+
+
+@over(SOME)
+@pytest.mark.parametrize("name", ["entry", "blocks.0.up", "blocks.3", "head"])
+@pytest.mark.parametrize("gradients", [True, False])
+@pytest.mark.parametrize("before", [True, False])
+def test_after_an_interrupt_in_a_forward_an_earlier_graph_goes_back(
+    sim, setting, name, gradients, before
+):
+    """First of all: no forward comes between that would close what was left open."""
+
+    def go_back(run):
+        loss = run.loss()
+        module = run.model.get_submodule(name)
+        register = module.register_forward_hook
+        if before:
+            register = module.register_forward_pre_hook
+        handle = register(once(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt), torch.set_grad_enabled(gradients):
+            run.loss(1)
+        handle.remove()
+        run.backward(loss)
+        run.note("of no model", saves(nn.Linear(WIDTH, WIDTH)).shape)
+        run.model.zero_grad()
+        train(run)
+
+    hooks = top_saved_hooks()
+    assert_trains_equally(net, go_back, setting)
+    assert top_saved_hooks() is hooks
+
+
+@over(SOME)
+def test_what_is_saved_after_an_interrupt_outlives_the_runtime(sim, setting):
+    """Hooks are left on the thread; what they see of others is no site's."""
+    run = start(net, setting)
+    loss, other = run.loss(), nn.Linear(WIDTH, WIDTH)
+    handle = run.model.blocks[1].up.register_forward_pre_hook(once(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        run.loss()
+    handle.remove()
+    loss.backward()
+    result = saves(other)
+    run.runtime.shutdown()
+    assert top_saved_hooks() is None
+    result.backward()
+    assert_bitwise_equal(other.weight.grad, torch.full((WIDTH, WIDTH), 2.0), "gradient")
+
+
+def net_that_turns_gradients_on():
+    """A network whose sites are called with gradients, also where it is not."""
+    model = net()
+    model.blocks[1].forward = torch.enable_grad()(model.blocks[1].forward)
+    return model
+
+
+@over(FEW)
+@pytest.mark.parametrize("gradients", [True, False])
+def test_an_interrupted_thread_leaves_the_hooks_of_another_alone(
+    sim, setting, gradients
+):
+    """Each thread has its own hooks for saved tensors, and pops no others."""
+    run = start(net_that_turns_gradients_on, setting)
+    handle = run.model.blocks[1].up.register_forward_pre_hook(once(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt), torch.set_grad_enabled(gradients):
+        run.loss()
+    handle.remove()
+    seen = []
+
+    def note(tensor):
+        seen.append(tensor.shape)
+        return tensor
+
+    def go_on():
+        with saved_tensors_hooks(note, lambda tensor: tensor):
+            loss = run.loss()
+            assert top_saved_hooks()[0] is note
+        loss.backward()
+
+    in_thread(go_on)
+    assert seen
+    run.model.zero_grad()
+    assert_clean(run, interrupted=True)
+    assert top_saved_hooks() is None
     finish(run)
 
 

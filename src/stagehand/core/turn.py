@@ -120,8 +120,12 @@ class Turn:
 
     def _wait(self, me: Any, task: int | None) -> bool:
         while not self._take(me):
-            if task is not None and self._lets_in(me, task):
-                return False
+            if task is not None and self._is_waited_for(me):
+                # An interrupt may have ended what the owner had the turn for.
+                if self._take_over_if_forgotten(me):
+                    return True
+                if self._lets_in(me, task):
+                    return False
             self._note_wait(me, in_backward=task is not None)
             if self._freed.acquire(timeout=_LOOK_SECONDS):
                 continue

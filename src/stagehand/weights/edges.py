@@ -20,6 +20,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import UserDict, defaultdict
+from contextlib import ExitStack
 from copy import copy
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -265,7 +266,7 @@ class Edges:
     def running(self) -> bool:
         """Do as `inside`, but first close what an interrupt or a failure left open."""
         self.await_failure()
-        if self.inside():
+        if self.inside() or HERE.thread in self._unclosed:
             with self.lock:
                 self._close_dead()
         return self.inside()
@@ -387,7 +388,7 @@ class Edges:
     def enter_backward(self, *, by_module: bool = False) -> None:
         """Begin autograd's pass, unless it or another pass of this thread goes on.
 
-        If a failed one does, this waits for its end.
+        If a failed one does, this waits for its end; what an interrupt left is closed.
 
         Args:
             by_module: See `PassListener.begin_backward`.
@@ -396,6 +397,9 @@ class Edges:
         is_known = known is not None and known.task == task
         is_another = self._backward is not None and not is_known
         del known
+        if self._backward is None and self.inside() and self._is_left():
+            with self.lock:
+                self._close_dead()
         if self.thread is HERE.thread and not (is_another and self._comes_after(task)):
             return
         if is_known or task in self.guests:
@@ -547,29 +551,40 @@ class Edges:
     def _close_dead(self) -> None:
         """Close entries whose frame is gone: an interrupt skipped their hooks, or
         somebody took them off."""
-        if self._unclosed:
-            contexts = self._unclosed.get(HERE.thread, [])
-            while contexts:  # what an interrupt leaves of this is left to the next
-                contexts[0].__exit__(None, None, None)
-                del contexts[0]
-            self._unclosed.pop(HERE.thread, None)
         if self._is_unheard():
             self._end_unheard()
             self.lock.release()
-        if not self._stack:
-            if self.thread is None:
-                return
-        elif _is_running(self._stack[-1].frame):
-            return
-        self._pop_pushed()
-        while self._stack and not _is_running(self._stack[-1].frame):
-            context = self._stack[-1].context
-            if context is not None:
-                context.__exit__(None, None, None)
-            del self._stack[-1]
-        self._abort()
-        # Uses by hand were ended, too. What remains are passes, readings and this call.
-        self.lock.recount(len(self._stack) + self._count_readings() + 1)
+        dead = 0
+        for entry in reversed(self._stack):
+            if _is_running(entry.frame):
+                break
+            dead += 1
+        if dead:
+            self._set_aside(dead)
+        if dead or not (self._stack or self.thread is None):
+            self._abort()
+            # Uses by hand were ended, too. Passes remain, readings, and this call.
+            self.lock.recount(len(self._stack) + self._count_readings() + 1)
+        if self._unclosed and not in_backward():  # whose end would undo what this does
+            left = self._unclosed.get(HERE.thread, [])
+            while left:  # what an interrupt leaves of this is left to the next
+                left[0].__exit__(None, None, None)
+                del left[0]
+            self._unclosed.pop(HERE.thread, None)
+
+    def _set_aside(self, dead: int) -> None:
+        """Take the latest entries off; note what their thread has to leave: contexts,
+        and hooks for saved tensors that sites and edges have pushed."""
+        pops = ExitStack()
+        for _, pushed in self.pushed:
+            if pushed:
+                pops.callback(pop_saved_hooks)
+        entries = reversed(self._stack[-dead:])
+        left = [pops, *(e.context for e in entries if e.context is not None)]
+        if self.thread is not None and self.thread.is_alive():
+            left += self._unclosed.get(self.thread, [])
+            self._unclosed[self.thread] = left
+        del self._stack[-dead:], self.pushed[:]  # no call: no interrupt comes between
 
     def _recount(self) -> None:
         """If this thread enters from outside, forget holds of the lock that interrupted
@@ -613,10 +628,8 @@ class Edges:
         if self._is_unheard():
             self._end_unheard()
             return
-        contexts = [e.context for e in reversed(self._stack) if e.context is not None]
-        if contexts and self.thread is not None and self.thread.is_alive():
-            self._unclosed[self.thread] = contexts
-        self._stack.clear()
+        if self._stack:
+            self._set_aside(len(self._stack))
         self._abort()
 
     def _abort(self) -> None:
