@@ -94,7 +94,8 @@ PLAN: dict[int, dict[str, tuple[str, ...]]] = {
             *("config", "report", "assembly", "wires", "foreign"),
             *("additions", "measure", "files"),
             *("moves", "decoding", "compact", "quantized_layers", "host_memory"),
-            *("tenancy", "sharing", "storing", "kept_views", "passing"),
+            *("tenancy", "sharing", "storing", "kept_views", "data_parallel"),
+            "passing",
             *("conducted", "runtime", "modes", "loading", "pipelines"),
         )
     },

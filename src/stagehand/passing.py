@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from stagehand.compact import CompactFiles
     from stagehand.core.device import Device
     from stagehand.core.steps import Steps
+    from stagehand.data_parallel import Averaging
     from stagehand.gradients.gradients import Gradients
     from stagehand.graph import SavedTensors
     from stagehand.host_memory import HostMemory
@@ -74,6 +75,7 @@ class Passing(PassListener):
     _kept: KeptViews
     _casts: Casts
     _gradients: Gradients | None
+    _averaging: Averaging
     _hooks: SiteHooks
     _wires: Wires
     _host_memory: HostMemory
@@ -83,6 +85,7 @@ class Passing(PassListener):
     _owners: dict[int, Block]
     _readers: Sequence[Reader]
     _marked_bytes: int
+    _leaves: int
     _manual: bool
     _closed: bool
     _ready: bool
@@ -153,6 +156,8 @@ class Passing(PassListener):
             self._gradients.begin_pass()
         if watches:
             self._watch()
+        if takes_gradients and self._gradients is not None:
+            self._averaging.check(self._gradients.expected, self._leaves)
         self._took_gradients = takes_gradients
         parts = self._parts
         parts.trains = parts.trains or takes_gradients

@@ -22,6 +22,7 @@ from stagehand.core.clock import Phase
 from stagehand.core.limits import Bounds
 from stagehand.core.steps import Steps
 from stagehand.core.telemetry import Telemetry
+from stagehand.data_parallel import Averaging
 from stagehand.errors import (
     CheckpointError,
     ClosedError,
@@ -44,7 +45,7 @@ from stagehand.settings import check_value
 from stagehand.sharing import Sharing
 from stagehand.storing import Storing
 from stagehand.tenancy import Tenancy
-from stagehand.torch_private import take_off_dead
+from stagehand.torch_private import take_off_dead, tensor_use_count
 from stagehand.units import parse_bytes
 from stagehand.weights.edges import Edges
 from stagehand.weights.experts import Experts
@@ -133,6 +134,7 @@ class Runtime(Passing, Sharing, Storing, Conduct):
         }
         self._edges = Edges(self, settings.device.torch_device, parts.weights.name)
         self._marked_bytes = settings.budget_bytes  # by watermarks
+        self._leaves = 0  # how often what stays may have left the device
         self._saved = SavedTensors(
             parts.scheduler,
             self._owners,
@@ -145,12 +147,13 @@ class Runtime(Passing, Sharing, Storing, Conduct):
             settings.device, parts.scheduler, _weakly(self._follow_cast)
         )
         self._gradients = self._make_gradients()
+        self._averaging = Averaging()
         if self._gradients is not None:
             parts.scheduler.await_steps_with(_weakly(self._gradients.await_steps))
         self._hooks = self._make_hooks()
         parts.scheduler.widen_by(_weakly(self._widen))
         if not self._device.is_host:  # there it is read where it is
-            parts.scheduler.tell_of_leave(_weakly(self._add_edges))
+            parts.scheduler.tell_of_leave(_weakly(self._note_leave))
         self._readers = readers_of(sites, [table for table, _ in finding.gathered])
         self._rows = self._make_rows(model)
         self._strays = self._make_strays(model, [site for site, _ in sites])
@@ -253,6 +256,7 @@ class Runtime(Passing, Sharing, Storing, Conduct):
             recover=scheduler.recover,
             complete_rows=scheduler.complete_rows,
             settle=self._settle,
+            hand_out=self._hand_out,
             resume=self.resume,
             await_copies=self._parts.loader.await_copies,
             look_again=self._look_again,
@@ -291,8 +295,9 @@ class Runtime(Passing, Sharing, Storing, Conduct):
             keep=self._parts.keep,
         )
 
-    def _add_edges(self) -> None:
+    def _note_leave(self) -> None:
         """Let modules that read what stays begin a pass, too, for it is away now."""
+        self._leaves += 1
         model = self._model_ref()
         if model is not None:
             self._hooks.add_edges(model)
@@ -353,6 +358,28 @@ class Runtime(Passing, Sharing, Storing, Conduct):
             resumes = self._resumes or self._ready or rest.bound
             self.park()
             self._resumes = resumes
+
+    def _hand_out(self) -> bool:
+        """Bring tensors home for a state dict: all, but what stays if others wait for
+        its gradients, as `DistributedDataParallel` does.
+
+        They hold its `AccumulateGrad` nodes, of which there would be others when it is
+        back from another device.
+
+        Returns:
+            Whether anything was left on the device.
+        """
+        staying = (self._parts.blocks[index] for index in self._parts.scheduler.fixed)
+        if not self.is_open or not any(
+            tensor.requires_grad and tensor_use_count(tensor) > 1
+            for tensor in (*(t for b in staying for t in b.tensors), *self._parts.odd)
+        ):
+            self._settle()
+            return False
+        with self._at_rest():
+            self._parts.scheduler.give_up(0, all_of_it=False)
+            self._take_in()
+        return True
 
     def end_copy(self) -> None:
         """End what `__deepcopy__` began: the rest of the model is copied, too."""

@@ -17,6 +17,8 @@
 - `torch.UntypedStorage._new_with_weak_ptr` and the `StorageWeakRef` that it came with:
   use memory that others keep, as long as they do. Without them, importing the library
   fails.
+- `DistributedDataParallel._get_active_ddp_module`: does it average gradients of this
+  forward? Without it, nobody is told of those that it misses.
 - `torch.Tensor._use_count`: how many nodes of graphs wait for a weight's gradient.
   Without it, importing the library is refused.
 - `torch._C._autograd._get_current_graph_task_keep_graph`: may the graph that goes back
@@ -94,6 +96,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 from torch.autograd.function import BackwardCFunction
+from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode
 from torch.utils.checkpoint import CheckpointPolicy
@@ -144,6 +147,7 @@ __all__ = [
     "remove_hooks",
     "renew_hooks",
     "reserved_on",
+    "running_data_parallel",
     "sequence_number",
     "sharing_versions",
     "show_hooks",
@@ -534,6 +538,17 @@ def show_hooks(tensor: torch.Tensor, hidden: dict[int, Any]) -> None:
     """Put hooks back that `hide_hooks` has hidden and nobody has removed."""
     hooks: Any = tensor._post_accumulate_grad_hooks
     hooks.update((key, hook) for key, hook in hidden.items() if key in hooks)
+
+
+def running_data_parallel() -> DistributedDataParallel | None:
+    """Return the wrapper whose forward runs, if one's does."""
+    running: DistributedDataParallel | None = _running_data_parallel()
+    return running
+
+
+_running_data_parallel: Callable[[], Any] = getattr(
+    DistributedDataParallel, "_get_active_ddp_module", lambda: None
+)
 
 
 def tensor_key(tensor: torch.Tensor) -> int:

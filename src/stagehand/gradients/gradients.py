@@ -69,7 +69,7 @@ from stagehand.torch_private import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Collection, Iterable, Sequence
     from concurrent.futures import Future
 
     from torch import nn
@@ -188,6 +188,11 @@ class Gradients:
         }
         missing = sum(size for home, size in sizes.items() if home.lease is None)
         return missing + 2 * max(sizes.values(), default=0)
+
+    @property
+    def expected(self) -> Collection[int]:
+        """Ids of parameters whose gradients go to the host."""
+        return self._homes.keys()
 
     @property
     def are_expected(self) -> bool:

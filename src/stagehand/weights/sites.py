@@ -121,24 +121,30 @@ class _StateAsked(_Hook):
     Attributes:
         keeps: Whether the parameters themselves were asked for (`keep_vars`): then they
             are left on the host afterwards.
+        leaves: Whether some are left on the device, so that copies are to be given.
     """
 
-    __slots__ = ("_complete", "_edges", "_settle", "keeps")
+    __slots__ = ("_complete", "_edges", "_hand_out", "keeps", "leaves")
 
     def __init__(
-        self, edges: Edges, settle: Callable[[], None], complete: Callable[[], None]
+        self, edges: Edges, hand_out: Callable[[], bool], complete: Callable[[], None]
     ) -> None:
         self._edges = edges
-        self._settle = settle
+        self._hand_out = hand_out
         self._complete = complete
         self.keeps = False
+        self.leaves = False
 
     def __call__(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        self.leaves = False
         if self._edges.running():
             self._complete()
         else:
-            self._edges.begin_reading(_module_frame(), self._settle)
+            self._edges.begin_reading(_module_frame(), self._bring)
             self.keeps = keep_vars
+
+    def _bring(self) -> None:
+        self.leaves = self._hand_out()
 
 
 class _StateGiven(_Hook):
@@ -156,12 +162,30 @@ class _StateGiven(_Hook):
         self._edges = edges
         self._resume = resume
 
-    def __call__(self, *_: Any) -> None:
+    def __call__(
+        self, module: nn.Module, state: dict[str, Any], prefix: str, _: object
+    ) -> None:
         try:
             if not self._asked.keeps:
+                if self._asked.leaves:
+                    _bring_copies(state, prefix)
                 self._resume()
         finally:
             self._edges.end_reading(_module_frame())
+
+
+def _bring_copies(state: dict[str, Any], prefix: str) -> None:
+    """Put copies on the host in place of tensors on the device, one for each tensor."""
+    copies: dict[tuple[Any, ...], torch.Tensor] = {}
+    for name, given in state.items():
+        if not (name.startswith(prefix) and isinstance(given, torch.Tensor)):
+            continue
+        if given.device.type in ("cpu", "meta"):
+            continue
+        key = given.data_ptr(), given.dtype, given.shape, given.stride()
+        if key not in copies:
+            copies[key] = given.cpu()
+        state[name] = copies[key].detach()
 
 
 class _PartLoading(_Hook):
@@ -643,7 +667,8 @@ class SiteHooks:
         drop_rows: Called, when a site ends, with a block of which it had some rows.
         recover: Ends all uses, where nothing is left to tell of their ends.
         complete_rows: Called when somebody reads all tensors in the middle of a pass.
-        settle: Brings every tensor home before the model is copied or saved.
+        settle: Brings every tensor home before the model is copied or pickled.
+        hand_out: Brings tensors home for a state dict; returns whether some are left.
         resume: Called when it was saved.
         await_copies: Called before `load_state_dict()` of the model or a part of it
             writes weights on the host.
@@ -662,6 +687,7 @@ class SiteHooks:
         recover: Callable[[], None],
         complete_rows: Callable[[], None],
         settle: Callable[[], None],
+        hand_out: Callable[[], bool],
         resume: Callable[[], None],
         await_copies: Callable[[], None],
         look_again: Callable[[], None],
@@ -677,6 +703,7 @@ class SiteHooks:
         self._complete_rows = complete_rows
         self._push_hooks = push_hooks
         self._settle = settle
+        self._hand_out = hand_out
         self._resume = resume
         self._handles: list[RemovableHandle] = []
         self._pairs: list[tuple[ref[nn.Module], int, int]] = []
@@ -711,7 +738,7 @@ class SiteHooks:
             self._hook_edge(edge, begin, self._handles)
             self._note(edge)
         loading, again = _StateLoading(model), self._look_again
-        asking = _StateAsked(self._edges, self._settle, self._complete_rows)
+        asking = _StateAsked(self._edges, self._hand_out, self._complete_rows)
         given = _StateGiven(asking, self._edges, self._resume)
         add = partial(add_hook, self._handles)
         waiting = _PartLoading(self._await_copies)
