@@ -248,6 +248,40 @@ def test_a_call_that_reads_many_weights_needs_room_for_these_and_says_so_once(
     runtime.shutdown()
 
 
+class Padded(nn.Module):
+    """Keeps a row of a layer's weight while others run, as Gemma 4 does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = linear()
+        self.others = nn.ModuleList(linear() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.inner(x)
+        row = self.inner.weight[0]
+        for layer in self.others:
+            x = layer(x).tanh()
+        return x + row
+
+
+@torch.no_grad()
+def test_a_weight_stays_of_which_a_view_is_kept_that_was_read_behind_its_module(
+    sim: ModuleType,
+) -> None:
+    """Each pass left a slot to the view, beside the budget, which had room for it."""
+    model, x = make(Padded)
+    expected = model.to("hpu")(x.to("hpu"))
+    stagehand.layer(model.to("cpu"), vram_budget=4 * LAYER_BYTES)
+    runtime = model._stagehand_layer_runtime
+    for number in range(5):
+        assert_bitwise_equal(model(x), expected, f"pass {number}")
+    report = runtime.report()
+    assert report.abandoned_slots <= 1  # in the first pass
+    assert report.peak_device_bytes <= 4 * LAYER_BYTES
+    assert sim.races() == []
+    runtime.shutdown()
+
+
 class Recomputed(nn.Module):
     """Calls a layer, and what reads others' weights: both again in backward."""
 

@@ -129,6 +129,7 @@ class Strays:
         self._watches = False
         self._uses: StrayUses | None = None
         self._found: list[Block] = []
+        self._at_hand: dict[Block, int] = {}  # with `Block.abandoned` at the read
         self._roomless: set[Block] = set()  # found, and there is no room to keep them
         self._has_warned = False
         self._readers: dict[str, None] = {}  # classes that read what was found
@@ -148,6 +149,7 @@ class Strays:
             self._uses.__exit__()  # an interrupt may have left its mode active
             self._uses = None
         self._found = []
+        self._at_hand = {}
         self._kind = kind = _Kind.of(edge, kwargs)
         self._watches = False
         if not self._known.get(kind, 1) or _may_fuse(self._others):
@@ -194,6 +196,8 @@ class Strays:
                 elsewhere for the first time.
         """
         found, self._found = self._found, []
+        at_hand, self._at_hand = self._at_hand, {}
+        found.extend(b for b, left in at_hand.items() if b.abandoned != left)
         watched, self._watches = self._watches, False
         if found and not failed:
             self._keep_found(found)
@@ -224,10 +228,13 @@ class Strays:
         It is read then by a hook of its module, say, or by the module's caller, on the
         same stream. This is not enough with gradients, where the weight may be read in
         backward again and no handle tells, nor where autocast's casts of it were
-        emptied.
+        emptied. Nor is it where the caller keeps a view: the slot is abandoned to that,
+        in each pass, and `end` lets the block stay.
         """
-        with_gradients = self._kind.with_gradients
-        return not with_gradients and self._is_latest(block) and not block.casts
+        if self._kind.with_gradients or block.casts or not self._is_latest(block):
+            return False
+        self._at_hand.setdefault(block, block.abandoned)
+        return True
 
     def _bring_strays(self, read: Mapping[Block, torch.Tensor]) -> None:
         for block, weight in read.items():
