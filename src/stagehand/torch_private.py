@@ -76,6 +76,9 @@
 - `torch.nn.modules.module._global_forward_hooks`: does somebody see what every module
   has computed, and its weights with that? Without it, rows of experts that a call does
   not read are not there for such hooks.
+- `Module._compiled_call_impl`, `_orig_mod` and `_torchdynamo_orig_callable`: is a
+  module compiled by itself? Without them, its first passes are compiled together with
+  the mode that watches them, and again without it.
 - `torch._disable_dynamo`: leave a function out of compiled graphs without importing the
   compiler. Without it, compiled blocks warn of what they cannot trace. Two attributes
   of what it returns, `_torchdynamo_disable` and `..._msg`, say why; where the compiler
@@ -133,6 +136,7 @@ __all__ = [
     "inference_mode",
     "is_autograds",
     "is_checkpoints",
+    "is_compiled",
     "is_compiled_for",
     "is_on_top",
     "keeps_graph",
@@ -721,6 +725,16 @@ def around_compiling(begin: Callable[[Any], None], end: Callable[[Any], None]) -
     if handler is not None and begin not in handler.start_callbacks:
         handler.register_start_callback(begin)
         handler.register_end_callback(end)
+
+
+def is_compiled(module: torch.nn.Module) -> bool:
+    """Return whether a module is compiled by itself: its call, or its forward."""
+    own = vars(module)
+    return (
+        own.get("_compiled_call_impl") is not None
+        or "_orig_mod" in module._modules
+        or hasattr(own.get("forward"), "_torchdynamo_orig_callable")
+    )
 
 
 def is_compiled_for() -> bool:

@@ -297,23 +297,85 @@ def test_compiled_blocks_that_read_a_weight_of_others_bring_it(sim):
     runtime_of(model).shutdown()
 
 
-@pytest.mark.parametrize("place", ["hpu", "cpu"])
-def test_equal_blocks_are_compiled_once_and_not_once_each(sim, place):
-    """While uses were watched, for each one: from eight on none was compiled again."""
-    model = nn.Sequential(*(Layer() for _ in range(12)))
-    backend = CompileCounter()
-    for block in model:
-        block.compile(backend=backend)
+class Unflattened(Layer):
+    """A block with a call in Python that the compiler does not take from a mode."""
+
+    def forward(self, x):
+        return super().forward(x).unflatten(-1, (-1, 2)).flatten(-2)
+
+
+def in_place(block, **options):
+    block.compile(**options)
+    return block
+
+
+def by_forward(block, **options):
+    block.forward = torch.compile(block.forward, **options)
+    return block
+
+
+def in_blocks(model, place):
     mib = 4 * LAYER_BYTES / MIB
     config = stagehand.StagehandConfig(
         vram_high_watermark_mb=mib, vram_low_watermark_mb=mib / 2
     )
-    runtime = stagehand.StagehandRuntime(model, config, r"^\d+$", device=place)
-    with torch.no_grad():
+    return stagehand.StagehandRuntime(model, config, r"^\d+$", device=place)
+
+
+@pytest.mark.parametrize("compiled", [in_place, by_forward, torch.compile])
+@pytest.mark.parametrize("place", ["hpu", "cpu"])
+def test_equal_blocks_are_compiled_once_as_those_of_a_resident_model(
+    sim, place, compiled
+):
+    """First passes, which are watched, were compiled in pieces, and refused as one.
+
+    Before that each block was compiled, and from eight on none.
+    """
+    model = nn.Sequential(*(Unflattened() for _ in range(12)))
+    runs = []
+    for one, streams in ((deepcopy(model).to(place), False), (model, True)):
+        torch.compiler.reset()
+        backend = CompileCounter()
+        for number, block in enumerate(one):
+            one[number] = compiled(block, backend=backend, fullgraph=True)
+        runtime = in_blocks(one, place) if streams else None
+        outputs = []
         for _ in range(3):
-            model(batch())
-    assert backend.frame_count == 2, "with and without watching"
+            for mode in (torch.no_grad, torch.enable_grad):
+                with mode():
+                    outputs.append(one(batch().to(place)).detach())
+        runs.append((outputs, backend.frame_count))
+    (expected, frames), (found, streamed) = runs
+    assert_bitwise_equal(found, expected, "outputs")
+    assert streamed == frames
     runtime.shutdown()
+
+
+class Borrowing(Layer):
+    """A block that reads a weight of another one, if it has one."""
+
+    lender = ()
+
+    def forward(self, x):
+        for other in self.lender:
+            x = nn.functional.linear(x, other.linear.weight)
+        return super().forward(x)
+
+
+def test_a_compiled_block_that_reads_another_ones_weight_fails_once(sim):
+    """What is compiled is not looked into before a pass has failed."""
+    model = nn.Sequential(*(Borrowing() for _ in range(12)))
+    model[8].lender = (model[3],)
+    expected = deepcopy(model).to("hpu")(batch().to("hpu"))
+    for block in model:
+        block.compile(backend="eager")
+    stagehand.layer(model, vram_budget=6 * LAYER_BYTES, opaque=[Borrowing])
+    with torch.no_grad():
+        with pytest.raises(RuntimeError, match="device"):
+            model(batch())
+        for _ in range(3):
+            assert_bitwise_equal(model(batch()), expected, "output")
+    runtime_of(model).shutdown()
 
 
 def test_the_compiler_leaves_the_hooks_of_a_model_that_is_compiled_as_a_whole(sim):

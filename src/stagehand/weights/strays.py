@@ -16,6 +16,7 @@ from stagehand.frames import arguments_of, frames_of, objects_in
 from stagehand.torch_private import (
     WeakMode,
     call_unseen,
+    is_compiled,
     is_compiled_for,
     is_on_top,
     remove_hooks,
@@ -74,6 +75,11 @@ class Strays:
     `nn.TransformerEncoderLayer` without hooks fuses as a whole: where one may, the pass
     is not watched.
 
+    The compiler would take the mode's calls into the graphs of a compiled site, which
+    would break there, and compile it again without them. So the mode is off while one
+    runs, until a pass fails, maybe by what it reads. If the next one fails as well, it
+    is off again: who wants one graph gets none with the mode on.
+
     Args:
         model: Any module.
         sites: Its sites.
@@ -111,6 +117,8 @@ class Strays:
     ) -> None:
         spared = [(m, _attention_in(m)) for m in _hookable(model, sites)]
         self._spared = [(weakref.ref(m), found) for m, found in spared if found]
+        self._sites = [weakref.ref(site) for site in sites]
+        self._looks_into_compiled = False
         inside = {id(known()) for _, found in self._spared for known in found}
         self._others = [m for m in _attention_in(model) if id(m()) not in inside]
         self._owners = owners
@@ -169,12 +177,15 @@ class Strays:
         return self._looking(_is_never_at_hand)
 
     def _looking(self, is_at_hand: Callable[[Block], bool]) -> StrayUses:
-        spared = (known() for known, found in self._spared if _may_fuse(found))
+        spared = [known() for known, found in self._spared if _may_fuse(found)]
+        if not self._looks_into_compiled:
+            sites = (known() for known in self._sites)
+            spared.extend(site for site in sites if _has_compiled(site))
         return StrayUses(
             self._owners,
             self._rows,
             device=self._device,
-            spared=[module for module in spared if module is not None],
+            spared=[m for m in dict.fromkeys(spared) if m is not None],
             spare=self._spare,
             bring=self._bring_strays,
             is_at_hand=is_at_hand,
@@ -199,6 +210,7 @@ class Strays:
         at_hand, self._at_hand = self._at_hand, {}
         found.extend(b for b, left in at_hand.items() if b.abandoned != left)
         watched, self._watches = self._watches, False
+        self._looks_into_compiled ^= failed
         if found and not failed:
             self._keep_found(found)
         if self._roomless:
@@ -346,6 +358,11 @@ def _may_fuse(attention: Sequence[weakref.ref[nn.MultiheadAttention]]) -> bool:
         for m in (known() for known in attention)
         if m is not None and not m.training
     )
+
+
+def _has_compiled(site: nn.Module | None) -> bool:
+    """Whether a site, or a part of it, is compiled by itself."""
+    return site is not None and any(map(is_compiled, site.modules()))
 
 
 def _is_given_to_function(weight: torch.Tensor) -> bool:
