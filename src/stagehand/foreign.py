@@ -34,7 +34,7 @@ TAKE_OFF = (
 
 _DECOMPRESSES = "ct_decompress_hook"  # the attribute, of compressed-tensors
 _GROUPS = "group_offloading"  # the name of the hook, in diffusers
-_MOVES = "CpuOffload"  # the class of the hook, in accelerate
+_MOVES = ("CpuOffload", "CustomOffloadHook")  # classes, in accelerate and diffusers
 
 
 def hook_of(module: nn.Module) -> Any:
@@ -80,12 +80,14 @@ def refuse_offloaded(model: nn.Module) -> None:
                 " plain, with CompressedTensorsConfig(dequantize=True), say"
             )
         hook = hook_of(module)
-        if any(type(h).__name__ == _MOVES for h in getattr(hook, "hooks", [hook])):
+        if any(type(h).__name__ in _MOVES for h in getattr(hook, "hooks", [hook])):
             raise ConfigError(
                 f"{type(model).__name__} cannot be streamed: hooks of accelerate move"
                 f" all of {_called(name)} to the device at each call, as"
-                " enable_model_cpu_offload() of a pipeline sets them; leave it out, or"
-                f" take them off first, with {TAKE_OFF}"
+                " enable_model_cpu_offload() of a pipeline does, or"
+                " enable_auto_cpu_offload() of a ComponentsManager; leave it out, or"
+                f" take them off first, with {TAKE_OFF}, or with"
+                " manager.disable_auto_cpu_offload()"
             )
     for _, place, _, tensor in hooked_tensors(model):
         if not tensor.is_meta:

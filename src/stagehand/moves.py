@@ -76,7 +76,9 @@ class Moves:
                 raise ConfigError(
                     f"{type(model).__name__} is streamed and cannot be cast from"
                     f" {dtype} to {result.dtype}; call the runtime's shutdown(), cast,"
-                    " and stream it again, or pass dtype= when streaming"
+                    " and stream it again, or pass dtype= when streaming; what a"
+                    " pipeline casts while it runs, as the decoder of SDXL, has to be"
+                    " whole on the device: shutdown(), and model.to(device)"
                 )
             if result.device != place and result.device.type != "cpu":
                 raise ConfigError(

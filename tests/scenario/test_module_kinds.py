@@ -8,6 +8,7 @@ import diffusers
 import pytest
 import torch
 from diffusers.hooks import apply_group_offloading
+from diffusers.modular_pipelines.components_manager import custom_offload_with_hook
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
@@ -513,6 +514,22 @@ def test_model_that_hooks_move_as_a_whole_is_refused(place, mode, among_others):
         stream(model, place, mode)
     assert Shape.of(model) == before
     accelerate.hooks.remove_hook_from_module(model, recurse=True)
+    runtime = stream(model, place, mode)
+    with torch.no_grad():
+        assert_bitwise_equal(model(batch()), expected, "output")
+    runtime.shutdown()
+
+
+def test_model_that_a_components_manager_moves_is_refused(place, mode):
+    """Each call asked it where it is, so that weights stayed for which was no room."""
+    model = seeded(lambda: nn.Sequential(lin(), lin(), lin()))
+    expected = run_resident(deepcopy(model), place, batch())
+    hook = custom_offload_with_hook("model", model, place)
+    before = Shape.of(model)
+    with pytest.raises(ConfigError, match=r"move all of it .*disable_auto_cpu_offload"):
+        stream(model, place, mode)
+    assert Shape.of(model) == before
+    hook.remove()
     runtime = stream(model, place, mode)
     with torch.no_grad():
         assert_bitwise_equal(model(batch()), expected, "output")

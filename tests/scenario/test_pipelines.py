@@ -378,6 +378,32 @@ def test_a_model_that_is_done_may_be_shut_down_before_the_pipeline_runs(sim):
     assert_bitwise_equal(image, expected, "image")
 
 
+class Upcasting(diffusers.DDPMPipeline):
+    """Casts its model while it runs, as pipelines of SDXL do with their decoder."""
+
+    def __call__(self, **options):
+        self.unet.to(dtype=torch.float32)
+        found = super().__call__(**options)
+        self.unet.to(dtype=torch.float16)
+        return found
+
+
+def test_a_model_that_its_pipeline_casts_may_be_whole_on_the_device(sim):
+    """The error said to cast it by hand, which is not what the pipeline expects."""
+    pipe = Upcasting(**diffusion_pipeline().components)
+    pipe.set_progress_bar_config(disable=True)
+    pipe.unet.half()
+    expected = make_image(deepcopy(pipe).to("hpu"))
+    with stagehand.pipeline(pipe, vram_budget="400KB", device="hpu") as streamed:
+        way_out = r"casts while it runs.*shutdown\(\), and model\.to\(device\)"
+        with pytest.raises(stagehand.ConfigError, match=way_out):
+            make_image(pipe)
+        streamed.runtimes["unet"].shutdown()
+        pipe.unet.to("hpu")
+        for _ in range(2):
+            assert_bitwise_equal(make_image(pipe), expected, "image")
+
+
 class Combined(diffusers.DiffusionPipeline):
     """Has a pipeline that it runs, as those have that take a prior along."""
 
