@@ -570,6 +570,28 @@ def test_a_second_runtime_goes_on_where_the_first_ended(sim, setting):
     assert_trains_equally(net, script, setting)
 
 
+@over(SOME)
+@pytest.mark.parametrize("assigned", [False, True])
+def test_parameters_that_outlive_their_model_have_what_was_trained(
+    sim, setting, assigned
+):
+    """Also those that an optimizer has stepped on the device, where they stay."""
+    run = start(net, setting)
+    train(run)
+    kept = dict(run.model.named_parameters())
+    staying = kept["entry.weight"].device.type == "hpu"
+    assert staying == (setting is FEW[1])
+    if assigned:
+        kept["entry.weight"].data = torch.full_like(kept["entry.weight"], 3)
+    expected = {name: p.detach().cpu().clone() for name, p in kept.items()}
+    known = weakref.ref(run.model)
+    del run
+    gc.collect()
+    assert known() is None
+    for name, parameter in kept.items():
+        assert_bitwise_equal(parameter.detach().cpu(), expected[name], name)
+
+
 @over(FEW)
 @pytest.mark.parametrize("graph", [False, True])
 def test_a_model_that_is_dropped_in_training_leaves_nothing(sim, setting, graph):

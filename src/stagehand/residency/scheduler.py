@@ -778,13 +778,16 @@ class Scheduler:
         return rescued
 
     def drop(self) -> None:
-        """Free all memory; what the slots hold is lost."""
+        """Free all memory; what has changed there is left to who holds its tensors."""
         for slot in self._memory.slots:
             block = slot.occupant
             if block is not None:
                 if block.bound:
                     self._engine.release(slot, self._device.current_stream())
-                block.point_to_host()
+                if block.is_touched():
+                    block.bound = False
+                else:
+                    block.point_to_host()
                 block.slot = None
                 slot.occupant = None
             self._memory.free(slot)
