@@ -7,17 +7,21 @@ in the graph as often; its gradient is the sum, in the order in which autograd w
 have added the parts.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from stagehand.errors import ConfigError
+from stagehand.frames import arguments_of
+from stagehand.torch_private import backward_call
 
-__all__ = ["grad", "gradient_edges"]
+__all__ = ["grad", "gradient_edges", "refuse_lost"]
 
 _Tensors = torch.Tensor | Sequence[torch.Tensor]
+
+_BACKWARD = torch.autograd.backward.__code__
 
 
 def grad(
@@ -89,6 +93,45 @@ def gradient_edges(outputs: _Tensors, inputs: _Tensors) -> list[GradientEdge]:
                 " the forward"
             )
     return edges
+
+
+def refuse_lost(streamed: Container[int]) -> None:
+    """Refuse the call of autograd that runs here, if it cannot find what it asks for.
+
+    A function of autograd computes again in its backward, and asks for gradients of
+    what it has saved. Its graph has a weight at another node by then, if that was away
+    since. Where it allows that something was not used, it would go on with zeros.
+
+    Args:
+        streamed: The ids of the parameters that stream.
+
+    Raises:
+        ConfigError: If the graph has one of them at another node than what was given.
+    """
+    call = backward_call()
+    if call is None or (call.f_back and call.f_back.f_code is _BACKWARD):
+        return  # mostly: a checkpoint, which asks for all there is
+    outputs, *_, inputs, _ = arguments_of(call)
+    asked: list[Any] = [
+        get_gradient_edge(tensor).node
+        for tensor in _tensors(inputs)
+        if tensor.is_leaf and tensor.requires_grad
+    ]
+    asked = [node for node in asked if id(node.variable) in streamed]
+    nodes = _weights_of(_tensors(outputs)) if asked else {}
+    for node in asked:
+        weight = node.variable
+        if any(other is not node for other in nodes.get(id(weight), ())):
+            raise ConfigError(
+                "a function asks autograd, in its backward, for the gradient of a"
+                f" weight of shape {list(weight.shape)} that has left the device since"
+                " its forward, and PyTorch would take it for unused; expected a module"
+                " that does not train, or that is a part of no streamed model"
+            )
+
+
+def _tensors(given: Iterable[Any]) -> list[torch.Tensor]:
+    return [each for each in given if isinstance(each, torch.Tensor)]
 
 
 def _listed(name: str, given: Any, *kinds: type) -> tuple[torch.Tensor, ...]:

@@ -230,7 +230,8 @@ class SavedTensors:
         owners: The streamed block of each parameter, by the parameter's id.
         fetch: Brings a block to the device for backward.
         turn_back: Called when anything is unpacked in a backward pass that is not known
-            yet: what is recomputed then may read weights before any site begins.
+            yet: what is recomputed then may read weights before any site begins. And on
+            a device, in another call of autograd inside of the known one.
         device: Where the slots are.
     """
 
@@ -258,6 +259,7 @@ class SavedTensors:
         self._only: Any = device.current_stream() if device.is_host else _NO_STREAM
         self.backward: int | None = None
         """The number of the backward pass that is known to go on."""
+        self._inner = -1  # the latest call of autograd inside of it
         self.site: Block | None = None
         """The block of the site that runs now, if it may be read unseen."""
         self.latest = -1
@@ -401,11 +403,12 @@ class SavedTensors:
 
     @skipped
     def _unpack(self, packed: Any) -> torch.Tensor:
-        if type(packed) is WeightHandle and graph_task() == self.backward:  # mostly
+        task = graph_task()
+        if type(packed) is WeightHandle and task == self.backward:  # mostly
             view = self.view_at_hand(packed)
             return self.bring(packed) if view is None else view
-        if self.backward is None:
-            self.note_backward()
+        if task != self.backward:
+            self.come_into(task)
         if type(packed) is tuple:
             tensor, version, block = packed
             self.come_to(block)
@@ -437,6 +440,17 @@ class SavedTensors:
         ):
             return None
         return view.data  # as `WeightHandle.view` does
+
+    def come_into(self, task: int) -> None:
+        """Note that a call of autograd, by its number, is not the one that is known.
+
+        It is a backward pass that begins, or a call inside of the known one.
+        """
+        if self.backward is None:
+            self.note_backward()
+        elif task not in (-1, self._inner) and self._device is not None:
+            self._inner = task
+            self._turn_back()
 
     def note_backward(self) -> None:
         """Let a backward pass begin, if this is one."""
@@ -653,8 +667,8 @@ class _Inside:
     @skipped
     def unpack(self, packed: Any) -> torch.Tensor:
         saved, kind, task = self.saved, type(packed), graph_task()
-        if saved.backward is None:
-            saved.note_backward()
+        if task != saved.backward:
+            saved.come_into(task)
         if kind in _HANDLES:
             if (
                 not self.unpack_first()

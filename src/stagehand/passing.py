@@ -12,6 +12,7 @@ import torch
 
 from stagehand.core.clock import Phase
 from stagehand.core.turn import HERE
+from stagehand.differentiation import refuse_lost
 from stagehand.errors import (
     ClosedError,
     ConfigError,
@@ -278,8 +279,13 @@ class Passing(PassListener):
                 self._marked_bytes = min(error.needed_bytes, self._parts.budget_bytes)
 
     def _turn_back(self) -> None:
-        """Begin a backward pass, for autograd unpacks what this model has saved."""
-        if self.is_open:
+        """Begin a backward pass, for autograd unpacks what this model has saved.
+
+        Inside of one, a function may ask for gradients of what it has saved itself.
+        """
+        if self._saved.backward is not None:
+            refuse_lost(self._owners)
+        elif self.is_open:
             self._edges.enter_backward()
 
     def begin_backward(self, *, by_module: bool) -> None:

@@ -21,6 +21,7 @@ from stagehand.errors import ConfigError
 from stagehand.graph import SavedTensors
 from stagehand.torch_private import top_saved_hooks
 from training import (
+    ALL,
     FEW,
     SOME,
     TIGHT,
@@ -211,6 +212,70 @@ def test_pytorch_refuses_to_name_a_weight_that_moved_as_what_to_differentiate(si
     with pytest.raises(RuntimeError, match="not have been used in the graph"):
         torch.autograd.grad(run.loss(), run.model.blocks[1].up.weight)
     end(run)
+
+
+class Again(torch.autograd.Function):
+    """Computes a part of a model again in backward, and asks for its gradients."""
+
+    @staticmethod
+    def forward(ctx, part, x, *weights):
+        ctx.part = part
+        ctx.save_for_backward(x, *weights)
+        with torch.no_grad():
+            return part(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, *weights = ctx.saved_tensors
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            wanted = [each for each in [x, *weights] if each.requires_grad]
+            y = ctx.part(x)
+        found = iter(torch.autograd.grad(y, wanted, grad, allow_unused=True))
+        return (
+            *(None, next(found)),
+            *(next(found) if each.requires_grad else None for each in weights),
+        )
+
+
+class ComputesAgain(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = Residual()
+
+    def forward(self, x):
+        return Again.apply(self.inner, x, *self.inner.parameters())
+
+
+@built
+def computing_again():
+    model = Net()
+    model.blocks[1], model.blocks[3] = ComputesAgain(), ComputesAgain()
+    return model
+
+
+@over([setting for setting in ALL if setting.budget != "smallest"])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_function_gets_no_zeros_for_gradients_of_weights_that_moved(
+    sim, setting, frozen
+):
+    """It was given none, as of what was not used, and the weights did not train."""
+
+    def script(run):
+        for block in run.model.blocks[1], run.model.blocks[3]:
+            block.requires_grad_(not frozen)
+        train(run)
+
+    options = {"opaque": [ComputesAgain]} if setting.mode == "layers" else {}
+    if frozen or setting.place == "cpu":
+        assert_trains_equally(computing_again, script, setting, **options)
+        return
+    run = start(computing_again, setting, **options)
+    with pytest.raises(ConfigError, match=r"a function asks autograd.* \[16\]"):
+        train(run)
+    with torch.no_grad():
+        run.model(run.batch())
+    end(run, abandoned=True)  # the function had the weights when it was refused
 
 
 def some_of(model):
