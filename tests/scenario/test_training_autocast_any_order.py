@@ -7,6 +7,7 @@ import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import rule
 from test_training_any_order import LR, MAKERS, RECOMPUTING, AnyOrder, learn, numbers
+from test_training_autocast import of_graphs
 
 from exploring import running
 from stagehand.optim import GradScaler
@@ -146,4 +147,5 @@ class AnyOrderCasting(AnyOrder):
 
 
 AnyOrderCasting.TestCase.settings = running(9, 25)
-TestAnyOrderCasting = AnyOrderCasting.TestCase
+# Else the resident model has no gradients of what it has cast without them.
+TestAnyOrderCasting = of_graphs(AnyOrderCasting.TestCase)
