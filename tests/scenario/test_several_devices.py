@@ -1,4 +1,4 @@
-"""Several devices, a process each, with gradients averaged over them."""
+"""Several devices: a process each, or a part of a model each."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 import stagehand
 from architectures.trees import assert_bitwise_equal
@@ -177,6 +178,52 @@ SCRIPTS = [
     (adapters_that_stream, "hpu"),
     (all_wrapped_on_the_host, "cpu"),
 ]
+
+
+class Parts(nn.Module):
+    """Some layers for each device."""
+
+    def __init__(self, reentrant: bool | None, places: list[str]) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(5)
+            self.parts = nn.ModuleList(nn.Sequential(*net().blocks) for _ in places)
+        self.reentrant = reentrant
+        self.places = places
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for part, place in zip(self.parts, self.places, strict=True):
+            x = self.around(part, x.to(place))
+        return x
+
+    def around(self, part: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        if self.reentrant is None:
+            return part(x)
+        return checkpoint(part, x, use_reentrant=self.reentrant)
+
+
+@pytest.mark.parametrize("places", [["hpu", "cpu", "hpu"], ["cpu", "hpu", "cpu"]])
+@pytest.mark.parametrize("reentrant", [None, False, True])
+def test_parts_of_a_model_stream_to_a_device_each(sim, places, reentrant):
+    plain, model = Parts(reentrant, places), Parts(reentrant, places)
+    for place, part, other in zip(places, plain.parts, model.parts, strict=True):
+        part.to(place)
+        stagehand.layer(other, vram_budget=BUDGET // 2, device=place)
+    found = []
+    for each in (plain, model):
+        optimizer = torch.optim.AdamW(each.parameters())
+        outputs = []
+        for step in range(3):
+            generator = torch.Generator().manual_seed(step)
+            x = torch.randn(4, WIDTH, generator=generator, requires_grad=True)
+            outputs.append(each(x))
+            outputs[-1].square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append([t.detach().cpu() for t in (*outputs, *each.parameters())])
+    assert_bitwise_equal(*found, "outputs and weights")
+    for part in model.parts:
+        runtime_of(part).shutdown()
 
 
 @contextmanager
