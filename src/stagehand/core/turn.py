@@ -120,12 +120,8 @@ class Turn:
 
     def _wait(self, me: Any, task: int | None) -> bool:
         while not self._take(me):
-            if task is not None and self._is_waited_for(me):
-                # An interrupt may have ended what the owner had the turn for.
-                if self._take_over_if_forgotten(me):
-                    return True
-                if self._lets_in(me, task):
-                    return False
+            if task is not None and self._lets_in(me, task):
+                return False
             self._note_wait(me, in_backward=task is not None)
             if self._freed.acquire(timeout=_LOOK_SECONDS):
                 continue
@@ -134,14 +130,15 @@ class Turn:
         return True
 
     def _lets_in(self, me: Any, task: int) -> bool:
-        """Let a call of autograd become a guest, if the owner waits for its thread.
+        """Let a call of autograd become a guest, if the owner waits for its thread, and
+        was not interrupted in what it had the turn for.
 
         It is noted as a guest before that is looked at: so an owner that goes on in the
         meantime finds it.
         """
         with self._letting_in:
             self.guests.add(task)
-            if self._is_waited_for(me):
+            if self._is_waited_for(me) and not self._is_forgotten():
                 return True
             self.dismiss(task)
             return False
