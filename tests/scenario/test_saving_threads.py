@@ -12,6 +12,7 @@ import stagehand
 from architectures.trees import assert_bitwise_equal
 from scenario.small import LAYER_BYTES, batch, run_resident, runtime_of, stack, values
 from stagehand.core.turn import awaited_by
+from training import FEW, end, net, start
 
 BUDGET = 10 * LAYER_BYTES  # all of it is on the device between passes
 
@@ -191,3 +192,31 @@ def test_a_runtime_that_is_copied_by_itself_keeps_nobody_from_its_model(streamed
         others = Others(streamed)
         others.begin()
         others.end(passes=1)
+
+
+def test_threads_that_read_a_model_at_once_get_copies_of_what_stays_for_a_graph(sim):
+    """One waits while the other reads, and changes nothing of what that was told."""
+    run = start(net, FEW[1])
+    held, states, threads = run.loss(), [], []
+
+    def read():
+        states.append(run.model.state_dict())
+
+    def begin(*_):
+        if not threads:
+            threads.append(threading.Thread(target=read))
+            threads[0].start()
+            while threads[0].is_alive() and awaited_by(threads[0]) is None:
+                threading.Event().wait(0.001)
+
+    handle = run.model.head.register_state_dict_post_hook(begin)
+    read()
+    handle.remove()
+    threads[0].join()
+    assert run.model.entry.weight.device.type == "hpu"
+    for state in states:
+        assert {tensor.device.type for tensor in state.values()} == {"cpu"}
+        for name, parameter in run.model.named_parameters():
+            assert_bitwise_equal(state[name], parameter.detach().cpu(), name)
+    del held
+    end(run)

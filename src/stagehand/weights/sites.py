@@ -136,8 +136,8 @@ class _StateAsked(_Hook):
         self.leaves = False
 
     def __call__(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        self.leaves = False
         if self._edges.running():
+            self.leaves = False  # not before: another thread may be reading
             self._complete()
         else:
             self._edges.begin_reading(_module_frame(), self._bring)
