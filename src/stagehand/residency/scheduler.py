@@ -778,13 +778,15 @@ class Scheduler:
         return rescued
 
     def drop(self) -> None:
-        """Free all memory; what has changed there is left to who holds its tensors."""
+        """Free all memory, but leave what stays, or has changed, to who holds its
+        tensors: what fused optimizers have changed there moves no version counter.
+        """
         for slot in self._memory.slots:
             block = slot.occupant
             if block is not None:
                 if block.bound:
                     self._engine.release(slot, self._device.current_stream())
-                if block.is_touched():
+                if (block.bound and block.stays) or block.is_touched():
                     block.bound = False
                 else:
                     block.point_to_host()
