@@ -23,10 +23,10 @@ trace in the graph and stays an activation.
 """
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeGuard
-from weakref import WeakMethod, ref
+from weakref import WeakMethod, WeakValueDictionary, ref
 
 import torch
 from torch import is_grad_enabled
@@ -39,6 +39,7 @@ from stagehand.errors import StagehandInternalError
 from stagehand.residency.blocks import Block
 from stagehand.residency.scheduler import Scheduler
 from stagehand.torch_private import (
+    SavedHooks,
     call_unseen,
     graph_task,
     in_backward,
@@ -50,6 +51,7 @@ from stagehand.torch_private import (
     sequence_number,
     skipped,
     sparing,
+    take_off_hooks,
     top_saved_hooks,
 )
 
@@ -293,14 +295,17 @@ class SavedTensors:
         if top is None:
             push_saved_hooks(self.pack, self._unpack)
             return True
-        owner = getattr(top[1], "__self__", None)
+        owner = _owner(top)
         if self._is_part(owner):
             return False
         inside = _Inside(self, *top)
         pack = looked_through(partial(inside.pack), top)
-        instead = instead and not isinstance(owner, SavedTensors | _Inside)
-        if instead:
+        if isinstance(owner, SavedTensors | _Inside):
+            instead = False
+        elif instead:
             pop_saved_hooks()
+        else:
+            _note_below(top[1])
         push_saved_hooks(pack, inside.unpack)
         sparing(self._is_in_slot)
         return not instead
@@ -313,12 +318,22 @@ class SavedTensors:
         if is_grad_enabled() and _is_in_region():
             self.push_hooks()
 
+    def pop_hooks(self) -> None:
+        """Pop what the latest `push_hooks` that returned True has left on this thread.
+
+        After an interrupt, whoever pushed the pair below has popped this one instead:
+        then that pair is what was left.
+        """
+        if not take_off_hooks(lambda pair: self._is_own(pair) or _was_below(pair[1])):
+            pop_saved_hooks()
+
     def pop_left_hooks(self) -> None:
         """Pop what an interrupt has left on this thread: the model is gone."""
-        while (top := top_saved_hooks()) is not None:
-            if not self._is_part(getattr(top[1], "__self__", None)):
-                return
-            pop_saved_hooks()
+        while take_off_hooks(self._is_own):
+            pass
+
+    def _is_own(self, pair: SavedHooks) -> bool:
+        return self._is_part(_owner(pair))
 
     def _is_part(self, owner: Any) -> bool:
         """Whether a hook's object belongs to this runtime."""
@@ -330,7 +345,7 @@ class SavedTensors:
     def _top_inside(self) -> "_Inside | None":
         """Return the pair that a site has put in a region's place, if it is on top."""
         top = top_saved_hooks()
-        owner = None if top is None else getattr(top[1], "__self__", None)
+        owner = None if top is None else _owner(top)
         return owner if self._is_inside(owner) else None
 
     def _is_in_slot(self, tensor: torch.Tensor) -> bool:
@@ -601,6 +616,24 @@ def _is_in_region() -> bool:
     return top is not None and is_checkpoints(top[1])
 
 
+_below: WeakValueDictionary[int, Any] = WeakValueDictionary()
+"""By address, hooks of others on which a pair of a runtime was pushed."""
+
+
+def _note_below(unpack: Any) -> None:
+    with suppress(TypeError):  # some objects cannot be referred to weakly
+        _below[id(unpack)] = unpack
+
+
+def _was_below(unpack: Any) -> bool:
+    return _below.get(id(unpack)) is unpack
+
+
+def _owner(pair: SavedHooks) -> Any:
+    """Return the object whose methods a pair of hooks are, or None."""
+    return getattr(pair[1], "__self__", None)
+
+
 class _Saving:
     """Pushes hooks for saved tensors, as a context.
 
@@ -620,7 +653,7 @@ class _Saving:
 
     def __exit__(self, *_: object) -> None:
         if self._pushed:
-            pop_saved_hooks()
+            self._saved.pop_hooks()
 
 
 class _Inside:

@@ -547,6 +547,10 @@ class Passing(PassListener):
         self._parts.scheduler.recover()
         self._strays.end(failed=True)
 
+    def pop_hooks(self) -> None:
+        """See `PassListener.pop_hooks`."""
+        self._saved.pop_hooks()
+
     def in_use(self) -> bool:
         """See `PassListener.in_use`."""
         return bool(self._parts.scheduler.in_use)

@@ -162,6 +162,7 @@ __all__ = [
     "stream_on",
     "take_off",
     "take_off_dead",
+    "take_off_hooks",
     "tensor_key",
     "tensor_use_count",
     "top_saved_hooks",
@@ -264,6 +265,7 @@ top_saved_hooks: Callable[[], SavedHooks | None] = partial(
     _required("_top_saved_tensors_default_hooks", torch._C._autograd), False
 )
 """Return the pair of hooks through which this thread saves tensors now."""
+
 dispatch_modes: Callable[[], int] = getattr(
     torch._C, "_len_torch_dispatch_stack", lambda: 0
 )
@@ -659,6 +661,22 @@ def take_off(mode: TorchFunctionMode) -> None:
         above.append(top)
     while above:
         torch._C._push_on_torch_function_stack(above.pop())
+
+
+def take_off_hooks(is_one: Callable[[SavedHooks], bool]) -> bool:
+    """Pop the latest pair of hooks for saved tensors of some kind, if there is one.
+
+    Pairs of the user's may lie above one that an interrupt has left: they stay.
+    """
+    above: list[SavedHooks] = []
+    while (top := top_saved_hooks()) is not None:
+        pop_saved_hooks()
+        if is_one(top):
+            break
+        above.append(top)
+    for pair in reversed(above):
+        push_saved_hooks(*pair)
+    return top is not None
 
 
 def take_off_dead() -> None:

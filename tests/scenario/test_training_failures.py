@@ -173,6 +173,34 @@ def test_what_is_saved_after_an_interrupt_outlives_the_runtime(sim, setting):
     assert_bitwise_equal(other.weight.grad, torch.full((WIDTH, WIDTH), 2.0), "gradient")
 
 
+@over(SOME)
+@pytest.mark.parametrize("inside", [False, True])
+def test_hooks_of_users_around_the_pass_after_an_interrupt_stay(sim, setting, inside):
+    """What that has left lies below them, and is taken off from there. It is the hooks
+    around the interrupted pass, if there were any: these popped those of the pass."""
+    run = start(net, setting)
+    seen = []
+
+    def note(tensor):
+        seen.append(tensor.shape)
+        return tensor
+
+    handle = run.model.blocks[1].up.register_forward_pre_hook(once(KeyboardInterrupt))
+    around = saved_tensors_hooks(torch.clone, torch.clone)
+    with pytest.raises(KeyboardInterrupt), around if inside else nullcontext():
+        run.loss()
+    handle.remove()
+    with saved_tensors_hooks(note, lambda tensor: tensor):
+        loss = run.loss()
+        assert top_saved_hooks()[0] is note
+    assert seen
+    assert top_saved_hooks() is None
+    loss.backward()
+    run.model.zero_grad()
+    assert_clean(run, interrupted=True)
+    finish(run)
+
+
 def net_that_turns_gradients_on():
     """A network whose sites are called with gradients, also where it is not."""
     model = net()

@@ -39,7 +39,6 @@ from stagehand.torch_private import (
     graph_task,
     in_backward,
     is_autograds,
-    pop_saved_hooks,
 )
 
 if TYPE_CHECKING:
@@ -71,6 +70,9 @@ class PassListener:
 
     def abort_pass(self) -> None:
         """A pass was left without a word; close what it left open."""
+
+    def pop_hooks(self) -> None:
+        """Pop the latest hooks for saved tensors that this thread has left open."""
 
     def in_use(self) -> bool:
         """Whether blocks are in use, in a pass or by hand."""
@@ -578,7 +580,7 @@ class Edges:
         pops = ExitStack()
         for _, pushed in self.pushed:
             if pushed:
-                pops.callback(pop_saved_hooks)
+                pops.callback(self._listener.pop_hooks)
         entries = reversed(self._stack[-dead:])
         left = [pops, *(e.context for e in entries if e.context is not None)]
         if self.thread is not None and self.thread.is_alive():
@@ -603,7 +605,7 @@ class Edges:
         without their end hooks."""
         while self.pushed:
             if self.pushed.pop()[1]:
-                pop_saved_hooks()
+                self._listener.pop_hooks()
 
     def _is_left(self) -> bool:
         """Whether whoever has the lock was interrupted and does not go on.
