@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
-from weakref import ref
+from weakref import WeakKeyDictionary
 
 from torch.autograd.graph import get_gradient_edge
 
 from stagehand.errors import ConfigError
-from stagehand.torch_private import running_data_parallel
+from stagehand.torch_private import running_data_parallel, tensor_use_count
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Container
 
+    from torch import nn
     from torch.autograd.graph import Node
     from torch.nn.parallel import DistributedDataParallel
+
+    _Look = tuple[tuple[int, int] | None, dict[str, Node | None]]
+    """What a look depends on, and the nodes that it has found; None for lost ones."""
 
 __all__ = ["Averaging"]
 
@@ -28,9 +32,9 @@ class Averaging:
     """
 
     def __init__(self) -> None:
-        self._wrapper: ref[DistributedDataParallel] | None = None
-        self._looked = (0, 0)
-        self._nodes: dict[str, Node] = {}
+        # Nodes keep their parameters: they are kept as long as their wrapper is.
+        self._known: WeakKeyDictionary[DistributedDataParallel, _Look]
+        self._known = WeakKeyDictionary()
 
     def check(self, streamed: Collection[int], leaves: int) -> None:
         """Look through what trains, where that may have changed since the last look.
@@ -46,26 +50,31 @@ class Averaging:
         if wrapper is None or wrapper.process_group.size() == 1:
             return
         looked = len(streamed), leaves
-        if self._wrapper is None or self._wrapper() is not wrapper:
-            self._nodes = {}
-        elif looked == self._looked:
+        latest, known = self._known.get(wrapper, (None, {}))
+        if looked == latest:
             return
-        nodes = _averaged(wrapper, streamed)
-        lost = [n for n, node in nodes.items() if self._nodes.get(n, node) is not node]
+        nodes: dict[str, Node | None] = {}
+        for name, parameter in _averaged(wrapper, streamed).items():
+            users = tensor_use_count(parameter)
+            node = get_gradient_edge(parameter).node
+            was_there = tensor_use_count(parameter) == users  # or nobody has hooked it
+            is_same = was_there and known.get(name, node) is node
+            nodes[name] = node if is_same else None
+        lost = [name for name, node in nodes.items() if node is None]
+        self._known[wrapper] = None if lost else looked, nodes
         if lost:
             raise ConfigError(
                 f"{_some(lost)} left the device after DistributedDataParallel had"
-                " wrapped the model, in park() or to(), or for another model: PyTorch"
-                " has dropped the hooks by which it averages gradients; wrap the model"
-                " again"
+                " wrapped the model, in layer(), park(), to() or for a copy or another"
+                " model, or were frozen then: PyTorch has no hooks there by which it"
+                " would average gradients; wrap the model again"
             )
-        self._wrapper, self._looked, self._nodes = ref(wrapper), looked, nodes
 
 
 def _averaged(
     wrapper: DistributedDataParallel, streamed: Container[int]
-) -> dict[str, Node]:
-    """Return the nodes of all that a wrapper averages, by name."""
+) -> dict[str, nn.Parameter]:
+    """Return all that a wrapper averages, by name."""
     trained = {
         name: parameter
         for name, parameter in wrapper.module.named_parameters(remove_duplicate=False)
@@ -81,7 +90,7 @@ def _averaged(
             " docs/training.md says under 'Several devices'; or give a budget of which"
             " adapters take less than a sixteenth, so that they stay on the device"
         )
-    return {name: get_gradient_edge(each).node for name, each in trained.items()}
+    return trained
 
 
 def _some(names: list[str]) -> str:

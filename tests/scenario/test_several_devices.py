@@ -1,6 +1,8 @@
 """Several devices: a process each, or a part of a model each."""
 
+import gc
 import json
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -144,6 +146,43 @@ def adapters_that_left_the_device(place: str) -> None:
     runtime_of(model).shutdown()
 
 
+def adapters_that_were_wrapped_before(place: str) -> None:
+    """Streaming begins with a way home: also of a wrapper that nobody has seen yet."""
+    model = adapted(1).to(place)
+    parallel = wrapped(model, frozen(model))
+    for _ in range(2):
+        stagehand.layer(model, vram_budget=BUDGET, device=place)
+        model.to(place)
+        for _ in range(2):
+            with pytest.raises(ConfigError, match=r"lora_A.* left the device after"):
+                parallel(batch(0, place))
+        again = wrapped(model, frozen(model))
+        with torch.no_grad():
+            parallel(batch(0, place))
+        again(batch(0, place)).sum().backward()
+        model.zero_grad()
+        with pytest.raises(ConfigError, match=r"lora_A.* left the device after"):
+            parallel(batch(0, place))
+        runtime_of(model).shutdown()
+        parallel = again
+
+
+def adapters_of_a_wrapper_that_is_gone(place: str) -> None:
+    """Nobody waits for their gradients any more: they come home to be saved."""
+    model = stagehand.layer(adapted(1), vram_budget=BUDGET, device=place)
+    model.to(place)
+    parallel = wrapped(model, frozen(model))
+    parallel(batch(0, place)).sum().backward()
+    assert runtime_of(model)._hand_out()
+    runtime_of(model).resume()
+    known = weakref.ref(parallel)
+    del parallel
+    gc.collect()
+    assert known() is None
+    assert not runtime_of(model)._hand_out()
+    runtime_of(model).shutdown()
+
+
 def adapters_that_stream(place: str) -> None:
     """Nothing would average them; named and averaged by hand, they train."""
     model = stagehand.layer(adapted(4), vram_budget=BUDGET, device=place)
@@ -175,6 +214,8 @@ SCRIPTS = [
     (averaged_in_hooks, "hpu"),
     (adapters_that_are_wrapped, "hpu"),
     (adapters_that_left_the_device, "hpu"),
+    (adapters_that_were_wrapped_before, "hpu"),
+    (adapters_of_a_wrapper_that_is_gone, "hpu"),
     (adapters_that_stream, "hpu"),
     (all_wrapped_on_the_host, "cpu"),
 ]
