@@ -751,7 +751,7 @@ def is_compiled(module: torch.nn.Module) -> bool:
     return (
         own.get("_compiled_call_impl") is not None
         or "_orig_mod" in module._modules
-        or hasattr(own.get("forward"), "_torchdynamo_orig_callable")
+        or hasattr(module.forward, "_torchdynamo_orig_callable")
     )
 
 

@@ -314,6 +314,16 @@ def by_forward(block, **options):
     return block
 
 
+def by_class(block, **options):
+    """As where a class has `@torch.compile` on its forward."""
+    kind = type(block)
+    if not hasattr(kind, "of_class"):
+        forward = torch.compile(kind.forward, **options)
+        kind = type(kind.__name__, (kind,), {"forward": forward, "of_class": True})
+    block.__class__ = kind
+    return block
+
+
 def in_blocks(model, place):
     mib = 4 * LAYER_BYTES / MIB
     config = stagehand.StagehandConfig(
@@ -322,7 +332,7 @@ def in_blocks(model, place):
     return stagehand.StagehandRuntime(model, config, r"^\d+$", device=place)
 
 
-@pytest.mark.parametrize("compiled", [in_place, by_forward, torch.compile])
+@pytest.mark.parametrize("compiled", [in_place, by_forward, by_class, torch.compile])
 @pytest.mark.parametrize("place", ["hpu", "cpu"])
 def test_equal_blocks_are_compiled_once_as_those_of_a_resident_model(
     sim, place, compiled
@@ -348,6 +358,30 @@ def test_equal_blocks_are_compiled_once_as_those_of_a_resident_model(
     (expected, frames), (found, streamed) = runs
     assert_bitwise_equal(found, expected, "outputs")
     assert streamed == frames
+    runtime.shutdown()
+
+
+@pytest.mark.parametrize("error", [ValueError, RuntimeError, KeyboardInterrupt])
+def test_a_failure_does_not_make_what_is_compiled_fail(sim, error):
+    """It was looked into then, as if it had read a weight that was on the host."""
+    model = nn.Sequential(*(Unflattened() for _ in range(12)))
+    backend = CompileCounter()
+    for block in model[:-1]:
+        block.compile(backend=backend, fullgraph=True)
+    runtime = in_blocks(model, "hpu")
+
+    def fail(*_):
+        raise error
+
+    with torch.no_grad():
+        expected = model(batch())
+        hook = model[-1].register_forward_hook(fail)
+        with pytest.raises(error):
+            model(batch())
+        hook.remove()
+        for _ in range(3):
+            assert_bitwise_equal(model(batch()), expected, "output")
+    assert backend.frame_count == 1
     runtime.shutdown()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import warnings
 import weakref
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 from torch.compiler import is_dynamo_compiling
 
-from stagehand.errors import StagehandOOMError, StagehandWarning
+from stagehand.errors import StagehandError, StagehandOOMError, StagehandWarning
 from stagehand.frames import arguments_of, frames_of, objects_in
 from stagehand.torch_private import (
     WeakMode,
@@ -77,8 +78,9 @@ class Strays:
 
     The compiler would take the mode's calls into the graphs of a compiled site, which
     would break there, and compile it again without them. So the mode is off while one
-    runs, until a pass fails, maybe by what it reads. If the next one fails as well, it
-    is off again: who wants one graph gets none with the mode on.
+    runs, unless the latest pass failed by what is on another device: then it looks, for
+    one pass, or for as long as there is no room for what it has found. If that pass
+    fails as well, it is off again: who wants one graph gets none with the mode on.
 
     Args:
         model: Any module.
@@ -210,9 +212,13 @@ class Strays:
         at_hand, self._at_hand = self._at_hand, {}
         found.extend(b for b, left in at_hand.items() if b.abandoned != left)
         watched, self._watches = self._watches, False
-        self._looks_into_compiled ^= failed
         if found and not failed:
             self._keep_found(found)
+        if failed:
+            looked = self._looks_into_compiled
+            self._looks_into_compiled = not looked and _may_be_by_a_read()
+        elif not self._roomless:
+            self._looks_into_compiled = False
         if self._roomless:
             self._known.pop(self._kind, None)
         elif failed and not self._known.get(self._kind, 1):
@@ -358,6 +364,15 @@ def _may_fuse(attention: Sequence[weakref.ref[nn.MultiheadAttention]]) -> bool:
         for m in (known() for known in attention)
         if m is not None and not m.training
     )
+
+
+def _may_be_by_a_read() -> bool:
+    """Whether what is raised here may be PyTorch's error of tensors on two devices."""
+    error = sys.exc_info()[1]
+    is_pytorchs = isinstance(error, RuntimeError) and not isinstance(
+        error, StagehandError
+    )
+    return is_pytorchs and "device" in str(error)
 
 
 def _has_compiled(site: nn.Module | None) -> bool:
