@@ -27,6 +27,7 @@ from architectures import assert_bitwise_equal
 from interrupts import interrupted_at
 from stagehand import torch_private
 from stagehand.torch_private import take_off
+from stagehand.weights import strays
 from stagehand.weights.strays import StrayUses
 
 WIDTH = 64
@@ -389,6 +390,23 @@ def test_weights_without_room_to_stay_are_found_where_a_region_is_recomputed(
     """There they were on the host, which torch told of."""
     model, x = make(lambda: nn.Sequential(*(Recomputed(reader) for _ in range(4))))
     assert_learns_alike(model, x, device, 4, sim)
+
+
+@pytest.mark.filterwarnings("ignore:.* do not fit:stagehand.errors.StagehandWarning")
+def test_a_region_that_is_recomputed_costs_no_look_through_the_model(
+    sim: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each looked for sites that are compiled: time grew with the square of them."""
+    model, x = make(lambda: nn.Sequential(*(Recomputed(Transposed) for _ in range(6))))
+    model.requires_grad_(True)
+    stagehand.layer(model, vram_budget=4 * LAYER_BYTES)
+    for _ in range(2):
+        learn(model, x)
+    looked: list[nn.Module] = []
+    monkeypatch.setattr(strays, "is_compiled", looked.append)
+    learn(model, x)
+    assert len(looked) == len(set(looked)) > 0
+    model._stagehand_layer_runtime.shutdown()
 
 
 class RecomputedAlone(Recomputed):

@@ -120,6 +120,7 @@ class Strays:
         spared = [(m, _attention_in(m)) for m in _hookable(model, sites)]
         self._spared = [(weakref.ref(m), found) for m, found in spared if found]
         self._sites = [weakref.ref(site) for site in sites]
+        self._compiled: list[weakref.ref[nn.Module]] = []  # of these, in this pass
         self._looks_into_compiled = False
         inside = {id(known()) for _, found in self._spared for known in found}
         self._others = [m for m in _attention_in(model) if id(m()) not in inside]
@@ -164,6 +165,7 @@ class Strays:
         self._watches = False
         if not self._known.get(kind, 1) or _may_fuse(self._others):
             return None
+        self._compiled = [known for known in self._sites if _has_compiled(known())]
         uses = self._looking(self._is_at_hand)
         self._watches = edge not in uses.spared  # too late for hooks on it: it runs
         self._uses = uses if self._watches else None
@@ -181,8 +183,7 @@ class Strays:
     def _looking(self, is_at_hand: Callable[[Block], bool]) -> StrayUses:
         spared = [known() for known, found in self._spared if _may_fuse(found)]
         if not self._looks_into_compiled:
-            sites = (known() for known in self._sites)
-            spared.extend(site for site in sites if _has_compiled(site))
+            spared.extend(known() for known in self._compiled)
         return StrayUses(
             self._owners,
             self._rows,
