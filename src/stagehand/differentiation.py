@@ -21,8 +21,6 @@ __all__ = ["grad", "gradient_edges", "refuse_lost"]
 
 _Tensors = torch.Tensor | Sequence[torch.Tensor]
 
-_BACKWARD = torch.autograd.backward.__code__
-
 
 def grad(
     outputs: _Tensors, inputs: _Tensors, *args: Any, **options: Any
@@ -109,9 +107,11 @@ def refuse_lost(streamed: Container[int]) -> None:
         ConfigError: If the graph has one of them at another node than what was given.
     """
     call = backward_call()
-    if call is None or (call.f_back and call.f_back.f_code is _BACKWARD):
+    if call is None:
+        return
+    outputs, _, _, _, inputs, *_ = arguments_of(call)
+    if not inputs:
         return  # mostly: a checkpoint, which asks for all there is
-    outputs, *_, inputs, _ = arguments_of(call)
     asked: list[Any] = [
         get_gradient_edge(tensor).node
         for tensor in _tensors(inputs)

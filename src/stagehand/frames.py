@@ -4,7 +4,7 @@ import copy
 import gc
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from inspect import CO_OPTIMIZED, CO_VARARGS
@@ -96,11 +96,13 @@ def arguments_of(frame: FrameType) -> list[Any]:
     Not those that it has put something else in the place of.
     """
     code = frame.f_code
-    found = [_local(frame, name) for name in code.co_varnames[: code.co_argcount]]
-    if code.co_flags & CO_VARARGS:
-        rest = _local(frame, code.co_varnames[len(found) + code.co_kwonlyargcount])
-        found.extend(rest if isinstance(rest, tuple) else ())
-    return found
+    names = code.co_varnames[: code.co_argcount]
+    if not code.co_flags & CO_VARARGS:
+        return _locals(frame, names)
+    *found, rest = _locals(
+        frame, (*names, code.co_varnames[len(names) + code.co_kwonlyargcount])
+    )
+    return [*found, *(rest if isinstance(rest, tuple) else ())]
 
 
 def frame_of_copy() -> FrameType | None:
@@ -127,20 +129,24 @@ def _computes(worker: Any, future: Future[Any]) -> bool:
 
 
 def _local(frame: FrameType, name: str) -> Any:
-    """Return a local variable of a function's call.
+    """Return a local variable of a function's call."""
+    return _locals(frame, (name,))[0] if name in frame.f_code.co_varnames else None
+
+
+def _locals(frame: FrameType, names: Sequence[str]) -> list[Any]:
+    """Return local variables of a function's call, None for those without a value.
 
     Before Python 3.13 the frame would keep what it has shown here, as long as it lives,
     and shows one dict to all: what the call has of `locals()` is left as it is.
     """
-    code = frame.f_code
-    if not code.co_flags & CO_OPTIMIZED or name not in code.co_varnames:
-        return None  # the first, if it is a module that is being imported
+    if not frame.f_code.co_flags & CO_OPTIMIZED:
+        return [None] * len(names)  # a module that is being imported
     with _uncollected():
         shown = frame.f_locals
-        value = shown.get(name)
+        values = [shown.get(name) for name in names]
         if isinstance(shown, dict) and sys.getrefcount(shown) <= _OWN_REFERENCES:
             shown.clear()
-        return value
+        return values
 
 
 @contextmanager

@@ -238,26 +238,45 @@ class Again(torch.autograd.Function):
         )
 
 
+class Accumulating(Again):
+    """Asks that gradients are accumulated, for some inputs."""
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, *weights = ctx.saved_tensors
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            y = ctx.part(x)
+        wanted = [each for each in [x, *weights] if each.requires_grad]
+        torch.autograd.backward(y, grad, inputs=wanted)
+        return (None, x.grad, *(None for _ in weights))
+
+
 class ComputesAgain(nn.Module):
-    def __init__(self):
+    def __init__(self, function):
         super().__init__()
         self.inner = Residual()
+        self.function = function
 
     def forward(self, x):
-        return Again.apply(self.inner, x, *self.inner.parameters())
+        return self.function.apply(self.inner, x, *self.inner.parameters())
 
 
-@built
-def computing_again():
-    model = Net()
-    model.blocks[1], model.blocks[3] = ComputesAgain(), ComputesAgain()
-    return model
+def computing_again(function):
+    @built
+    def make():
+        model = Net()
+        model.blocks[1], model.blocks[3] = (ComputesAgain(function) for _ in "12")
+        return model
+
+    return make
 
 
 @over([setting for setting in ALL if setting.budget != "smallest"])
+@pytest.mark.parametrize("function", [Again, Accumulating])
 @pytest.mark.parametrize("frozen", [False, True])
 def test_a_function_gets_no_zeros_for_gradients_of_weights_that_moved(
-    sim, setting, frozen
+    sim, setting, frozen, function
 ):
     """It was given none, as of what was not used, and the weights did not train."""
 
@@ -267,10 +286,11 @@ def test_a_function_gets_no_zeros_for_gradients_of_weights_that_moved(
         train(run)
 
     options = {"opaque": [ComputesAgain]} if setting.mode == "layers" else {}
+    build = computing_again(function)
     if frozen or setting.place == "cpu":
-        assert_trains_equally(computing_again, script, setting, **options)
+        assert_trains_equally(build, script, setting, **options)
         return
-    run = start(computing_again, setting, **options)
+    run = start(build, setting, **options)
     with pytest.raises(ConfigError, match=r"a function asks autograd.* \[16\]"):
         train(run)
     with torch.no_grad():
