@@ -283,6 +283,41 @@ def test_a_weight_stays_of_which_a_view_is_kept_that_was_read_behind_its_module(
     runtime.shutdown()
 
 
+class Remembering(nn.Module):
+    """Keeps a row of a layer's weight until its next pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(linear() for _ in range(5))
+        self.row = torch.empty(0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for number, layer in enumerate(self.layers):
+            x = layer(x).tanh()
+            if number == 2:
+                self.row = layer.weight[0]
+        return x + self.row
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("layers", [2, 3, 4, 5], ids="{}_layers_fit".format)
+def test_a_weight_stays_of_which_a_view_is_kept_when_its_slot_is_wanted_later(
+    layers: int, sim: ModuleType
+) -> None:
+    """It had its slot for itself in the first passes, until there was another plan."""
+    model, x = make(Remembering)
+    expected = model.to("hpu")(x.to("hpu"))
+    stagehand.layer(model.to("cpu"), vram_budget=layers * LAYER_BYTES)
+    runtime = model._stagehand_layer_runtime
+    for number in range(8):
+        assert_bitwise_equal(model(x), expected, f"pass {number}")
+    assert runtime.report().abandoned_slots <= 2
+    for reader in model.modules():
+        if isinstance(reader, Remembering):
+            reader.row = torch.empty(0)
+    runtime.shutdown()
+
+
 class Recomputed(nn.Module):
     """Calls a layer, and what reads others' weights: both again in backward."""
 

@@ -140,7 +140,8 @@ class Strays:
         self._watches = False
         self._uses: StrayUses | None = None
         self._found: list[Block] = []
-        self._at_hand: dict[Block, int] = {}  # with `Block.abandoned` at the read
+        # What was read at hand in any pass, with `Block.abandoned` before this one.
+        self._at_hand: dict[Block, int] = {}
         self._roomless: set[Block] = set()  # found, and there is no room to keep them
         self._has_warned = False
         self._readers: dict[str, None] = {}  # classes that read what was found
@@ -160,7 +161,7 @@ class Strays:
             self._uses.__exit__()  # an interrupt may have left its mode active
             self._uses = None
         self._found = []
-        self._at_hand = {}
+        self._at_hand = {block: block.abandoned for block in self._at_hand}
         self._kind = kind = _Kind.of(edge, kwargs)
         self._watches = False
         if not self._known.get(kind, 1) or _may_fuse(self._others):
@@ -210,8 +211,9 @@ class Strays:
                 elsewhere for the first time.
         """
         found, self._found = self._found, []
-        at_hand, self._at_hand = self._at_hand, {}
-        found.extend(b for b, left in at_hand.items() if b.abandoned != left)
+        if not self._kind.with_gradients:
+            left = (b for b, count in self._at_hand.items() if b.abandoned != count)
+            found.extend(left)
         watched, self._watches = self._watches, False
         if found and not failed:
             self._keep_found(found)
@@ -248,7 +250,8 @@ class Strays:
         same stream. This is not enough with gradients, where the weight may be read in
         backward again and no handle tells, nor where autocast's casts of it were
         emptied. Nor is it where the caller keeps a view: the slot is abandoned to that,
-        in each pass, and `end` lets the block stay.
+        in each pass, and `end` lets the block stay. That may be in a later pass, when
+        another plan wants the slot.
         """
         if self._kind.with_gradients or block.casts or not self._is_latest(block):
             return False
