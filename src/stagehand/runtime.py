@@ -370,7 +370,8 @@ class Runtime(Passing, Sharing, Storing, Conduct):
             Whether anything was left on the device.
         """
         staying = (self._parts.blocks[index] for index in self._parts.scheduler.fixed)
-        if not self.is_open or not any(
+        changes_devices = self.is_open and not self._device.is_host
+        if not changes_devices or not any(
             tensor.requires_grad and tensor_use_count(tensor) > 1
             for tensor in (*(t for b in staying for t in b.tensors), *self._parts.odd)
         ):

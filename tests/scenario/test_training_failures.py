@@ -36,6 +36,7 @@ from stagehand.residency.shared import SharedDevice
 from stagehand.torch_private import top_saved_hooks, waits_for_backward
 from stagehand.weights.edges import Edges, _Backward
 from training import (
+    ALL,
     FEW,
     SOME,
     TIGHT,
@@ -729,6 +730,22 @@ def in_thread(call):
     thread.start()
     thread.join()
     assert not failed, failed
+
+
+@over(ALL)
+def test_a_state_dict_is_on_the_host_and_has_whole_storages_beside_a_graph(
+    sim, setting
+):
+    """Also of what stays, whose gradients that graph waits for."""
+    run = start(net, setting)
+    loss = run.loss()
+    for tensor in run.model.state_dict().values():
+        assert tensor.device.type == "cpu"
+        assert tensor.untyped_storage().nbytes() == tensor.nbytes
+    run.backward(loss)
+    run.model.zero_grad()
+    del loss
+    end(run)
 
 
 @over(FEW)
