@@ -1,6 +1,7 @@
 """Several processes, each with a simulated device of its own, in one group."""
 
 from collections.abc import Callable
+from datetime import timedelta
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from torch.futures import Future
 __all__ = ["in_processes"]
 
 _NAME = "simulated"
+_PATIENCE = timedelta(minutes=2)  # with a process that has failed, say
 
 
 def in_processes(size: int, call: Callable[[Path], None], folder: Path) -> None:
@@ -30,6 +32,7 @@ def _run(rank: int, size: int, module: str, name: str, folder: Path) -> None:
         store=dist.FileStore(str(folder / "store"), size),
         rank=rank,
         world_size=size,
+        timeout=_PATIENCE,
     )
     call(folder)
     dist.destroy_process_group()
