@@ -79,13 +79,6 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-@pytest.hookimpl(trylast=True)
-def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """Nor what the tests of a file have imported."""
-    if nextitem is not None and nextitem.path != item.path:
-        pytest_collection_finish()
-
-
 def pytest_unconfigure() -> None:
     """Let libraries end as they do, without a word about what is left."""
     gc.unfreeze()
