@@ -9,6 +9,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from stagehand.errors import ConfigError
 from stagehand.torch_private import running_data_parallel, tensor_use_count
+from stagehand.units import listing
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Container
@@ -64,10 +65,11 @@ class Averaging:
         self._known[wrapper] = None if lost else looked, nodes
         if lost:
             raise ConfigError(
-                f"{_some(lost)} left the device after DistributedDataParallel had"
-                " wrapped the model, in layer(), park(), to() or for a copy or another"
-                " model, or were frozen then: PyTorch has no hooks there by which it"
-                " would average gradients; wrap the model again"
+                f"{listing([*map(repr, lost)], 3)} left the device after"
+                " DistributedDataParallel had wrapped the model, in layer(), park(),"
+                " to() or for a copy or another model, or were frozen then: PyTorch has"
+                " no hooks there by which it would average gradients; wrap the model"
+                " again"
             )
 
 
@@ -83,16 +85,12 @@ def _averaged(
     missed = [name for name, each in trained.items() if id(each) in streamed]
     if missed:
         raise ConfigError(
-            f"DistributedDataParallel does not average gradients of {_some(missed)},"
-            " which stream and train on the host: give their names, too, to"
+            "DistributedDataParallel does not average gradients of"
+            f" {listing([*map(repr, missed)], 3)}, which stream and train on the host:"
+            " give their names, too, to"
             " DistributedDataParallel._set_params_and_buffers_to_ignore_for_model()"
             " before it wraps the model, and average them after backward, as"
             " docs/training.md says under 'Several devices'; or give a budget of which"
             " adapters take less than a sixteenth, so that they stay on the device"
         )
     return trained
-
-
-def _some(names: list[str]) -> str:
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(map(repr, names[:3])) + more

@@ -265,7 +265,6 @@ top_saved_hooks: Callable[[], SavedHooks | None] = partial(
     _required("_top_saved_tensors_default_hooks", torch._C._autograd), False
 )
 """Return the pair of hooks through which this thread saves tensors now."""
-
 dispatch_modes: Callable[[], int] = getattr(
     torch._C, "_len_torch_dispatch_stack", lambda: 0
 )

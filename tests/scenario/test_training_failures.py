@@ -123,9 +123,26 @@ def test_after_an_exception_in_a_forward_training_is_exact(
     finish(run)
 
 
-def saves(module):
-    """Run a module whose tensors saved for backward nobody else has to see."""
-    return module(torch.ones(2, WIDTH)).sum()
+def interrupt(run, around=None, gradients=True):
+    """Ctrl-C in a site: nothing is told of the end of the forward."""
+    handle = run.model.blocks[1].up.register_forward_pre_hook(once(KeyboardInterrupt))
+    with (
+        pytest.raises(KeyboardInterrupt),
+        torch.set_grad_enabled(gradients),
+        around or nullcontext(),
+    ):
+        run.loss()
+    handle.remove()
+
+
+def noting(seen):
+    """Hooks of a user's that note what they see."""
+
+    def note(tensor):
+        seen.append(tensor.shape)
+        return tensor
+
+    return saved_tensors_hooks(note, lambda tensor: tensor)
 
 
 @over(SOME)
@@ -148,7 +165,6 @@ def test_after_an_interrupt_in_a_forward_an_earlier_graph_goes_back(
             run.loss(1)
         handle.remove()
         run.backward(loss)
-        run.note("of no model", saves(nn.Linear(WIDTH, WIDTH)).shape)
         run.model.zero_grad()
         train(run)
 
@@ -162,12 +178,9 @@ def test_what_is_saved_after_an_interrupt_outlives_the_runtime(sim, setting):
     """Hooks are left on the thread; what they see of others is no site's."""
     run = start(net, setting)
     loss, other = run.loss(), nn.Linear(WIDTH, WIDTH)
-    handle = run.model.blocks[1].up.register_forward_pre_hook(once(KeyboardInterrupt))
-    with pytest.raises(KeyboardInterrupt):
-        run.loss()
-    handle.remove()
+    interrupt(run)
     loss.backward()
-    result = saves(other)
+    result = other(torch.ones(2, WIDTH)).sum()
     run.runtime.shutdown()
     assert top_saved_hooks() is None
     result.backward()
@@ -180,20 +193,12 @@ def test_hooks_of_users_around_the_pass_after_an_interrupt_stay(sim, setting, in
     """What that has left lies below them, and is taken off from there. It is the hooks
     around the interrupted pass, if there were any: these popped those of the pass."""
     run = start(net, setting)
-    seen = []
-
-    def note(tensor):
-        seen.append(tensor.shape)
-        return tensor
-
-    handle = run.model.blocks[1].up.register_forward_pre_hook(once(KeyboardInterrupt))
     around = saved_tensors_hooks(torch.clone, torch.clone)
-    with pytest.raises(KeyboardInterrupt), around if inside else nullcontext():
-        run.loss()
-    handle.remove()
-    with saved_tensors_hooks(note, lambda tensor: tensor):
+    interrupt(run, around if inside else None)
+    seen = []
+    with (hooks := noting(seen)):
         loss = run.loss()
-        assert top_saved_hooks()[0] is note
+        assert top_saved_hooks()[0] is hooks.pack_hook
     assert seen
     assert top_saved_hooks() is None
     loss.backward()
@@ -216,20 +221,13 @@ def test_an_interrupted_thread_leaves_the_hooks_of_another_alone(
 ):
     """Each thread has its own hooks for saved tensors, and pops no others."""
     run = start(net_that_turns_gradients_on, setting)
-    handle = run.model.blocks[1].up.register_forward_pre_hook(once(KeyboardInterrupt))
-    with pytest.raises(KeyboardInterrupt), torch.set_grad_enabled(gradients):
-        run.loss()
-    handle.remove()
+    interrupt(run, gradients=gradients)
     seen = []
 
-    def note(tensor):
-        seen.append(tensor.shape)
-        return tensor
-
     def go_on():
-        with saved_tensors_hooks(note, lambda tensor: tensor):
+        with (hooks := noting(seen)):
             loss = run.loss()
-            assert top_saved_hooks()[0] is note
+            assert top_saved_hooks()[0] is hooks.pack_hook
         loss.backward()
 
     in_thread(go_on)

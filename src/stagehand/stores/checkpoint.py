@@ -22,6 +22,7 @@ from stagehand.errors import (
     TensorMismatchError,
 )
 from stagehand.stores.headers import FileStamp, Header, Span, load_json, read_header
+from stagehand.units import listing
 
 __all__ = ["Checkpoint", "Extent", "KeyMap", "key_of", "like_of", "read_index"]
 
@@ -289,7 +290,7 @@ class Checkpoint(Mapping[str, Extent]):
         """The files' names, unless it is one file."""
         if self._root in self._files:
             return ""
-        return f" ({_listing([path.name for path in self._files])})"
+        return f" ({listing([path.name for path in self._files])})"
 
 
 def _found(span: Span) -> str:
@@ -298,11 +299,6 @@ def _found(span: Span) -> str:
 
 def _numbers(name: str) -> list[str]:
     return [part for part in name.split(".") if part.isdigit()]
-
-
-def _listing(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
-    return ", ".join(names[:_LISTED]) + more
 
 
 def _mode(path: Path) -> int:
@@ -328,7 +324,7 @@ def _chosen(given: Path) -> Path:
     if len(found) > 1:
         raise IndexMismatchError(
             f"{given} holds {len(found)} indexes, expected one: give the path of one of"
-            f" {_listing([path.name for path in found])}"
+            f" {listing([path.name for path in found])}"
         )
     return found[0] if found else given
 
@@ -386,7 +382,7 @@ def read_index(path: Path) -> dict[str, Path]:
     if absent:
         raise IndexMismatchError(
             f"index {path} names {len(paths)} files, of which {len(absent)} are not "
-            f"there: {_listing(absent)}"
+            f"there: {listing(absent)}"
         )
     return files
 
@@ -407,7 +403,7 @@ def _merge(
             places[span.name] = (header, span)
     if twice:
         raise IndexMismatchError(
-            f"{root} holds {len(twice)} tensors more than once: {_listing(twice)}; "
+            f"{root} holds {len(twice)} tensors more than once: {listing(twice)}; "
             f"give the path of one file, or add an index that says which counts"
         )
     absent = [
@@ -418,6 +414,6 @@ def _merge(
     if absent:
         raise IndexMismatchError(
             f"index {root} lists {len(listed)} tensors, of which {len(absent)} "
-            f"are not in their files: {_listing(absent)}"
+            f"are not in their files: {listing(absent)}"
         )
     return places

@@ -23,7 +23,7 @@ from stagehand.stores.files import FileSet
 from stagehand.stores.headers import read_header
 from stagehand.stores.packed_files import PackedWeight, packed_weights, unpacked
 from stagehand.stores.squareq import has_manifest
-from stagehand.units import format_bytes
+from stagehand.units import format_bytes, listing
 
 if TYPE_CHECKING:
     import os
@@ -355,10 +355,9 @@ def _find_prefix(
             " tensors of layer 0 under the names in block_keys"
         )
     absent = min(missing.values(), key=len)
-    more = f" and {len(absent) - _LISTED} more" if len(absent) > _LISTED else ""
     raise MissingTensorError(
         f"tensor_info lacks {len(absent)} tensors of {len(keys)} layers:"
-        f" {', '.join(map(repr, absent[:_LISTED]))}{more}"
+        f" {listing([*map(repr, absent)])}"
     )
 
 
