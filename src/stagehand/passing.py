@@ -31,7 +31,7 @@ from stagehand.torch_private import (
 from stagehand.weights.edges import PassListener
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch import nn
     from torch.autograd.graph import Node
@@ -319,6 +319,10 @@ class Passing(PassListener):
         if self._took_gradients and self._gradients is not None:
             self._gradients.watch([block for block in blocks if block.hosted])
         self._parts.scheduler.before_all(blocks)
+
+    def go_on_here(self, move: Callable[[], bool]) -> None:
+        """See `PassListener.go_on_here`."""
+        self._tenancy.go_on_here(move)
 
     def end_backward(self, *, failed: bool) -> None:
         """See `PassListener.end_backward`."""

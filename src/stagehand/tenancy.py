@@ -11,6 +11,7 @@ from stagehand.residency.shares import Claim
 from stagehand.residency.timeline import Timeline
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from contextlib import AbstractContextManager
 
     from torch import nn
@@ -88,6 +89,10 @@ class Tenancy:
         finally:
             self._begins = False
         return hands_over
+
+    def go_on_here(self, move: Callable[[], bool]) -> None:
+        """See `SharedDevice.go_on_here`."""
+        self.shared.go_on_here(self.number, move)
 
     def end(self, *, failed: bool = False) -> None:
         """It is over. Idempotent."""

@@ -6,17 +6,21 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from small import LAYER_BYTES, batch
+from small import LAYER_BYTES, WIDTH, batch, runtime_of, stack
 from test_sharing import crowd, guarded, in_threads
+from torch import nn
 
 import stagehand
 from architectures.trees import assert_bitwise_equal
 from stagehand.errors import DeadlockError
+from stagehand.residency.scheduler import Scheduler
+from stagehand.tenancy import Tenancy
 
 __all__ = ["crowd"]
 
 DEPTHS = (2, 3, 5, 8)
 STEPS = 20
+_PATIENCE = 60  # seconds until a thread gives up
 
 
 class User:
@@ -188,3 +192,61 @@ def test_who_waits_for_room_behind_a_chain_of_threads_is_told(crowd):
     with pytest.raises(stagehand.StagehandOOMError, match="needs"):
         some.run(0)
     some.run(0, 1)
+
+
+def words():
+    """A model of which only a table of words trains, which stays on the host: so the
+    last node of backward runs there, in the thread that called it."""
+    return nn.Sequential(nn.Embedding(256, WIDTH), *stack(4).requires_grad_(False))
+
+
+def test_nothing_is_taken_of_a_model_whose_backward_ends_in_its_caller(
+    sim, monkeypatch
+):
+    """What begins in autograd's thread is ended in another one, beside what that runs
+    next: for it, too, the model is another thread's."""
+    budget = 2 * LAYER_BYTES
+    models = [stagehand.layer(words(), vram_budget=budget, device="hpu") for _ in "ab"]
+    first, answers = runtime_of(models[0]), []
+    ends, asked, is_ready = (threading.Event() for _ in range(3))
+    end, give_up = Scheduler.release_fetched, Tenancy.give_up
+
+    def release_fetched(self):
+        here = threading.current_thread()
+        if self is first._parts.scheduler and here.name == "caller":
+            ends.set()
+            assert asked.wait(_PATIENCE)
+        end(self)
+
+    def give(self, *args, **kwargs):
+        gave = give_up(self, *args, **kwargs)
+        if self is first._tenancy and ends.is_set() and not asked.is_set():
+            answers.append(gave)
+            asked.set()
+        return gave
+
+    def await_autograd(_):
+        """Let its thread end what it does, or it may end the backward, too."""
+        with torch.enable_grad():
+            torch.ones(1, device="hpu", requires_grad=True).sum().backward()
+
+    def begin():
+        threading.current_thread().name = "caller"
+        assert is_ready.wait(_PATIENCE)
+        loss = models[0](torch.arange(4)).sum()
+        models[0][0].weight.register_hook(await_autograd)
+        monkeypatch.setattr(Scheduler, "release_fetched", release_fetched)
+        monkeypatch.setattr(Tenancy, "give_up", give)
+        loss.backward()
+
+    def follow():
+        loss = models[1](torch.arange(4)).sum()
+        is_ready.set()
+        assert ends.wait(_PATIENCE)
+        loss.backward()
+        asked.set()  # it may have had its room without a question
+
+    in_threads(begin, follow)
+    assert not any(answers)
+    for model in models:
+        runtime_of(model).shutdown()

@@ -88,6 +88,27 @@ def test_who_is_refused_has_no_place():
     assert [holding.name for holding in shared.holdings()] == ["there"]
 
 
+def test_a_pass_goes_on_here_when_the_thread_where_it_began_is_in_no_call():
+    shared = SharedDevice(HostDevice())
+    numbers = [shared.new_number() for _ in "ab"]
+    for number in numbers:
+        shared.join(number, Tenant("it", shared.ledger.device, budget=9, held=0))
+    for number in numbers:
+        shared._seats[number].thread = object()
+    shared._seats[numbers[0]].running = True
+    answers = iter([False, True, True])
+    for number in numbers:
+        shared.go_on_here(number, lambda: next(answers))
+    runs, idle = (shared._seats[number].runs_elsewhere() for number in numbers)
+    assert not runs
+    assert idle  # no pass: the other thread takes something between its passes
+    assert next(answers, None) is None
+    shared._seats[numbers[0]].thread = object()
+    with shared._lock:  # which the other thread's call may need
+        shared.go_on_here(numbers[0], lambda: False)
+    assert shared._seats[numbers[0]].runs_elsewhere()
+
+
 def seated(*held, **claims):
     """Seats of tenants that hold some bytes each, of 100."""
     whole = Account("device", 100)

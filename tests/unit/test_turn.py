@@ -122,6 +122,28 @@ def test_turn_that_will_end_alone_is_held_by_nobody_and_taken_by_nobody(model, o
         assert not model.turn.try_acquire()
 
 
+def test_turn_moves_to_who_ends_a_call_when_the_owner_is_in_none(
+    model, owner, other, monkeypatch
+):
+    turn = model.turn
+    inside = True
+    monkeypatch.setattr(turns, "runs_library", lambda thread: inside)
+    with as_thread(owner):
+        assert turn.move_here()
+    with as_thread(other):
+        assert not turn.move_here()
+        inside = False  # an interrupted call has left its hold
+        assert turn.move_here()
+        assert turn.owner is other
+        turn.recount(1)
+    inside = True
+    with as_thread(owner):
+        assert not turn.try_acquire()
+        assert turn.move_here()  # with one hold, it is what is to be ended
+        turn.release()
+    assert turn.owner is None
+
+
 @pytest.mark.parametrize("end", ["sorted", "release"])
 def test_owner_that_is_back_keeps_the_turn_while_it_sorts(model, owner, other, end):
     """What it had left is still open: that shows only when it has closed it."""

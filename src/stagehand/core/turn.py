@@ -129,6 +129,20 @@ class Turn:
                 return True
         return True
 
+    def move_here(self) -> bool:
+        """Make this thread the owner, to end what the present one has entered.
+
+        Returns:
+            False if that one is in the middle of a call that needs the turn, too.
+        """
+        me = HERE.thread
+        with self.ownership:
+            if self._owner is not me:
+                if self._count > 1 and runs_library(self._owner):
+                    return False
+                self._owner = me
+            return True
+
     def _lets_in(self, me: Any, task: int) -> bool:
         """Let a call of autograd become a guest, if the owner waits for its thread, and
         was not interrupted in what it had the turn for.

@@ -31,7 +31,7 @@ from stagehand.residency.seats import AUTOGRAD, Seats
 from stagehand.torch_private import is_autograds
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     import torch
 
@@ -198,6 +198,27 @@ class SharedDevice:
                 limit = self._find_room(seat)
             seat.limit, seat.running, seat.thread = limit, True, HERE.thread
             return limit, seats.coming(seat) is not None
+
+    def go_on_here(self, number: int, move: Callable[[], bool]) -> None:
+        """Let this thread end a tenant's pass that began in another one.
+
+        Waits until that one is in no call to the tenant, but not inside of this object:
+        that call may need it.
+
+        Args:
+            number: Which tenant.
+            move: Moves the tenant's lock to this thread; returns False if the other one
+                needs it now.
+        """
+        may_wait = not self._is_inside()
+        with self._lock:
+            while not move():
+                if not may_wait:
+                    return
+                self._changed.wait(_LOOK_SECONDS)
+            seat = self._seats.get(number)
+            if seat is not None and seat.running:
+                seat.thread = HERE.thread
 
     def end(self, number: int, *, failed: bool) -> None:
         """End a tenant's pass. Idempotent."""

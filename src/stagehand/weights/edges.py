@@ -86,6 +86,15 @@ class PassListener:
                 another model has computed runs this one.
         """
 
+    def go_on_here(self, move: Callable[[], bool]) -> None:
+        """What ends now began in another thread, which may run other models meanwhile.
+
+        Args:
+            move: Moves the turn here, and returns whether it could. That thread must
+                not find one moved and not the other.
+        """
+        move()
+
     def end_backward(self, *, failed: bool) -> None:
         """It is over."""
 
@@ -495,6 +504,8 @@ class Edges:
         next.
         """
         try:
+            if self.lock.owner is not HERE.thread:
+                call_unseen(self._listener.go_on_here, self.lock.move_here)
             self._forget_backward()
             self._listener.end_backward(failed=failed)
         except StagehandError as error:
