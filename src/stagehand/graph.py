@@ -22,11 +22,11 @@ the graph itself and becomes a handle that casts again; one of a frozen weight l
 trace in the graph and stays an activation.
 """
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeGuard
-from weakref import WeakMethod, WeakValueDictionary, ref
+from weakref import WeakMethod, ref
 
 import torch
 from torch import is_grad_enabled
@@ -46,8 +46,8 @@ from stagehand.torch_private import (
     in_function,
     is_checkpoints,
     looked_through,
-    pop_saved_hooks,
     push_saved_hooks,
+    replace_saved_hooks,
     sequence_number,
     skipped,
     sparing,
@@ -255,6 +255,8 @@ class SavedTensors:
         self._uncast = types.pop() if len(types) == 1 else None
         self._fetch = fetch
         self._turn_back = turn_back
+        self.before: Sequence[SavedHooks] = ()
+        """What was where its own pair is, as `_Inside.before` says."""
         self._device = None if device.is_host else device.torch_device
         self._current_stream = device.current_stream
         # The host has only one stream, which need not be asked for at each unpack.
@@ -274,41 +276,56 @@ class SavedTensors:
         # What views of blocks of one form have in common.
         self._places: dict[_Key, _Place] = {}
 
-    def hooks(self) -> "_Saving":
-        """Return a context that saves weights as handles, and all else as outside."""
-        return _Saving(self)
-
-    def push_hooks(self, *, instead: bool = True) -> bool:
+    def push_hooks(self, *, stay: bool = True) -> object:
         """Make this pair the one through which this thread saves tensors.
 
+        It takes the place of the pair on top, if that is somebody else's: whoever
+        pushed that one pops what is in its place, at an interrupt, too. There is no
+        other way to leave nothing of theirs on the thread.
+
         Args:
-            instead: Whether to replace the pair on top, where it is somebody else's,
-                instead of pushing on it. Pairs of runtimes are never replaced: two
-                runtimes that take turns would wrap each other's pairs without end.
+            stay: Whether it may stay there until theirs ends. In the place of another
+                runtime's it never may: two runtimes that take turns would wrap each
+                other's pairs without end.
 
         Returns:
-            Whether the caller must call `pop_saved_hooks()` later: False if the pair
-            was on top already, or has replaced another one. Whoever pushed that one
-            pops whatever is in its place, after an interrupt, too.
+            What the caller must give to `put_back` later; None if it must do nothing.
         """
         top = top_saved_hooks()
         if top is None:
             push_saved_hooks(self.pack, self._unpack)
-            return True
+            return self
         owner = _owner(top)
         if self._is_part(owner):
-            return False
+            return None
         inside = _Inside(self, *top)
-        pack = looked_through(partial(inside.pack), top)
-        if isinstance(owner, SavedTensors | _Inside):
-            instead = False
-        elif instead:
-            pop_saved_hooks()
+        pair = looked_through(partial(inside.pack), top), inside.unpack
+        is_ours = isinstance(owner, SavedTensors | _Inside)
+        if is_ours and owner.before == ():
+            push_saved_hooks(*pair)
         else:
-            _note_below(top[1])
-        push_saved_hooks(pack, inside.unpack)
+            inside.before = None if stay and not is_ours else (top,)
+            replace_saved_hooks(pair)
         sparing(self._is_in_slot)
-        return not instead
+        return None if inside.before is None else inside
+
+    def begin_pass(self) -> None:
+        """Do as `push_hooks` for a whole pass, until `leave_hooks`."""
+        # A region is recomputed in a pass that is not over before the region is.
+        self.push_hooks(stay=_is_in_region())
+
+    def put_back(self, pushed: object) -> None:
+        """End what a `push_hooks` began, if an interrupt has not. Idempotent."""
+        take_off_hooks(lambda pair: _before(pair) if _owner(pair) is pushed else None)
+
+    def leave_hooks(self) -> None:
+        """End what every `push_hooks` of this thread began: the pass is over, or the
+        model gone. An interrupt may have left some that nobody has noted."""
+        while take_off_hooks(self._before_own):
+            pass
+
+    def _before_own(self, pair: SavedHooks) -> Sequence[SavedHooks] | None:
+        return _before(pair) if self._is_part(_owner(pair)) else None
 
     def come_into_region(self) -> None:
         """Replace a checkpointed region's pair: what is read there is no site's.
@@ -317,23 +334,6 @@ class SavedTensors:
         """
         if is_grad_enabled() and _is_in_region():
             self.push_hooks()
-
-    def pop_hooks(self) -> None:
-        """Pop what the latest `push_hooks` that returned True has left on this thread.
-
-        After an interrupt, whoever pushed the pair below has popped this one instead:
-        then that pair is what was left.
-        """
-        if not take_off_hooks(lambda pair: self._is_own(pair) or _was_below(pair[1])):
-            pop_saved_hooks()
-
-    def pop_left_hooks(self) -> None:
-        """Pop what an interrupt has left on this thread: the model is gone."""
-        while take_off_hooks(self._is_own):
-            pass
-
-    def _is_own(self, pair: SavedHooks) -> bool:
-        return self._is_part(_owner(pair))
 
     def _is_part(self, owner: Any) -> bool:
         """Whether a hook's object belongs to this runtime."""
@@ -616,44 +616,15 @@ def _is_in_region() -> bool:
     return top is not None and is_checkpoints(top[1])
 
 
-_below: WeakValueDictionary[int, Any] = WeakValueDictionary()
-"""By address, hooks of others on which a pair of a runtime was pushed."""
-
-
-def _note_below(unpack: Any) -> None:
-    with suppress(TypeError):  # some objects cannot be referred to weakly
-        _below[id(unpack)] = unpack
-
-
-def _was_below(unpack: Any) -> bool:
-    return _below.get(id(unpack)) is unpack
+def _before(pair: SavedHooks) -> Sequence[SavedHooks] | None:
+    """Return what was where a runtime's pair is, if that is to be taken off."""
+    before: Sequence[SavedHooks] | None = _owner(pair).before
+    return before
 
 
 def _owner(pair: SavedHooks) -> Any:
     """Return the object whose methods a pair of hooks are, or None."""
     return getattr(pair[1], "__self__", None)
-
-
-class _Saving:
-    """Pushes hooks for saved tensors, as a context.
-
-    It is no generator: one that an interrupt leaves open would be closed by the garbage
-    collector, in any thread, and pop hooks there.
-    """
-
-    __slots__ = ("_pushed", "_saved")
-
-    def __init__(self, saved: SavedTensors) -> None:
-        self._saved = saved
-        self._pushed = False
-
-    def __enter__(self) -> None:
-        # A region is recomputed in a pass that is not over before the region is.
-        self._pushed = self._saved.push_hooks(instead=_is_in_region())
-
-    def __exit__(self, *_: object) -> None:
-        if self._pushed:
-            self._saved.pop_hooks()
 
 
 class _Inside:
@@ -675,6 +646,9 @@ class _Inside:
         self.saved = saved
         self.below = unpack
         """What unpacks what theirs has saved."""
+        self.before: Sequence[SavedHooks] | None = ()
+        """What was in its place: nothing, or theirs; None if it stays there until
+        theirs ends."""
         self._pack = pack
         self._unpack = (
             unpack if saved.watch is None else partial(_in_watch, saved.watch, unpack)

@@ -395,16 +395,16 @@ class Passing(PassListener):
         if block.casts:
             self._casts.fetch(block)
 
-    def _track(self, block: Block, reader: Reader) -> bool:
+    def _track(self, block: Block, reader: Reader) -> object:
         """Begin a site's call, with gradients or under autocast.
 
         Returns:
-            Whether hooks for saved tensors were pushed, which its end has to pop.
+            See `SavedTensors.push_hooks`.
         """
         if block.casts or torch.is_autocast_enabled(self._edges.device_type):
             self._casts.begin(block, reader)
         if not torch.is_grad_enabled():
-            return False
+            return None
         if reader.looked != block.abandoned and self._is_last(block):
             self._kept.begin(reader)
         follows = self._gradients is not None and block.trains
@@ -512,8 +512,9 @@ class Passing(PassListener):
             watch = self._strays.begin(module, kwargs)
             again = self._strays.begin_again
             self._saved.watch = None if watch is None else weakref.WeakMethod(again)
+            stack.callback(self._saved.leave_hooks)
             if torch.is_grad_enabled() and not self._hooks.is_extra(module):
-                stack.enter_context(self._saved.hooks())
+                self._saved.begin_pass()
             if watch is not None:
                 stack.enter_context(watch)
             return stack.pop_all()
@@ -551,9 +552,9 @@ class Passing(PassListener):
         self._parts.scheduler.recover()
         self._strays.end(failed=True)
 
-    def pop_hooks(self) -> None:
-        """See `PassListener.pop_hooks`."""
-        self._saved.pop_hooks()
+    def put_back(self, pushed: object) -> None:
+        """See `PassListener.put_back`."""
+        self._saved.put_back(pushed)
 
     def in_use(self) -> bool:
         """See `PassListener.in_use`."""

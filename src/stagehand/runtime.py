@@ -860,7 +860,7 @@ def _end(
     saved: SavedTensors, parts: Parts, telemetry: Telemetry, ends: Callable[[], None]
 ) -> None:
     """Free what a collected model had, even if somebody keeps its runtime."""
-    saved.pop_left_hooks()
+    saved.leave_hooks()
     take_off_dead()
     telemetry.close()
     parts.close()

@@ -90,9 +90,12 @@ Tried with torch 2.10 (on Python 3.10), 2.11 (3.12), 2.13 (3.11) and 2.15 (3.13)
 import sys
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
+from itertools import takewhile
+from operator import methodcaller
 from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol, TypeVar
@@ -150,6 +153,7 @@ __all__ = [
     "push_saved_hooks",
     "remove_hooks",
     "renew_hooks",
+    "replace_saved_hooks",
     "reserved_on",
     "running_data_parallel",
     "sequence_number",
@@ -653,29 +657,63 @@ def take_off(mode: TorchFunctionMode) -> None:
 
     Modes of the user's may lie above one that an interrupt has left: they stay.
     """
-    if mode not in _modes():
+    modes = _modes()
+    if mode not in modes:
         return
-    above: list[TorchFunctionMode] = []
-    while (top := torch._C._pop_torch_function_stack()) is not mode:
-        above.append(top)
-    while above:
-        torch._C._push_on_torch_function_stack(above.pop())
+    above = [*takewhile(lambda other: other is not mode, reversed(modes))]
+    pops = [torch._C._pop_torch_function_stack] * (len(above) + 1)
+    push = torch._C._push_on_torch_function_stack
+    _at_once(*pops, *(partial(push, other) for other in reversed(above)))
 
 
-def take_off_hooks(is_one: Callable[[SavedHooks], bool]) -> bool:
-    """Pop the latest pair of hooks for saved tensors of some kind, if there is one.
+def replace_saved_hooks(*instead: SavedHooks) -> None:
+    """Let other pairs, or none, be where the latest pair of hooks for saved tensors is.
 
-    Pairs of the user's may lie above one that an interrupt has left: they stay.
+    Whoever pushed that one pops what is in its place, at an interrupt, too.
+    """
+    _at_once(pop_saved_hooks, *(partial(push_saved_hooks, *pair) for pair in instead))
+
+
+def take_off_hooks(
+    before: Callable[[SavedHooks], Sequence[SavedHooks] | None],
+) -> bool:
+    """Take off this thread the latest pair of hooks for saved tensors of some kind.
+
+    Pairs of the user's may lie above it: they stay, at an interrupt, too.
+
+    Args:
+        before: Returns of a pair what was in its place before: another one, or nothing.
+            None if it is of another kind.
+
+    Returns:
+        Whether there was one.
     """
     above: list[SavedHooks] = []
-    while (top := top_saved_hooks()) is not None:
-        pop_saved_hooks()
-        if is_one(top):
-            break
-        above.append(top)
-    for pair in reversed(above):
-        push_saved_hooks(*pair)
+    try:
+        while (top := top_saved_hooks()) is not None:
+            instead = before(top)
+            if instead is not None:
+                replace_saved_hooks(*instead)
+                break
+            _at_once(pop_saved_hooks, partial(above.append, top))
+        _put_on(above)
+    finally:
+        _put_on(above)  # what an interrupt has left of it
     return top is not None
+
+
+def _put_on(above: list[SavedHooks]) -> None:
+    """Push pairs of hooks that lay on each other, the last one lowest; forget them."""
+    pushes = (partial(push_saved_hooks, *pair) for pair in reversed(above))
+    _at_once(*pushes, above.clear)
+
+
+def _at_once(*calls: Callable[[], Any]) -> None:
+    """Call functions that are not Python's own, with no interrupt between them.
+
+    Python looks for signals between its instructions; here there is only one.
+    """
+    deque(map(methodcaller("__call__"), calls), maxlen=0)
 
 
 def take_off_dead() -> None:

@@ -17,8 +17,11 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
+import stagehand
 from architectures.trees import assert_bitwise_equal
 from interrupts import interrupted_at
+from scenario.small import runtime_of
+from stagehand import torch_private
 from stagehand.core.arena import live_leases
 from stagehand.core.turn import Turn, _waits
 from stagehand.errors import (
@@ -31,6 +34,7 @@ from stagehand.errors import (
 from stagehand.frames import awaits_thread
 from stagehand.gradients.gradients import Gradients
 from stagehand.gradients.home import HOMES
+from stagehand.graph import SavedTensors
 from stagehand.passing import Passing
 from stagehand.residency.shared import SharedDevice
 from stagehand.torch_private import top_saved_hooks, waits_for_backward
@@ -185,6 +189,116 @@ def test_what_is_saved_after_an_interrupt_outlives_the_runtime(sim, setting):
     assert top_saved_hooks() is None
     result.backward()
     assert_bitwise_equal(other.weight.grad, torch.full((WIDTH, WIDTH), 2.0), "gradient")
+
+
+@over(SOME)
+def test_an_interrupt_leaves_no_hooks_of_users_around_the_pass(sim, setting):
+    """Theirs ended with the `with` in which the interrupt came."""
+    run = start(net, setting)
+    seen = []
+    interrupt(run, noting(seen))
+    noted = len(seen)
+    nn.Linear(WIDTH, WIDTH)(torch.ones(2, WIDTH)).sum()
+    assert len(seen) == noted
+    assert_clean(run, interrupted=True)
+    finish(run)
+
+
+class Holding(nn.Module):
+    """A region of its own has another model in it, between its layers."""
+
+    def __init__(self, other, region):
+        super().__init__()
+        self.before, self.behind = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.other, self.region = [other], region
+
+    def within(self, x):
+        return self.behind(self.other[0](self.before(x)))
+
+    def forward(self, x):
+        return self.region(self.within, x)
+
+
+def recomputed(call, x):
+    return checkpoint(call, x, use_reentrant=False)
+
+
+def seen_by_users(call, x):
+    with noting([]):
+        return call(x)
+
+
+@pytest.mark.parametrize("region", [recomputed, seen_by_users])
+@pytest.mark.parametrize("place", ["cpu", "hpu"])
+def test_an_interrupt_in_a_model_inside_of_anothers_region_leaves_no_hooks_of_it(
+    sim, place, region
+):
+    """Those of the region are popped by it, and all others belong to the models."""
+    inner = net()
+    outer = Holding(inner, region)
+    for model in inner, outer:
+        stagehand.layer(model, vram_budget="1MB", device=place)
+    x, resident = torch.ones(2, WIDTH, device=place), net().to(place)
+
+    def gradients():
+        recomputed(resident, x).sum().backward()
+        found = [parameter.grad for parameter in resident.parameters()]
+        resident.zero_grad()
+        return found
+
+    expected = gradients()
+    handle = inner.head.register_forward_pre_hook(once(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        outer(x)
+    handle.remove()
+    assert_bitwise_equal(gradients(), expected, "gradients of a resident model")
+    with noting(seen := []):
+        inner(x)
+        noted = len(seen)
+        nn.Linear(WIDTH, WIDTH)(torch.ones(2, WIDTH)).sum()
+        assert len(seen) > noted > 0
+    outer(x)
+    assert top_saved_hooks() is None
+    for model in inner, outer:
+        runtime_of(model).shutdown()
+
+
+_HOOKING = [
+    SavedTensors.push_hooks,
+    SavedTensors.leave_hooks,
+    torch_private.replace_saved_hooks,
+    torch_private.take_off_hooks,
+    torch_private._at_once,
+    torch_private._put_on,
+]
+
+
+@over(FEW)
+def test_an_interrupt_where_hooks_are_put_on_or_taken_off_loses_no_hooks_of_users(
+    sim, setting
+):
+    """Also where others are taken off from below them, of an interrupt before."""
+    run = start(net, setting)
+    number, interrupted = 0, True
+    while interrupted:
+        number, interrupted = number + 1, False
+        interrupt(run)
+        with noting(seen := []):
+            try:
+                with interrupted_at(number, *_HOOKING):
+                    run.loss()
+            except KeyboardInterrupt:
+                interrupted = True
+            seen.clear()
+            nn.Linear(WIDTH, WIDTH)(torch.ones(2, WIDTH)).sum()
+            assert seen, number
+        nn.Linear(WIDTH, WIDTH)(torch.ones(2, WIDTH)).sum()
+        assert len(seen) == 1, number
+        run.loss()
+        assert top_saved_hooks() is None, number
+    assert number > 50
+    assert_clean(run)
+    finish(run)
 
 
 @over(SOME)

@@ -18,7 +18,6 @@ from scenario.small import LAYER_BYTES, batch, runtime_of, smallest_budget, stac
 from stagehand.core.arena import live_leases
 from stagehand.core.turn import Turn
 from stagehand.errors import ConfigError
-from stagehand.graph import SavedTensors
 from stagehand.torch_private import top_saved_hooks
 from training import (
     ALL,
@@ -1104,9 +1103,7 @@ def depth_of_hooks():
     unpack = None if top is None else top[1]
     while unpack is not None:
         depth += 1
-        owner = getattr(unpack, "__self__", None)
-        ours = isinstance(owner, SavedTensors)
-        unpack = None if ours else getattr(owner, "_unpack", None)
+        unpack = getattr(getattr(unpack, "__self__", None), "below", None)
     return depth
 
 

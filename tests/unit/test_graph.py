@@ -29,8 +29,10 @@ def test_tensors_that_lie_in_no_slot_are_kept_whatever_they_are(kind):
     }
     given = kinds[kind]().requires_grad_()
     nothing = SimpleNamespace(slots_by_memory={}, left_memory=set(), fetched=None)
-    with SavedTensors(nothing, {}, never, lambda: None, HostDevice()).hooks():
-        squares = given * given
+    saved = SavedTensors(nothing, {}, never, lambda: None, HostDevice())
+    saved.begin_pass()
+    squares = given * given
+    saved.leave_hooks()
     squares.sum().backward()
     found = given.grad.a if kind == "wrapped" else given.grad.to_dense()
     assert torch.equal(found, 2 * eye)

@@ -20,7 +20,6 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import UserDict, defaultdict
-from contextlib import ExitStack
 from copy import copy
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -71,8 +70,12 @@ class PassListener:
     def abort_pass(self) -> None:
         """A pass was left without a word; close what it left open."""
 
-    def pop_hooks(self) -> None:
-        """Pop the latest hooks for saved tensors that this thread has left open."""
+    def put_back(self, pushed: object) -> None:
+        """Take off this thread hooks for saved tensors that it has left open.
+
+        Args:
+            pushed: What was given where they were pushed.
+        """
 
     def in_use(self) -> bool:
         """Whether blocks are in use, in a pass or by hand."""
@@ -189,9 +192,9 @@ class Edges:
         an interrupt keeps it from telling that it is over."""
         self.recomputing = 0
         """How many edges are being recomputed now, one inside of the other."""
-        self.pushed: list[tuple[nn.Module | type, bool]] = []
-        """Sites and edges that run with gradients, the innermost last, and whether each
-        has pushed hooks for saved tensors that its end has to pop.
+        self.pushed: list[tuple[nn.Module | type, object]] = []
+        """Sites and edges that run with gradients, the innermost last, and the hooks
+        for saved tensors that each has pushed and its end has to take off, or None.
 
         A site is noted by its module. All edges are noted by one class, for they end in
         the order in which they are here."""
@@ -383,8 +386,8 @@ class Edges:
             return
         if self.guests:
             self.lock.await_guests()
-        if self.pushed and len(self._stack) == 1:  # by what has lost its end hook
-            self._pop_pushed()
+        if len(self._stack) == 1:
+            del self.pushed[:]  # by what has lost its end hook: the context ends it
         context = self._stack[-1].context
         if context is not None:  # or an interrupt leaves it to the next entry
             context.__exit__(None, None, None)
@@ -586,14 +589,12 @@ class Edges:
             self._unclosed.pop(HERE.thread, None)
 
     def _set_aside(self, dead: int) -> None:
-        """Take the latest entries off; note what their thread has to leave: contexts,
-        and hooks for saved tensors that sites and edges have pushed."""
-        pops = ExitStack()
-        for _, pushed in self.pushed:
-            if pushed:
-                pops.callback(self._listener.pop_hooks)
+        """Take the latest entries off; note what contexts their thread has to leave.
+
+        That of the outermost one takes off all hooks for saved tensors.
+        """
         entries = reversed(self._stack[-dead:])
-        left = [pops, *(e.context for e in entries if e.context is not None)]
+        left = [e.context for e in entries if e.context is not None]
         if self.thread is not None and self.thread.is_alive():
             left += self._unclosed.get(self.thread, [])
             self._unclosed[self.thread] = left
@@ -611,12 +612,12 @@ class Edges:
         self._readings = [call for call in self._readings if call.goes_on(me)]
         return len(self._readings)
 
-    def _pop_pushed(self) -> None:
-        """Pop the hooks for saved tensors that sites and edges left, at an interrupt or
-        without their end hooks."""
-        while self.pushed:
-            if self.pushed.pop()[1]:
-                self._listener.pop_hooks()
+    def end_pushed(self) -> None:
+        """Take off what the latest of `pushed` has pushed, and forget it."""
+        pushed = self.pushed[-1][1]
+        if pushed is not None:
+            self._listener.put_back(pushed)
+        del self.pushed[-1]  # an interrupt leaves it to be done again
 
     def _is_left(self) -> bool:
         """Whether whoever has the lock was interrupted and does not go on.

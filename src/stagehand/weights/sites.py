@@ -30,7 +30,6 @@ from stagehand.torch_private import (
     dispatch_modes,
     global_forward_hooks,
     in_backward,
-    pop_saved_hooks,
     remove_hooks,
     skipped,
     take_off,
@@ -296,7 +295,7 @@ class _EdgeBegin(_Hook):
     __slots__ = ("_edges", "_push_hooks", "_settle")
 
     def __init__(
-        self, edges: Edges, push_hooks: Callable[[], bool], settle: Callable[[], None]
+        self, edges: Edges, push_hooks: Callable[[], object], settle: Callable[[], None]
     ) -> None:
         self._edges = edges
         self._push_hooks = push_hooks
@@ -337,8 +336,11 @@ class _EdgeEnd(_Hook):
             _call_untraced(self, module, args, output)
             return
         pushed = self._edges.pushed
-        if pushed and pushed[-1][0] is _EdgeEnd and pushed.pop()[1]:
-            pop_saved_hooks()
+        if pushed and pushed[-1][0] is _EdgeEnd:
+            if pushed[-1][1] is None:  # mostly
+                del pushed[-1]
+            else:
+                self._edges.end_pushed()
         if in_backward() and self._edges.recomputing:
             self._edges.recomputing -= 1
         self._edges.leave(module)
@@ -414,7 +416,7 @@ class _SiteBegin(_SiteHook):
         before: Callable[[Block], None],
         edges: Edges,
         reader: Reader,
-        track: Callable[[Block, Reader], bool],
+        track: Callable[[Block, Reader], object],
         pick: Pick | None,
         check: Callable[[], None],
     ) -> None:
@@ -485,8 +487,10 @@ class _SiteEnd(_SiteHook):
             edges.lock.await_guests()
         block, pushed = self._block, edges.pushed
         if pushed and pushed[-1][0] is module:
-            if pushed.pop()[1]:
-                pop_saved_hooks()
+            if pushed[-1][1] is None:  # mostly
+                del pushed[-1]
+            else:
+                edges.end_pushed()
             self._untrack(block, self._reader, output)
         if block.uses:
             block.uses -= 1  # as `Scheduler.after` does
@@ -660,7 +664,7 @@ class SiteHooks:
         edges: The model's edge.
         before: Called with a block when a site begins.
         push_hooks: Called when an edge begins with gradients, to save weights as
-            handles; returns whether the edge's end has to pop these hooks.
+            handles; returns what of these hooks the edge's end has to take off, if any.
         track: Called with a block and its reader when a site begins with gradients or
             under autocast; pushes such hooks, too, and returns the same.
         untrack: Called with both, and what the site returns, when it ends.
@@ -680,8 +684,8 @@ class SiteHooks:
         edges: Edges,
         *,
         before: Callable[[Block], None],
-        push_hooks: Callable[[], bool],
-        track: Callable[[Block, Reader], bool],
+        push_hooks: Callable[[], object],
+        track: Callable[[Block, Reader], object],
         untrack: Callable[[Block, Reader, Any], None],
         drop_rows: Callable[[Block], None],
         recover: Callable[[], None],
