@@ -145,6 +145,7 @@ __all__ = [
     "keeps_graph",
     "load_places",
     "looked_through",
+    "mode_below",
     "more_hooks",
     "negated",
     "node_that_runs",
@@ -652,18 +653,25 @@ def is_on_top(mode: TorchFunctionMode) -> bool:
     return _modes()[-1:] == [mode]
 
 
-def take_off(mode: TorchFunctionMode) -> None:
-    """Take a mode off this thread's stack, if it is there.
+def mode_below(mode: TorchFunctionMode) -> TorchFunctionMode | None:
+    """Return what mode of this thread sees calls next to one that sees them first."""
+    below = _modes()[-2:]
+    return below[0] if below[1:] == [mode] else None
+
+
+def take_off(mode: TorchFunctionMode) -> bool:
+    """Take a mode off this thread's stack, if it is there; return whether it was.
 
     Modes of the user's may lie above one that an interrupt has left: they stay.
     """
     modes = _modes()
     if mode not in modes:
-        return
+        return False
     above = [*takewhile(lambda other: other is not mode, reversed(modes))]
     pops = [torch._C._pop_torch_function_stack] * (len(above) + 1)
     push = torch._C._push_on_torch_function_stack
     _at_once(*pops, *(partial(push, other) for other in reversed(above)))
+    return True
 
 
 def replace_saved_hooks(*instead: SavedHooks) -> None:

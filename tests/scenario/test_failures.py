@@ -16,10 +16,11 @@ import pytest
 import safetensors.torch
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 import stagehand
 from architectures.trees import assert_bitwise_equal
-from interrupts import interrupted_at
+from interrupts import interrupted_at, interrupted_at_call
 from scenario.small import (
     LAYER_BYTES,
     WIDTH,
@@ -289,6 +290,40 @@ def test_an_interrupt_leaves_no_look_at_what_others_compute(sim, name, passes):
     assert not any(block.read_elsewhere for block in blocks_of(model))
     model[int(name)].__dict__.pop("forward")
     runtime_of(model).shutdown()
+
+
+class Seeing(TorchFunctionMode):
+    """A mode of the user's that counts calls."""
+
+    calls = 0
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.calls += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_an_interrupt_where_a_mode_is_taken_off_from_below_others_loses_none(sim):
+    model = streamed_stack("hpu")
+    number, interrupted = 0, True
+    while interrupted:
+        number, interrupted = number + 1, False
+        raising_at(model[2][0], KeyboardInterrupt, "before")
+        with torch.no_grad(), pytest.raises(KeyboardInterrupt):
+            model(batch())
+        with Seeing() as mode, torch.no_grad():
+            try:
+                with interrupted_at_call(number, "stagehand.torch_private"):
+                    model(batch())
+            except KeyboardInterrupt:
+                interrupted = True
+            seen = mode.calls
+            torch.ones(2).add(1)
+            assert mode.calls > seen, number
+        with torch.no_grad():  # a mode around what was interrupted is still there
+            model(batch())
+        assert torch.overrides._get_current_function_mode_stack() == [], number
+    assert number > 20
+    end(model)
 
 
 def test_a_lookup_that_fails_before_it_begins_leaves_modes_of_the_users_active(sim):

@@ -20,6 +20,7 @@ from stagehand.torch_private import (
     is_compiled,
     is_compiled_for,
     is_on_top,
+    mode_below,
     remove_hooks,
     take_off,
 )
@@ -27,6 +28,7 @@ from stagehand.torch_private import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from torch.overrides import TorchFunctionMode
     from torch.utils.hooks import RemovableHandle
     from typing_extensions import Self
 
@@ -454,12 +456,15 @@ class StrayUses:
         self._is_torn = is_torn
         self._mode = WeakMode(self, rows.mode.model)
         self._handles: list[RemovableHandle] = []
+        self._below: TorchFunctionMode | None = None
+        """What mode was there when it began."""
         self._pauses = 0
         self._is_off = False
 
     def __enter__(self) -> Self:
         try:
             self._mode.__enter__()  # type: ignore[no-untyped-call]
+            self._below = mode_below(self._mode)
             for module in self.spared:
                 self._spare(module, self, self._handles)
         except BaseException:
@@ -468,7 +473,10 @@ class StrayUses:
         return self
 
     def __exit__(self, *_: object) -> None:
-        take_off(self._mode)
+        was_there, below = take_off(self._mode), self._below
+        self._below = None
+        if not (was_there or self._is_off or below is None) and is_on_top(below):
+            take_off(below)  # at an interrupt its `with` has ended this one instead
         self._is_off = False  # so that no `resume` puts it back
         remove_hooks(self._handles)
         self.spared = ()  # this may be kept until the next pass, modules must not be
