@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import stagehand
 from architectures.trees import assert_bitwise_equal
-from interrupts import interrupted_at
+from interrupts import interrupted_at, interrupted_at_call
 from scenario.small import runtime_of
 from stagehand import torch_private
 from stagehand.core.arena import live_leases
@@ -34,7 +34,7 @@ from stagehand.errors import (
 from stagehand.frames import awaits_thread
 from stagehand.gradients.gradients import Gradients
 from stagehand.gradients.home import HOMES
-from stagehand.graph import SavedTensors
+from stagehand.graph import SavedTensors, _owner
 from stagehand.passing import Passing
 from stagehand.residency.shared import SharedDevice
 from stagehand.torch_private import top_saved_hooks, waits_for_backward
@@ -261,6 +261,37 @@ def test_an_interrupt_in_a_model_inside_of_anothers_region_leaves_no_hooks_of_it
     assert top_saved_hooks() is None
     for model in inner, outer:
         runtime_of(model).shutdown()
+
+
+class Reading(nn.Module):
+    """Its table is looked up by rows, in a region."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.head = nn.Embedding(64, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, rows):
+        return self.head(recomputed(self.words, rows))
+
+
+def test_an_interrupt_in_a_lookup_of_rows_leaves_no_region(sim):
+    model, rows = Reading(), torch.arange(4)
+    stagehand.layer(model, vram_budget="3KB", device="hpu")
+    model(rows).sum().backward()
+    number, interrupted = 0, True
+    while interrupted:
+        number, interrupted = number + 1, False
+        try:
+            with interrupted_at_call(number, "stagehand.weights.rows"):
+                model(rows)
+        except KeyboardInterrupt:
+            interrupted = True
+        top = top_saved_hooks()
+        assert top is None or type(_owner(top)) is SavedTensors, number
+        model(rows)
+        assert top_saved_hooks() is None, number
+    assert number > 10
+    runtime_of(model).shutdown()
 
 
 _HOOKING = [

@@ -11,10 +11,11 @@ from torch import nn
 
 from stagehand.core.saved import Kept
 from stagehand.torch_private import (
+    SavedHooks,
     WeakMode,
     looked_through,
-    pop_saved_hooks,
     push_saved_hooks,
+    take_off_hooks,
 )
 
 if TYPE_CHECKING:
@@ -132,11 +133,18 @@ def _out_of_checkpoints() -> Iterator[None]:
     if not torch.is_grad_enabled():
         yield
         return
-    push_saved_hooks(_keep, Kept.get)
     try:
+        push_saved_hooks(_keep, Kept.get)
         yield
     finally:
-        pop_saved_hooks()
+        try:
+            take_off_hooks(_before_kept)
+        finally:
+            take_off_hooks(_before_kept)  # what an interrupt has left
+
+
+def _before_kept(pair: SavedHooks) -> tuple[()] | None:
+    return () if pair[0] is _keep else None
 
 
 @looked_through
