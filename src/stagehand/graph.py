@@ -628,7 +628,7 @@ def _owner(pair: SavedHooks) -> Any:
 
 
 class _Inside:
-    """Hooks on top of somebody else's: weights are handles, all else is theirs.
+    """Hooks for somebody else's, or on top: weights are handles, all else is theirs.
 
     To unpack something, theirs may run the model again, as checkpointing does. Autograd
     unpacks all that an operator saved, one by one. If a weight came first, its view
