@@ -512,7 +512,8 @@ class Passing(PassListener):
             watch = self._strays.begin(module, kwargs)
             again = self._strays.begin_again
             self._saved.watch = None if watch is None else weakref.WeakMethod(again)
-            stack.callback(self._saved.leave_hooks)
+            for _ in range(2):  # again what an interrupt has left
+                stack.callback(self._saved.leave_hooks)
             if torch.is_grad_enabled() and not self._hooks.is_extra(module):
                 self._saved.begin_pass()
             if watch is not None:

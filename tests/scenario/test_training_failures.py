@@ -304,6 +304,21 @@ _HOOKING = [
 ]
 
 
+def test_an_interrupt_where_hooks_are_taken_off_leaves_none_at_shutdown(sim):
+    number, interrupted = 0, True
+    while interrupted:
+        number, interrupted = number + 1, False
+        run = start(net, TIGHT)
+        try:
+            with interrupted_at(number, SavedTensors.leave_hooks, *_HOOKING[3:4]):
+                run.loss()
+        except KeyboardInterrupt:
+            interrupted = True
+        run.runtime.shutdown()
+        assert top_saved_hooks() is None, number
+    assert number > 5
+
+
 @over(FEW)
 def test_an_interrupt_where_hooks_are_put_on_or_taken_off_loses_no_hooks_of_users(
     sim, setting
