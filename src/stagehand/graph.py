@@ -125,7 +125,8 @@ class _Place:
         base = block.views[self.number]
         if base.dtype is not self.dtype and block.target is not None:
             base = block.target.view(self.dtype)
-        return base.as_strided(self.shape, self.stride, self.offset)
+        # A view of the slot alone: it would keep its base, which nobody else counts.
+        return base.as_strided(self.shape, self.stride, self.offset).data
 
 
 class WeightHandle:

@@ -667,6 +667,40 @@ def test_every_kind_of_parameter_trains_exactly(sim, setting, kind):
     assert_trains_equally(build, train, setting)
 
 
+def pairs(weight):
+    return torch.view_as_complex(weight.view(WIDTH // 2, WIDTH, 2))
+
+
+def reals(weight):
+    return torch.view_as_real(weight)[..., 0]
+
+
+class ReadAs(nn.Module):
+    """Computes with a parameter as one of another element type."""
+
+    def __init__(self, stored):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH, dtype=stored))
+        self.read_as = reals if stored.is_complex else pairs
+
+    def forward(self, x):
+        numbers = self.read_as(self.weight)
+        given = x[:, : len(numbers)].to(numbers.dtype)
+        return torch.tanh(x + (given @ numbers).abs())
+
+
+@over([*FEW, Setting("cpu", "layers", "smallest")])
+@pytest.mark.parametrize("stored", [torch.float32, torch.complex64])
+def test_a_weight_read_as_another_element_type_leaves_its_slot(sim, setting, stored):
+    @built
+    def build():
+        model = Net(depth=0)
+        model.blocks = nn.ModuleList(ReadAs(stored) for _ in range(4))
+        return model
+
+    assert_trains_equally(build, train, setting)
+
+
 @over(FEW)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_a_model_of_another_element_type_trains_exactly(sim, setting, dtype):
