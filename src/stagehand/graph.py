@@ -552,13 +552,8 @@ class SavedTensors:
         """
         if type(kept) not in _PLAIN or id(kept) in self._owners:
             return None
-        try:
-            slot = self._slots.get(kept.untyped_storage().data_ptr())
-        except RuntimeError:  # sparse, or batched: without memory of its own
-            return None
-        if slot is None or slot.occupant is None:
-            return None
-        return self._handle(kept, slot.occupant)
+        block = self._scheduler.block_under(kept)
+        return None if block is None else self._handle(kept, block)
 
     def unpacking(self) -> Callable[[Any], torch.Tensor]:
         """Return what brings a handle's block as hooks do that save tensors now."""

@@ -290,6 +290,7 @@ class Runtime(Passing, Sharing, Storing, Conduct):
             is_latest=scheduler.is_latest,
             fill=self._casts.fill,
             note_read=self._saved.come_into_region,
+            note_edit=scheduler.note_edit,
             let_go=scheduler.after,
             is_torn=self._edges.is_torn,
             keep=self._parts.keep,

@@ -701,6 +701,63 @@ def test_a_weight_read_as_another_element_type_leaves_its_slot(sim, setting, sto
     assert_trains_equally(build, train, setting)
 
 
+def clamped(weight):
+    weight.data.clamp_(-0.2, 0.2)
+
+
+def with_another_row(weight):
+    weight.data[0] = weight.data[1] * 0.5
+
+
+def scaled(weight):
+    weight.data *= 0.9
+
+
+def scaled_into_itself(weight):
+    torch.mul(weight.data, 0.9, out=weight.data)
+
+
+def scaled_in_a_list(weight):
+    torch._foreach_mul_([weight.data], 0.9)
+
+
+class Edited(nn.Module):
+    """Changes a layer's weight past its version counter while it trains."""
+
+    def __init__(self, edit, times):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.edit, self.left = edit, times
+
+    def forward(self, x):
+        x = torch.tanh(self.linear(x))
+        if self.training and self.left:
+            self.left -= 1
+            self.edit(self.linear.weight)
+        return x
+
+
+@over([*FEW, Setting("cpu", "layers", "smallest")])
+@pytest.mark.parametrize("trains", [True, False])
+@pytest.mark.parametrize("times", [1, 100])
+@pytest.mark.parametrize(
+    "edit",
+    [clamped, with_another_row, scaled, scaled_into_itself, scaled_in_a_list],
+)
+def test_what_a_forward_writes_through_data_is_kept(sim, setting, edit, times, trains):
+    """As codebooks do, which follow averages, and layers that fit to first batches."""
+
+    @built
+    def build():
+        model = Net(depth=0)
+        model.blocks = nn.ModuleList(Edited(edit, times) for _ in range(4))
+        for block in model.blocks:
+            block.linear.weight.requires_grad_(trains)
+        return model
+
+    assert_trains_equally(build, train, setting)
+
+
 @over(FEW)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_a_model_of_another_element_type_trains_exactly(sim, setting, dtype):

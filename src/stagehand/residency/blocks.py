@@ -65,6 +65,7 @@ class Block(Residency):
         "casts",
         "changes",
         "clean_versions",
+        "edited",
         "filled_in",
         "form",
         "graded",
@@ -153,6 +154,9 @@ class Block(Residency):
         self.changes = False
         """Whether uses change it on the device, as far as was seen: then the plan
         counts the way home, too."""
+        self.edited = False
+        """Whether a forward was seen to change it behind its version counters: it may
+        each time that it is bound."""
         self.abandoned = 0
         """How often the memory of its slot was left to somebody who held it."""
         self.bindings = 0

@@ -127,6 +127,8 @@ class Mover:
         if not block.arrive():
             self._reload(block, slot)
             self.bind(block, slot, stream)
+        if block.edited:
+            block.mark_changed()
 
     def _finish(self, block: Block, slot: Slot) -> None:
         try:

@@ -293,6 +293,24 @@ class Scheduler:
         stream = self._device.current_stream()
         return self._engine.has_awaited(block.slot, stream)  # type: ignore[arg-type]
 
+    def block_under(self, tensor: torch.Tensor) -> Block | None:
+        """Return the block in whose slot a tensor lies."""
+        try:
+            slot = self.slots_by_memory.get(tensor.untyped_storage().data_ptr())
+        except RuntimeError:  # sparse, or batched: without memory of its own
+            return None
+        return None if slot is None else slot.occupant
+
+    def note_edit(self, written: torch.Tensor) -> None:
+        """Note that a call has written to a tensor, which may lie in a slot.
+
+        What is written through `.data` moves no counter of the weight's.
+        """
+        block = self.block_under(written)
+        if block is not None and block.bound and not block.is_changed():
+            block.edited = True
+            block.mark_changed()
+
     @property
     def in_use(self) -> list[str]:
         """Names of the blocks that are in use."""

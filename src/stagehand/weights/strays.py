@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.compiler import is_dynamo_compiling
 
+from stagehand.core.trees import tensors_in
 from stagehand.errors import StagehandError, StagehandOOMError, StagehandWarning
 from stagehand.frames import arguments_of, frames_of, objects_in
 from stagehand.torch_private import (
@@ -96,6 +97,7 @@ class Strays:
             and it is bound.
         fill: Called with a block that was brought, to give its casts memory again.
         note_read: See `StrayUses`.
+        note_edit: See `StrayUses`.
         let_go: See `StrayUses`.
         is_torn: See `StrayUses`.
         keep: Lets blocks stay from the next pass on. Raises `StagehandOOMError` if they
@@ -115,6 +117,7 @@ class Strays:
         is_latest: Callable[[Block], bool],
         fill: Callable[[Block], None],
         note_read: Callable[[], None],
+        note_edit: Callable[[torch.Tensor], None],
         let_go: Callable[[Block], None],
         is_torn: Callable[[], bool],
         keep: Callable[[Sequence[Block]], None],
@@ -134,6 +137,7 @@ class Strays:
         self._is_latest = is_latest
         self._fill = fill
         self._note_read = note_read
+        self._note_edit = note_edit
         self._let_go = let_go
         self._is_torn = is_torn
         self._keep = keep
@@ -196,6 +200,7 @@ class Strays:
             bring=self._bring_strays,
             is_at_hand=is_at_hand,
             note_read=self._note_read,
+            note_edit=self._note_edit,
             let_go=self._let_go,
             is_torn=self._is_torn,
         )
@@ -426,6 +431,7 @@ class StrayUses:
             The answer must be the same in each pass.
         note_read: Called where a call reads weights, in use or not: in forward and
             recompute alike.
+        note_edit: Called with each tensor that a call has changed in place.
         let_go: Called with each of the blocks after that call.
         is_torn: Whether this mode was left active by a pass that was interrupted.
     """
@@ -441,6 +447,7 @@ class StrayUses:
         bring: Callable[[Mapping[Block, torch.Tensor]], None],
         is_at_hand: Callable[[Block], bool],
         note_read: Callable[[], None],
+        note_edit: Callable[[torch.Tensor], None],
         let_go: Callable[[Block], None],
         is_torn: Callable[[], bool],
     ) -> None:
@@ -452,6 +459,7 @@ class StrayUses:
         self._bring = bring
         self._is_at_hand = is_at_hand
         self._note_read = note_read
+        self._note_edit = note_edit
         self._let_go = let_go
         self._is_torn = is_torn
         self._mode = WeakMode(self, rows.mode.model)
@@ -496,6 +504,19 @@ class StrayUses:
             self._is_off = False
 
     def see(
+        self,
+        func: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+    ) -> Any:
+        """Let the call have what it reads, and note what it writes."""
+        found = self._with_weights(func, args, kwargs)
+        if not is_dynamo_compiling():
+            for written in _written(func, args, kwargs):
+                call_unseen(self._note_edit, written)
+        return found
+
+    def _with_weights(
         self,
         func: Callable[..., Any],
         args: tuple[Any, ...],
@@ -548,6 +569,24 @@ def _is_harmless(func: Callable[..., Any]) -> bool:
         return getattr(attribute, "__name__", "") not in _READING
     return name in _HARMLESS
 
+
+def _written(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> list[torch.Tensor]:
+    """Return the tensors that a call has changed in place."""
+    places = [kwargs.get("out")]
+    name = getattr(func, "__name__", "")
+    if name in _WRITING or (name.endswith("_") and not name.endswith("__")):
+        places += args[:1]
+    return [each for _, each in tensors_in(places)]
+
+
+_WRITING = frozenset(
+    {
+        *("__iadd__", "__idiv__", "__ifloordiv__", "__imod__", "__imul__", "__ipow__"),
+        *("__isub__", "__itruediv__", "__setitem__"),
+    }
+)
 
 _READING = frozenset({"H", "T", "device", "imag", "mH", "mT", "real"})
 
