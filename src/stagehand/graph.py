@@ -46,6 +46,7 @@ from stagehand.torch_private import (
     in_function,
     is_checkpoints,
     looked_through,
+    negated,
     push_saved_hooks,
     replace_saved_hooks,
     sequence_number,
@@ -75,8 +76,9 @@ _NO_STREAM = object()
 # Weak, for a graph or hooks that an interrupt has left must not keep the model alive.
 _Watch = WeakMethod[Callable[[], AbstractContextManager[Any]]]
 
-# A tensor's number, and offset, type, shape and strides of a view.
-_Key = tuple[int, int, torch.dtype, torch.Size, tuple[int, ...]]
+# A tensor's number, and offset, type, shape and strides of a view, and whether it is
+# the conjugate or the negative of its bytes.
+_Key = tuple[int, int, torch.dtype, torch.Size, tuple[int, ...], bool, bool]
 
 
 class _Place:
@@ -89,11 +91,15 @@ class _Place:
         is_complex: Whether such a view can be the conjugate of its bytes.
         is_part: Whether it can be the negative of its bytes: it has every other element
             of a row at most, as the imaginary parts of conjugates do.
+        is_conj: Whether it is the conjugate.
+        is_neg: Whether it is the negative.
     """
 
     __slots__ = (
         "dtype",
         "is_complex",
+        "is_conj",
+        "is_neg",
         "is_part",
         "number",
         "offset",
@@ -109,6 +115,8 @@ class _Place:
         dtype: torch.dtype,
         shape: torch.Size,
         stride: tuple[int, ...],
+        is_conj: bool,
+        is_neg: bool,
     ) -> None:
         self.number = number
         self.offset = offset
@@ -116,7 +124,10 @@ class _Place:
         self.dtype = dtype
         self.is_complex = dtype.is_complex
         steps = zip(shape, stride, strict=True)
-        self.is_part = all(step % 2 == 0 for size, step in steps if size > 1)
+        parts = all(step % 2 == 0 for size, step in steps if size > 1)
+        self.is_part = parts or is_neg
+        self.is_conj = is_conj
+        self.is_neg = is_neg
         self.shape = shape
         self.stride = stride
 
@@ -126,7 +137,13 @@ class _Place:
         if base.dtype is not self.dtype and block.target is not None:
             base = block.target.view(self.dtype)
         # A view of the slot alone: it would keep its base, which nobody else counts.
-        return base.as_strided(self.shape, self.stride, self.offset).data
+        return self.cut_from(base, self.offset).data
+
+    def cut_from(self, base: torch.Tensor, first: int) -> torch.Tensor:
+        """Return such a view of a tensor of its type, from an element of its memory."""
+        view = base.as_strided(self.shape, self.stride, first)
+        view = view.conj() if self.is_conj else view
+        return negated(view) if self.is_neg else view
 
 
 class WeightHandle:
@@ -179,7 +196,7 @@ class WeightHandle:
         start -= block.layout.entries[place.number].offset
         flat = host.as_strided((host.numel(),), (1,)).view(place.dtype)
         first = int(flat.storage_offset()) + start // place.dtype.itemsize
-        return flat.as_strided(place.shape, place.stride, first)
+        return place.cut_from(flat, first)
 
 
 def _number_at(block: Block, offset: int) -> int:
@@ -385,8 +402,10 @@ class SavedTensors:
                             saved.stride() == place.stride
                             and saved.shape == place.shape
                             and saved.dtype is place.dtype
-                            and not (place.is_part and saved.is_neg())
-                            and not (place.is_complex and saved.is_conj())
+                            and not (place.is_part and saved.is_neg() != place.is_neg)
+                            and not (
+                                place.is_complex and saved.is_conj() != place.is_conj
+                            )
                         ):
                             if known.version == known.tensor._version:
                                 return known
@@ -573,9 +592,6 @@ class SavedTensors:
         """Return a handle of what lies in a block's image; None if it is no view of
         weights."""
         dtype = saved.dtype
-        # A handle knows bytes, not their meaning.
-        if saved.is_neg() or (dtype.is_complex and saved.is_conj()):
-            return None
         try:
             shape, stride = saved.shape, saved.stride()
         except RuntimeError:  # nested: it has no one shape
@@ -585,7 +601,8 @@ class SavedTensors:
                 table.clear()
         offset = int(saved.storage_offset())
         number = _number_at(block, offset * dtype.itemsize)
-        key: _Key = number, offset, dtype, shape, stride
+        is_conj, is_neg = dtype.is_complex and saved.is_conj(), saved.is_neg()
+        key: _Key = number, offset, dtype, shape, stride, is_conj, is_neg
         place = self._places.get(key)
         if place is None:
             place = self._places[key] = _Place(*key)

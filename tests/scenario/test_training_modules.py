@@ -675,13 +675,21 @@ def reals(weight):
     return torch.view_as_real(weight)[..., 0]
 
 
-class ReadAs(nn.Module):
-    """Computes with a parameter as one of another element type."""
+def conjugates(weight):
+    return weight.mH
 
-    def __init__(self, stored):
+
+def negatives(weight):
+    return weight.conj().imag
+
+
+class ReadAs(nn.Module):
+    """Computes with another view of a parameter."""
+
+    def __init__(self, stored, read_as):
         super().__init__()
         self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH, dtype=stored))
-        self.read_as = reals if stored.is_complex else pairs
+        self.read_as = read_as
 
     def forward(self, x):
         numbers = self.read_as(self.weight)
@@ -690,12 +698,20 @@ class ReadAs(nn.Module):
 
 
 @over([*FEW, Setting("cpu", "layers", "smallest")])
-@pytest.mark.parametrize("stored", [torch.float32, torch.complex64])
-def test_a_weight_read_as_another_element_type_leaves_its_slot(sim, setting, stored):
+@pytest.mark.parametrize(
+    ("stored", "read_as"),
+    [
+        (torch.float32, pairs),
+        (torch.complex64, reals),
+        (torch.complex64, conjugates),
+        (torch.complex64, negatives),
+    ],
+)
+def test_a_weight_read_as_other_numbers_keeps_no_slot(sim, setting, stored, read_as):
     @built
     def build():
         model = Net(depth=0)
-        model.blocks = nn.ModuleList(ReadAs(stored) for _ in range(4))
+        model.blocks = nn.ModuleList(ReadAs(stored, read_as) for _ in range(4))
         return model
 
     assert_trains_equally(build, train, setting)

@@ -340,6 +340,7 @@ def test_views_that_differ_in_their_sign_only_are_told_apart(sim, kind):
         y = torch.ones(512, device="hpu", requires_grad=True)
         model(y).sum().backward()
         assert torch.equal(y.grad.cpu(), x.grad)
+    assert runtime_of(model).report().abandoned_slots == 0
     runtime_of(model).shutdown()
 
 
