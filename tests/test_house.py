@@ -68,7 +68,10 @@ PLAN: dict[int, dict[str, tuple[str, ...]]] = {
             ],
             (),
         ),
-        "weights": ("edges", "rows", "strays", "sites", "experts"),
+        "weights": (
+            *("edges", "rows", "strays", "hooks", "state_dicts", "entrances"),
+            *("sites", "experts"),
+        ),
         "gradients": ("uses", "home", "arrivals", "gradients"),
         "streamer": (
             *("depths", "progress", "layers", "images", "rates", "stages", "handover"),

@@ -32,7 +32,7 @@ from stagehand.runtime import Runtime
 from stagehand.settings import check_value
 from stagehand.units import MIB, format_bytes, parse_bytes
 from stagehand.weights.experts import is_experts
-from stagehand.weights.sites import is_hooked
+from stagehand.weights.hooks import is_hooked
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -711,7 +711,8 @@ def failing_at(step, modules):
         sys.setprofile(None)
 
 
-_MAKING = {f"stagehand.{name}" for name in ("runtime", "passing", "weights.sites")}
+_WEIGHTS = [f"weights.{name}" for name in ("sites", "entrances", "state_dicts")]
+_MAKING = {f"stagehand.{name}" for name in ("runtime", "passing", *_WEIGHTS)}
 
 
 def holdings(shared):
@@ -755,7 +756,7 @@ def test_a_runtime_that_fails_anywhere_while_it_is_made_leaves_a_plain_model(pla
 
 
 _HOOKING = (
-    *("stagehand.runtime", "stagehand.weights.sites", "stagehand.gradients.home"),
+    *(f"stagehand.{name}" for name in ("runtime", *_WEIGHTS, "gradients.home")),
     "torch.utils.hooks",
     *(value for name, value in vars(nn.Module).items() if "register_" in name),
 )

@@ -1182,7 +1182,10 @@ def test_data_edit_of_a_weight_that_is_backed_by_a_file_counts_from_the_next_pas
     assert torch.equal(model[block].weight, expected[block].weight.cpu())
 
 
-_TURNING = {"stagehand.core.turn", "stagehand.weights.edges", "stagehand.weights.sites"}
+_TURNING = {
+    "stagehand.core.turn",
+    *(f"stagehand.weights.{name}" for name in ("edges", "hooks", "sites")),
+}
 
 
 class Halves(nn.Sequential):

@@ -15,7 +15,7 @@ import torch
 
 from stagehand.errors import ConfigError
 from stagehand.torch_private import func_transforms
-from stagehand.weights.sites import has_other_hooks
+from stagehand.weights.hooks import has_other_hooks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping

@@ -1,7 +1,8 @@
 """The hooks of a streamed model, PyTorch's own, installed and removed together.
 
 Two kinds of places are hooked: *sites*, the modules whose forward reads a streamed
-block, and *edges* (see `stagehand.weights.edges`).
+block, and *edges* (see `stagehand.weights.edges`). The hooks around state dicts are in
+`stagehand.weights.state_dicts`.
 
 What stays on the device is read without a use, by modules between these: a block calls
 its norms. While it is away, for the model was parked or another one needed the room,
@@ -10,9 +11,7 @@ such a module may be the first that is called, so each is an edge then.
 
 from __future__ import annotations
 
-import sys
 from functools import partial
-from itertools import chain
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakSet, ref
 
@@ -20,20 +19,30 @@ import torch
 from torch import nn
 from torch.compiler import is_dynamo_compiling
 
-from stagehand.core.belongings import places_of_belongings
-from stagehand.core.layout import same_bits
 from stagehand.errors import StagehandError, StagehandOOMError
-from stagehand.residency.finding import is_called
 from stagehand.torch_private import (
     add_hook,
     call_unseen,
     dispatch_modes,
-    global_forward_hooks,
     in_backward,
     remove_hooks,
     skipped,
     take_off,
-    untraced,
+)
+from stagehand.weights.entrances import entrances, has_own, takes_hooks, wrapped
+from stagehand.weights.hooks import (
+    Hook,
+    call_untraced,
+    get_nothing,
+    module_frame,
+    nothing,
+)
+from stagehand.weights.state_dicts import (
+    PartLoading,
+    StateAsked,
+    StateGiven,
+    StateLoaded,
+    StateLoading,
 )
 
 if TYPE_CHECKING:
@@ -42,9 +51,7 @@ if TYPE_CHECKING:
         Container,
         Iterable,
         MutableMapping,
-        Sequence,
     )
-    from types import FrameType
 
     from torch.utils.hooks import RemovableHandle
 
@@ -56,240 +63,10 @@ if TYPE_CHECKING:
     Pick = Callable[[nn.Module, Any, Any], None]
     """Begins a use, of what a call of a module with these arguments reads."""
 
-__all__ = ["SiteHooks", "has_other_hooks", "is_hooked"]
+__all__ = ["SiteHooks"]
 
 
-def _nothing(*_: Any) -> None:
-    """Stand where a hook was in a copy of the model: the copy is a plain model."""
-
-
-@untraced(
-    "a streamed model's weights come and go, and no single graph can have them: compile"
-    " without fullgraph=True; torch.export takes the plain model, after the runtime's"
-    " shutdown()"
-)
-def _call_untraced(hook: Callable[..., Any], *args: Any) -> Any:
-    """Run a hook of a compiled module: it belongs to no graph."""
-    return hook(*args)
-
-
-def _module_frame() -> FrameType:
-    """The frame in which a module runs, together with the hooks that it calls."""
-    frame = sys._getframe(2)
-    while frame.f_code.co_filename != _MODULE_FILE and frame.f_back is not None:
-        frame = frame.f_back
-    return frame
-
-
-_MODULE_FILE = nn.modules.module.__file__
-
-
-class _Hook:
-    """A hook that does not follow its module into copies and pickles."""
-
-    __slots__ = ()
-
-    @property
-    def is_gone(self) -> bool:
-        """Whether it is in such a copy nevertheless; then it does nothing."""
-        return False
-
-    @property
-    def __name__(self) -> str:
-        """Has none: whoever asks wants to compile it, as `torch.jit.script` does."""
-        raise AttributeError(
-            "torch.jit.script cannot compile a streamed model or a part of one, whose"
-            " weights come and go: expected the plain model; call the runtime's"
-            " shutdown() first"
-        )
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
-        return _nothing
-
-    def __reduce__(self) -> Any:
-        return _get_nothing, ()
-
-
-class _StateAsked(_Hook):
-    """Runs before `state_dict()`: brings every tensor to the host.
-
-    So what is saved is on one device, and has whole storages. The tensors stay there
-    until all are read, whatever other threads run. In the middle of a pass they are
-    left where they are; only blocks that are there by rows are completed.
-
-    Attributes:
-        keeps: Whether the parameters themselves were asked for (`keep_vars`): then they
-            are left on the host afterwards.
-        leaves: Whether some are left on the device, so that copies are to be given.
-    """
-
-    __slots__ = ("_complete", "_edges", "_hand_out", "keeps", "leaves")
-
-    def __init__(
-        self, edges: Edges, hand_out: Callable[[], bool], complete: Callable[[], None]
-    ) -> None:
-        self._edges = edges
-        self._hand_out = hand_out
-        self._complete = complete
-        self.keeps = False
-        self.leaves = False
-
-    def __call__(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        if self._edges.running():
-            self.leaves = False  # not before: another thread may be reading
-            self._complete()
-        else:
-            self._edges.begin_reading(_module_frame(), self._bring)
-            self.keeps = keep_vars
-
-    def _bring(self) -> None:
-        self.leaves = self._hand_out()
-
-
-class _StateGiven(_Hook):
-    """Runs after `state_dict()`: lets passes go on, and what stays come back.
-
-    PyTorch sets `_from_public_api`.
-    """
-
-    __slots__ = ("_asked", "_edges", "_from_public_api", "_resume")
-
-    def __init__(
-        self, asked: _StateAsked, edges: Edges, resume: Callable[[], None]
-    ) -> None:
-        self._asked = asked
-        self._edges = edges
-        self._resume = resume
-
-    def __call__(
-        self, module: nn.Module, state: dict[str, Any], prefix: str, _: object
-    ) -> None:
-        try:
-            if not self._asked.keeps:
-                if self._asked.leaves:
-                    _bring_copies(state, prefix)
-                self._resume()
-        finally:
-            self._edges.end_reading(_module_frame())
-
-
-def _bring_copies(state: dict[str, Any], prefix: str) -> None:
-    """Put copies on the host in place of tensors on the device, one for each tensor."""
-    copies: dict[tuple[Any, ...], torch.Tensor] = {}
-    for name, given in state.items():
-        if not (name.startswith(prefix) and isinstance(given, torch.Tensor)):
-            continue
-        if given.device.type in ("cpu", "meta"):
-            continue
-        key = given.data_ptr(), given.dtype, given.shape, given.stride()
-        if key not in copies:
-            copies[key] = given.cpu()
-        state[name] = copies[key].detach()
-
-
-class _PartLoading(_Hook):
-    """Runs before a module loads its own tensors, whichever `load_state_dict()` asks.
-
-    It waits for copies to the device that may still read what is about to be written.
-    """
-
-    __slots__ = ("_await_copies",)
-
-    def __init__(self, await_copies: Callable[[], None]) -> None:
-        self._await_copies = await_copies
-
-    def __call__(self, *_: Any) -> None:
-        self._await_copies()
-
-
-class _StateLoading(_Hook):
-    """Runs before `load_state_dict()`: notes in which modules the tensors are."""
-
-    __slots__ = ("_known", "belonged", "places")
-
-    def __init__(self, model: nn.Module) -> None:
-        self._known = {
-            id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())
-        }
-        self.places: list[tuple[nn.Module, str, torch.Tensor]] = []
-        self.belonged: dict[str, torch.Tensor] = {}
-
-    def __call__(self, module: nn.Module, *_: Any) -> None:
-        self.places = [
-            (part, name, tensor)
-            for part in module.modules()
-            for place in (part._parameters, part._buffers)
-            for name, tensor in place.items()
-            if tensor is not None
-        ]
-        self.belonged = {p.name: p.tensor for p in places_of_belongings(module)}
-
-    def is_known(self, tensor: torch.Tensor) -> bool:
-        """Whether the model had the tensor when it was streamed."""
-        return id(tensor) in self._known
-
-
-class _StateLoaded(_Hook):
-    """Runs after `load_state_dict()`: undoes what `assign=True` does.
-
-    That replaces the model's tensors. Here they return to their places, and get the
-    values and gradients of those that were assigned.
-
-    A tensor that was in several places, which have different values now, stays in the
-    first of them; what was assigned to the others joins the model. So does what was
-    assigned in place of what had joined, or of what belonged to a weight.
-    """
-
-    __slots__ = ("_loading", "_look_again")
-
-    def __init__(self, loading: _StateLoading, look_again: Callable[[], None]) -> None:
-        self._loading = loading
-        self._look_again = look_again
-
-    def __call__(self, module: nn.Module, *_: Any) -> None:
-        places, self._loading.places = self._loading.places, []
-        belonged, self._loading.belonged = self._loading.belonged, {}
-        for place in [*places_of_belongings(module)]:
-            known, loaded = belonged.get(place.name), place.tensor
-            if known is loaded:
-                continue
-            if known is None or not _is_alike(known, loaded):
-                self._look_again()
-                continue
-            known.data = loaded.data
-            place.put(known)
-        found = [(*place, getattr(place[0], place[1], None)) for place in places]
-        taken = {id(tensor): tensor for *_, tensor, given in found if given is tensor}
-        for part, name, tensor, given in found:
-            if isinstance(given, torch.Tensor) and given is not tensor:
-                if not self._loading.is_known(tensor):
-                    self._look_again()
-                    continue
-                first = taken.setdefault(id(tensor), given)
-                if first is not given and not _is_equal(first, given):
-                    continue
-                tensor.grad = None
-                tensor.data = given.data
-                if given.is_leaf:
-                    tensor.grad = given.grad
-                setattr(part, name, tensor)  # modules may define `__setattr__`
-
-
-def _is_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    if not _is_alike(one, other):
-        return False
-    return same_bits(one.detach().cpu(), other.detach().cpu())
-
-
-def _is_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.shape == other.shape and one.dtype == other.dtype
-
-
-def _get_nothing() -> Callable[..., None]:
-    return _nothing
-
-
-class _EdgeBegin(_Hook):
+class _EdgeBegin(Hook):
     """Enters the model where an edge is called; moves its inputs if outermost."""
 
     __slots__ = ("_edges", "_push_hooks", "_settle")
@@ -304,8 +81,8 @@ class _EdgeBegin(_Hook):
     @skipped
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if is_dynamo_compiling():
-            return _call_untraced(self, module, args, kwargs)
-        moved = self._edges.enter(module, args, kwargs, _module_frame())
+            return call_untraced(self, module, args, kwargs)
+        moved = self._edges.enter(module, args, kwargs, module_frame())
         if in_backward():
             self._edges.recomputing += 1
         if torch.is_grad_enabled():
@@ -315,14 +92,14 @@ class _EdgeBegin(_Hook):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
         self._settle()  # a module's hooks are copied before its children's parameters
-        return _nothing
+        return nothing
 
     def __reduce__(self) -> Any:
         self._settle()
-        return _get_nothing, ()
+        return get_nothing, ()
 
 
-class _EdgeEnd(_Hook):
+class _EdgeEnd(Hook):
     """Leaves the model where an edge's call ends, also by an exception."""
 
     __slots__ = ("_edges",)
@@ -333,7 +110,7 @@ class _EdgeEnd(_Hook):
     @skipped
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         if is_dynamo_compiling():
-            _call_untraced(self, module, args, output)
+            call_untraced(self, module, args, output)
             return
         pushed = self._edges.pushed
         if pushed and pushed[-1][0] is _EdgeEnd:
@@ -363,7 +140,7 @@ class _ExtraBegin(_EdgeBegin):
     @skipped
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if is_dynamo_compiling():
-            return _call_untraced(self, module, args, kwargs)
+            return call_untraced(self, module, args, kwargs)
         moved = super().__call__(module, args, kwargs)
         if not self._is_extra(module):  # dropped while this waited for its turn
             _EdgeEnd(self._edges)(module, args, None)
@@ -374,7 +151,7 @@ def _push_none() -> bool:
     return False
 
 
-class _SiteHook(_Hook):
+class _SiteHook(Hook):
     """A hook whose method is registered: that is called 0.3 us sooner than an object.
 
     A copy of a method has a copy of its object, which has no edges then.
@@ -429,18 +206,18 @@ class _SiteBegin(_SiteHook):
     @skipped
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if is_dynamo_compiling():
-            return _call_untraced(self, module, args, kwargs)
+            return call_untraced(self, module, args, kwargs)
         edges, moved = self._edges, None
         if edges is None:
             return None
         if edges.outside():
-            moved = edges.enter(module, args, kwargs, _module_frame())
+            moved = edges.enter(module, args, kwargs, module_frame())
         else:
             if edges.guests:
                 edges.lock.await_guests()
             if edges._backward is not None:
                 if edges.await_failure():
-                    moved = edges.enter(module, args, kwargs, _module_frame())
+                    moved = edges.enter(module, args, kwargs, module_frame())
                 else:
                     moved = edges.moved_again(args, kwargs)
         try:
@@ -478,7 +255,7 @@ class _SiteEnd(_SiteHook):
     @skipped
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         if is_dynamo_compiling():
-            _call_untraced(self, module, args, output)
+            call_untraced(self, module, args, output)
             return
         edges = self._edges
         if edges is None:
@@ -501,7 +278,7 @@ class _SiteEnd(_SiteHook):
             edges.leave(module)
 
 
-class _Look(_Hook):
+class _Look(Hook):
     """Shows the inputs and outputs of a module's calls to the guards."""
 
     __slots__ = ("_look",)
@@ -512,12 +289,12 @@ class _Look(_Hook):
     @skipped
     def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if is_dynamo_compiling():
-            _call_untraced(self, module, args, kwargs, output)
+            call_untraced(self, module, args, kwargs, output)
             return
         self._look((args, kwargs), output)
 
 
-class _Spared(_Hook):
+class _Spared(Hook):
     """Pauses a watch where a module begins, or resumes it where the module ends."""
 
     __slots__ = ("_act",)
@@ -528,12 +305,12 @@ class _Spared(_Hook):
     @skipped
     def __call__(self, *_: Any) -> None:
         if is_dynamo_compiling():
-            _call_untraced(self)
+            call_untraced(self)
             return
         self._act()
 
 
-class _RowsBegin(_Hook):
+class _RowsBegin(Hook):
     """Turns on the mode that looks rows up on the host, where a table is called."""
 
     __slots__ = ("_mode",)
@@ -545,7 +322,7 @@ class _RowsBegin(_Hook):
         self._mode.__enter__()  # type: ignore[no-untyped-call]
 
 
-class _RowsEnd(_Hook):
+class _RowsEnd(Hook):
     """Turns that mode off."""
 
     __slots__ = ("_mode",)
@@ -555,19 +332,6 @@ class _RowsEnd(_Hook):
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         take_off(self._mode)  # a hook before ours may have raised: then it is not there
-
-
-def has_other_hooks(module: nn.Module) -> bool:
-    """Whether calls of a module run forward hooks that are not the library's."""
-    own = module._forward_pre_hooks, module._forward_hooks
-    hooks = chain(*(place.values() for place in (global_forward_hooks, *own)))
-    return not all(isinstance(getattr(h, "__self__", h), _Hook) for h in hooks)
-
-
-def is_hooked(module: nn.Module) -> bool:
-    """Whether some runtime has hooks on a module."""
-    hooks = (getattr(h, "__self__", h) for h in module._forward_pre_hooks.values())
-    return any(isinstance(hook, _Hook) and not hook.is_gone for hook in hooks)
 
 
 class _Walk:
@@ -593,68 +357,9 @@ class _Walk:
         for child in module.children():
             reads = self(child) or reads
         self._reads[module] = reads
-        if reads and not kinds and _takes_hooks(module):
+        if reads and not kinds and takes_hooks(module):
             self.found.append(module)
         return reads
-
-
-def _takes_hooks(module: nn.Module) -> bool:
-    """Whether it has a forward that takes hooks: those of scripted modules do not."""
-    return is_called(module) and not isinstance(module, torch.jit.ScriptModule)
-
-
-def _has_own(module: nn.Module) -> bool:
-    """Whether it has tensors of its own, and is not scripted: those take no hooks."""
-    has_any = bool(module._parameters or module._buffers)
-    return has_any and not isinstance(module, torch.jit.ScriptModule)
-
-
-def _wrapped(model: nn.Module) -> list[nn.Module]:
-    """Return the model itself, what it wraps, what that wraps, and so on.
-
-    A wrapper has one part and calls it. A sequence of parts is no model that others
-    enter: to hook all of its parts would cost time.
-    """
-    found = [model]
-    while True:
-        parts = [*found[-1].children()]
-        if len(parts) != 1 or parts[0] in found or not _takes_hooks(parts[0]):
-            return found
-        if isinstance(parts[0], nn.Sequential):
-            return found
-        found += parts
-
-
-def _entrances(
-    models: Sequence[nn.Module],
-    sites: Container[nn.Module],
-    tables: Iterable[nn.Module],
-) -> list[nn.Module]:
-    """Return what others may call: a model, its parts, inner parts with sites, tables.
-
-    Of a list or a sequence of parts none is called past it: to hook all of them would
-    cost time. A site is entered by itself, and other parts are left alone.
-
-    Args:
-        models: The model in all of its wrappings, the outermost first.
-        sites: Modules that are told of, each in its own way.
-        tables: Modules that look rows up on the host.
-    """
-    model = models[-1]
-    found = dict.fromkeys((*models, *model.children(), *tables))
-    around = [*model.children()]
-    for module in around:
-        if _takes_hooks(module) and not isinstance(module, nn.Sequential):
-            for part in module.children():
-                if part not in found and _takes_hooks(part) and _has_any(part, sites):
-                    found[part] = None
-                    around.append(part)
-    return [module for module in found if _takes_hooks(module)]
-
-
-def _has_any(module: nn.Module, sites: Container[nn.Module]) -> bool:
-    """Whether a module is no site itself but has sites in it."""
-    return module not in sites and any(part in sites for part in module.modules())
 
 
 class SiteHooks:
@@ -734,23 +439,23 @@ class SiteHooks:
             sites: What becomes a site.
             tables: What looks its rows up on the host.
         """
-        models = _wrapped(model)
+        models = wrapped(model)
         self._models.update(models)
         self._model = ref(model)
-        for edge in _entrances(models, sites, tables):
+        for edge in entrances(models, sites, tables):
             begin = _EdgeBegin(self._edges, self._push_hooks, self._settle)
             self._hook_edge(edge, begin, self._handles)
             self._note(edge)
-        loading, again = _StateLoading(model), self._look_again
-        asking = _StateAsked(self._edges, self._hand_out, self._complete_rows)
-        given = _StateGiven(asking, self._edges, self._resume)
+        loading, again = StateLoading(model), self._look_again
+        asking = StateAsked(self._edges, self._hand_out, self._complete_rows)
+        given = StateGiven(asking, self._edges, self._resume)
         add = partial(add_hook, self._handles)
-        waiting = _PartLoading(self._await_copies)
+        waiting = PartLoading(self._await_copies)
         for part in model.modules():
-            if part is model or _has_own(part):
+            if part is model or has_own(part):
                 add(part.register_load_state_dict_pre_hook, waiting)
         add(model.register_load_state_dict_pre_hook, loading)
-        add(model.register_load_state_dict_post_hook, _StateLoaded(loading, again))
+        add(model.register_load_state_dict_post_hook, StateLoaded(loading, again))
         add(model.register_state_dict_pre_hook, asking)
         add(model.register_state_dict_post_hook, given)
 
