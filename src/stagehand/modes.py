@@ -125,7 +125,7 @@ class StagehandRuntime(Runtime):
             name=type(model).__name__,
             transport=config.transport,
         )
-        _settle(model, dtype)
+        _make_ready(model, dtype)
         finding = find_blocks(model, block_pattern, on_host=settings.device.is_host)
         _warn_of_room(model, finding, settings, "vram_high_watermark_mb")
         super().__init__(model, finding, settings)
@@ -241,7 +241,7 @@ def layer(
         experts=experts,
         transport=transport,
     )
-    _settle(model, dtype)
+    _make_ready(model, dtype)
     # A block that is decoded takes the room of two, and a quarter to work in.
     room = budget if transport == "plain" else int(budget / 2.25)
     finding = find_layers(
@@ -408,7 +408,7 @@ def check_model(model: nn.Module, dtype: torch.dtype | None) -> None:
             )
 
 
-def _settle(model: nn.Module, dtype: torch.dtype | None) -> None:
+def _make_ready(model: nn.Module, dtype: torch.dtype | None) -> None:
     """Cast a model that was checked: last, for nothing takes that back.
 
     What belongs to its weights is theirs alone from then on.

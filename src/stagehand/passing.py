@@ -631,7 +631,7 @@ class Passing(PassListener):
         """
         parts = self._parts
         staying = parts.scheduler.staying() if self._ready else parts.blocks[:1]
-        parts.scheduler.settle(
+        parts.scheduler.place(
             block
             for block in staying
             if block.store is not None

@@ -255,7 +255,7 @@ class Runtime(Passing, Sharing, Storing, Conduct):
             drop_rows=scheduler.drop_rows,
             recover=scheduler.recover,
             complete_rows=scheduler.complete_rows,
-            settle=self._settle,
+            bring_home=self._bring_home,
             hand_out=self._hand_out,
             resume=self.resume,
             await_copies=self._parts.loader.await_copies,
@@ -340,16 +340,16 @@ class Runtime(Passing, Sharing, Storing, Conduct):
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         """Give a copy of the model no runtime, and bring what it copies to the host."""
         if (frame := frame_of_copy()) is not None and self.is_open:
-            self._edges.begin_reading(frame, self._settle)
+            self._edges.begin_reading(frame, self._bring_home)
         else:
-            self._settle()
+            self._bring_home()
 
     def __reduce__(self) -> Any:
         """Give a pickle of the model no runtime, either."""
-        self._settle()
+        self._bring_home()
         return type(None), ()
 
-    def _settle(self) -> None:
+    def _bring_home(self) -> None:
         """Bring every tensor home, for a copy, a pickle or a state dict of the model.
 
         `resume` brings back what stays.
@@ -376,7 +376,7 @@ class Runtime(Passing, Sharing, Storing, Conduct):
             tensor.requires_grad and tensor_use_count(tensor) > 1
             for tensor in (*(t for b in staying for t in b.tensors), *self._parts.odd)
         ):
-            self._settle()
+            self._bring_home()
             return False
         with self._at_rest():
             self._parts.scheduler.give_up(0, all_of_it=False)
@@ -392,7 +392,7 @@ class Runtime(Passing, Sharing, Storing, Conduct):
                 self._edges.end_reading(frame)
 
     def resume(self) -> None:
-        """Bring back what stays, if `_settle` took it home from its optimizer state.
+        """Bring back what stays, if `_bring_home` took it away from the device.
 
         If there is no room for what has joined, it is not brought, and the next pass
         says so: who saves a model or copies it gets what there is.

@@ -1288,12 +1288,12 @@ def test_what_always_stays_comes_with_the_next_pass_where_it_did_not_come_with_o
     runtime_of(model).park()
     kind = stagehand.StagehandOOMError if error is None else error
 
-    def settle(blocks):
+    def place_blocks(blocks):
         raise kind("on purpose", **({} if error else sizes))
 
     sizes = {"needed_bytes": 2, "limit_bytes": 1}
     with monkeypatch.context() as patch, torch.no_grad():
-        patch.setattr(runtime_of(model)._parts.scheduler, "_settle", settle)
+        patch.setattr(runtime_of(model)._parts.scheduler, "_place", place_blocks)
         with pytest.raises(kind):
             model(batch())
     with torch.no_grad():
@@ -1321,14 +1321,14 @@ def test_a_model_that_cannot_be_warmed_fails_no_other_models_pass(
     scheduler = runtime_of(models[1])._parts.scheduler
     failed = []
 
-    def settle(blocks):
+    def place_blocks(blocks):
         failed.append(len(list(blocks)))
         if error is None:
             raise stagehand.StagehandOOMError("full", needed_bytes=2, limit_bytes=1)
         raise error("gone")
 
     with monkeypatch.context() as patch:
-        patch.setattr(scheduler, "_settle", settle)
+        patch.setattr(scheduler, "_place", place_blocks)
         scheduler._gave_way = True
         run(0)
     assert failed

@@ -940,7 +940,7 @@ def test_what_left_before_backward_comes_in_it_where_there_was_no_room_before(
 
     def leave(patch):
         runtime._tenancy.give_up(0)
-        patch.setattr(scheduler, "_settle", lambda blocks: False)
+        patch.setattr(scheduler, "_place", lambda blocks: False)
 
     for number in range(3):
         expected, found = step(plain, lambda patch: None), step(model, leave)

@@ -171,7 +171,7 @@ class Rig:
         self.stopwatch = Stopwatch(device)
         self.set_budget(self.steering.smallest_budget() + spare)
         self.steering.steer()
-        self.scheduler.settle(self.scheduler.staying())
+        self.scheduler.place(self.scheduler.staying())
 
     def new_block(self, index, numels):
         tensors = [
@@ -205,7 +205,7 @@ class Rig:
         if not self.scheduler.in_use and self.steering.steer():
             if self.account.overdraft_bytes:
                 self.arena.trim()
-            self.scheduler.settle(self.scheduler.staying())
+            self.scheduler.place(self.scheduler.staying())
         watch = self.timed and self.steering.wants_times(self.stopwatch.uses)
         self.scheduler.stopwatch = self.stopwatch if watch else None
         self.engine.stopwatch = self.scheduler.stopwatch
@@ -884,7 +884,7 @@ def test_slot_that_stays_is_given_up_behind_all_that_its_passes_read(sim, ends_a
             seen = rig.blocks[0].tensors[0] + 1
             rig.end_pass()
     rig.scheduler.park()
-    rig.scheduler.settle(rig.scheduler.staying())
+    rig.scheduler.place(rig.scheduler.staying())
     rig.device.synchronize()
     assert torch.equal(seen.cpu(), torch.arange(30) / 1024 + 1)
     rig.close()
@@ -1328,7 +1328,7 @@ class Streaming(RuleBasedStateMachine):
         for block in self.scheduler.staying():
             if isinstance(block.store, Disk):
                 block.store.failure = None
-        self.scheduler.settle(self.scheduler.staying())
+        self.scheduler.place(self.scheduler.staying())
 
     @rule(data=st.data())
     def evict(self, data):

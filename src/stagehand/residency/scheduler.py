@@ -593,7 +593,7 @@ class Scheduler:
         if not self._gave_way:
             return False
         fixed = (self.blocks[index] for index in self.fixed)
-        if not self._settle(block for block in fixed if block.store and block.tensors):
+        if not self._place(block for block in fixed if block.store and block.tensors):
             return False
         self._gave_way = False
         if self._ahead.reach or self._ahead.is_held_back:
@@ -697,7 +697,7 @@ class Scheduler:
     # The blocks themselves
 
     @_whole
-    def settle(self, blocks: Iterable[Block]) -> None:
+    def place(self, blocks: Iterable[Block]) -> None:
         """Bring the given blocks to the device and leave them bound there.
 
         Where models in other threads leave no room, nothing is raised: the next pass
@@ -709,7 +709,7 @@ class Scheduler:
         gave_way, self._gave_way = self._gave_way, True
         there = False
         try:
-            there = self._settle(blocks)
+            there = self._place(blocks)
         except StagehandOOMError:
             if not self.others_are_busy():
                 raise
@@ -718,8 +718,8 @@ class Scheduler:
         else:
             self._tell_of_leave()
 
-    def _settle(self, blocks: Iterable[Block]) -> bool:
-        """Do what `settle` does; return False if others were promised the room."""
+    def _place(self, blocks: Iterable[Block]) -> bool:
+        """Do what `place` does; return False if others were promised the room."""
         stream = self._device.current_stream()
         away = [block for block in blocks if not block.bound]
         missing = sum(block.slot_nbytes for block in away if block.slot is None)

@@ -2,9 +2,9 @@
 
 Edges are the places where a model is entered from outside: the model itself, its parts,
 inner parts with sites, tables on the host, and any site that is called while none of
-these runs.
-Where it only wraps another model, that one and its parts are, too. The outermost edge
-holds the runtime's lock, moves inputs to the device and begins and ends the pass.
+these runs. Where a model only wraps another one, that one and its parts are edges, too.
+The outermost edge holds the runtime's lock, moves inputs to the device and begins and
+ends the pass.
 
 Autograd's way back is a pass too. No hook tells where it begins: the first weight that
 is unpacked, the first gradient that arrives or the first module that is recomputed does
@@ -249,8 +249,8 @@ class Edges:
             raise
         self.lock.sorted()
 
-    def begin_reading(self, frame: FrameType, settle: Callable[[], None]) -> None:
-        """Keep all tensors where `settle` brings them until `end_reading`.
+    def begin_reading(self, frame: FrameType, bring: Callable[[], None]) -> None:
+        """Keep all tensors where `bring` takes them until `end_reading`.
 
         For one who reads them all, such as `state_dict()`. PyTorch reads a tensor's
         address without the interpreter's lock: if another thread pointed the tensor
@@ -259,14 +259,14 @@ class Edges:
         Args:
             frame: Of the call that reads. If that fails, no hook calls `end_reading`:
                 that the frame is gone tells.
-            settle: Brings the tensors where they shall be.
+            bring: Takes the tensors where they shall be.
         """
         self.take_lock()
         self._readings = [call for call in self._readings if not call.is_of(frame)]
         self._recount()
         self._readings.append(Call(frame))
         try:
-            settle()
+            bring()
         except BaseException:
             self.end_reading(frame)
             raise

@@ -69,14 +69,17 @@ __all__ = ["SiteHooks"]
 class _EdgeBegin(Hook):
     """Enters the model where an edge is called; moves its inputs if outermost."""
 
-    __slots__ = ("_edges", "_push_hooks", "_settle")
+    __slots__ = ("_bring_home", "_edges", "_push_hooks")
 
     def __init__(
-        self, edges: Edges, push_hooks: Callable[[], object], settle: Callable[[], None]
+        self,
+        edges: Edges,
+        push_hooks: Callable[[], object],
+        bring_home: Callable[[], None],
     ) -> None:
         self._edges = edges
         self._push_hooks = push_hooks
-        self._settle = settle
+        self._bring_home = bring_home
 
     @skipped
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -91,11 +94,12 @@ class _EdgeBegin(Hook):
         return moved
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
-        self._settle()  # a module's hooks are copied before its children's parameters
+        # A module's hooks are copied before its children's parameters.
+        self._bring_home()
         return nothing
 
     def __reduce__(self) -> Any:
-        self._settle()
+        self._bring_home()
         return get_nothing, ()
 
 
@@ -132,9 +136,9 @@ class _ExtraBegin(_EdgeBegin):
         self,
         edges: Edges,
         is_extra: Callable[[nn.Module], bool],
-        settle: Callable[[], None],
+        bring_home: Callable[[], None],
     ) -> None:
-        super().__init__(edges, _push_none, settle)
+        super().__init__(edges, _push_none, bring_home)
         self._is_extra = is_extra
 
     @skipped
@@ -376,7 +380,7 @@ class SiteHooks:
         drop_rows: Called, when a site ends, with a block of which it had some rows.
         recover: Ends all uses, where nothing is left to tell of their ends.
         complete_rows: Called when somebody reads all tensors in the middle of a pass.
-        settle: Brings every tensor home before the model is copied or pickled.
+        bring_home: Brings every tensor home before the model is copied or pickled.
         hand_out: Brings tensors home for a state dict; returns whether some are left.
         resume: Called when it was saved.
         await_copies: Called before `load_state_dict()` of the model or a part of it
@@ -395,7 +399,7 @@ class SiteHooks:
         drop_rows: Callable[[Block], None],
         recover: Callable[[], None],
         complete_rows: Callable[[], None],
-        settle: Callable[[], None],
+        bring_home: Callable[[], None],
         hand_out: Callable[[], bool],
         resume: Callable[[], None],
         await_copies: Callable[[], None],
@@ -411,7 +415,7 @@ class SiteHooks:
         self._recover = recover
         self._complete_rows = complete_rows
         self._push_hooks = push_hooks
-        self._settle = settle
+        self._bring_home = bring_home
         self._hand_out = hand_out
         self._resume = resume
         self._handles: list[RemovableHandle] = []
@@ -443,7 +447,7 @@ class SiteHooks:
         self._models.update(models)
         self._model = ref(model)
         for edge in entrances(models, sites, tables):
-            begin = _EdgeBegin(self._edges, self._push_hooks, self._settle)
+            begin = _EdgeBegin(self._edges, self._push_hooks, self._bring_home)
             self._hook_edge(edge, begin, self._handles)
             self._note(edge)
         loading, again = StateLoading(model), self._look_again
@@ -516,7 +520,7 @@ class SiteHooks:
         walk(model)
         for module in walk.found:
             handles = self._extra.setdefault(module, [])
-            begin = _ExtraBegin(self._edges, self.is_extra, self._settle)
+            begin = _ExtraBegin(self._edges, self.is_extra, self._bring_home)
             self._hook_edge(module, begin, handles)
 
     def is_extra(self, module: nn.Module) -> bool:
