@@ -1,88 +1,90 @@
-"""Every private PyTorch name that the library uses, each tested at import.
+"""Every private PyTorch name that the library uses, and what happens without it.
 
-- `torch._C._storage_Use_Count`: does anyone else hold a slot's memory? Without it,
-  importing the library is refused.
-- `torch._C._current_graph_task_id`: is this thread inside a backward pass? Without it,
-  importing the library is refused.
+Without one of these, importing the library is refused:
+
+- `torch._C._storage_Use_Count`: does anyone else hold a slot's memory?
+- `torch.Tensor._use_count`: how many nodes of graphs wait for a weight's gradient?
+- `torch.UntypedStorage._{weak_ref,new_with_weak_ptr,free_weak_ref}`: use memory that
+  others keep, as long as they do.
+- `torch._C._current_graph_task_id`: is this thread inside a backward pass?
+- `torch._C._current_autograd_node`: which node of a graph does autograd run here?
+- `torch._C._will_engine_execute_node`: does this call of autograd come to a node, too?
+- `torch._C._autograd._get_current_graph_task_keep_graph`: may the graph that goes back
+  do so again?
+- `torch._C._autograd._get_sequence_nr`: in which order backward will need what a
+  forward saves.
 - `torch._C._autograd._{push,pop,top}_saved_tensors_default_hooks`: save weights as
   handles inside of regions whose own hooks save all else, as checkpointing does.
-  Without them, importing the library is refused.
+- `torch._neg_view`: bring back what is saved as the negative of its memory, as the
+  imaginary part of a conjugate is.
+- `torch._C._swap_tensor_impl`: give a tensor another value, type and device in place.
+  `torch.utils.swap_tensors` refuses tensors with weak references, as recurrent layers
+  have to theirs.
+- `torch._C.DisableTorchFunctionSubclass`: what a tensor is whose class makes all that
+  comes of it one of its own.
+
+These are as old as all versions that are supported:
+
+- `torch.autograd.Variable._execution_engine.queue_callback`: learn that a backward pass
+  is over.
+- `torch.ops.aten._to_copy`: the operator of all casts, autocast's included.
+- `torch.utils._python_dispatch.TorchDispatchMode`: see every operator of a thread. It
+  is put on this thread's stack directly: entering it also sets flags that are seen by
+  all threads.
+- `torch._C._SetExcludeDispatchKeyGuard`: what a dispatch mode keeps of a tensor tells
+  whether the tensor was changed since.
+- `torch._C._{len,pop,push_on}_torch_function_stack`, `_get_function_stack_at`: is the
+  mode that finds weights on top of others? And take those off that an interrupt has
+  left.
+- `Tensor._cdata`, and the setters of `_backward_hooks` and of its post-accumulate ones:
+  was a weight swapped for another one? Its hooks went with that, and are put back.
+- `torch._dynamo.callback_handler`: learn when the compiler looks at a frame.
+- `torch._guards.CompileContext`: is the compiler at work in this thread? Before 2.13
+  modes saw how it looks at the weights that its code will read.
+- `torch.cuda._sanitizer`: its dispatch mode sees the library's copies, others do not.
+  It is known by this name alone.
+
+Without one of these, something is missing:
+
+- `torch.autograd.graph._engine_run_backward`: the function in which a thread waits for
+  a backward pass. Without it, a forward that itself runs a backward pass may hang.
+- `Tensor._post_accumulate_grad_hooks`: gradients are taken home after the user's hooks
+  have seen them. Without it, before those that were registered later.
+- `torch._C._{len,pop,push_on}_torch_dispatch_stack`: copies of weights are no part of
+  what a dispatch mode watches. Without them, selective checkpointing may refuse.
 - `_checkpoint_internal` and `_user_hooks` of a pack hook: selective checkpointing looks
   for the user's hooks below the library's. Versions before 2.15 look for none.
 - `torch._C._get_dispatch_stack_at` and the `policy_fn` of the modes of selective
   checkpointing: a view of a weight that it keeps would keep the weight's slot, and not
   be known as a weight. Without them, policies that keep such views are refused by it.
-- `torch._C._autograd._get_sequence_nr`: in which order backward will need what a
-  forward saves. Without it, importing the library is refused.
-- `torch.UntypedStorage._new_with_weak_ptr` and the `StorageWeakRef` that it came with:
-  use memory that others keep, as long as they do. Without them, importing the library
-  fails.
 - `DistributedDataParallel._get_active_ddp_module`: does it average gradients of this
   forward? Without it, nobody is told of those that it misses.
-- `torch.Tensor._use_count`: how many nodes of graphs wait for a weight's gradient.
-  Without it, importing the library is refused.
-- `torch._C._autograd._get_current_graph_task_keep_graph`: may the graph that goes back
-  do so again? Without it, importing the library is refused.
-- `torch._neg_view`: bring back what is saved as the negative of its memory, as the
-  imaginary part of a conjugate is. Without it, importing the library is refused.
-- `torch._C._swap_tensor_impl`: give a tensor another value, type and device in place.
-  `torch.utils.swap_tensors` refuses tensors with weak references, as recurrent layers
-  have to theirs. Without it, importing the library is refused.
-- `torch._C.DisableTorchFunctionSubclass`: what a tensor is whose class makes all that
-  comes of it one of its own. Without it, importing the library is refused.
-- `torch.autograd.Variable._execution_engine.queue_callback`: learn that a backward pass
-  is over. It came with the engine.
-- `torch.autograd.graph._engine_run_backward`: the function in which a thread waits for
-  a backward pass. Without it, a forward that itself runs a backward pass may hang.
-- `Tensor._post_accumulate_grad_hooks`: gradients are taken home after the user's hooks
-  have seen them. Without it, before those that were registered later.
-- `Tensor._cdata`, and the setters of `_backward_hooks` and of its post-accumulate ones:
-  was a weight swapped for another one? Its hooks went with that, and are put back. They
-  are as old as all versions that are supported.
-- `torch._C._{len,pop,push_on}_torch_dispatch_stack`: copies of weights are no part of
-  what a dispatch mode watches. Without them, selective checkpointing may refuse.
-- `torch._C._{len,pop,push_on}_torch_function_stack`, `_get_function_stack_at`: is the
-  mode that finds weights on top of others? And take those off that an interrupt has
-  left. They are as old as all versions that are supported.
-- `torch.ops.aten._to_copy`: the operator of all casts, autocast's included.
 - `torch._C._InferenceMode`: switch inference mode, and gradients, without a moment at
   which an interrupt would leave them so. Without it, one may.
-- `torch._C._SetExcludeDispatchKeyGuard`: what a dispatch mode keeps of a tensor tells
-  whether the tensor was changed since. It came with selective checkpointing.
-- `torch.utils._python_dispatch.TorchDispatchMode`: see every operator of a thread. It
-  is put on this thread's stack directly: entering it also sets flags that are seen by
-  all threads. Without them, importing the library fails.
-- `torch._C._dynamo.eval_frame.set_code_exec_strategy`: let the compiler skip functions
-  that autograd and modules call. Without it, they and compiled blocks are compiled, and
-  more often.
-- `torch._C._accelerator_{getDeviceStats,isAllocatorInitialized}`: how many bytes are
-  allocated, without turning all statistics into a flat table. Without them, asking
-  takes several times as long.
+- `torch._C._dynamo.eval_frame.set_code_exec_strategy`, and what it takes: let the
+  compiler skip functions that autograd and modules call. Without it, they and compiled
+  blocks are compiled, and more often.
+- `torch._disable_dynamo`: leave a function out of compiled graphs without importing the
+  compiler. Without it, compiled blocks warn of what they cannot trace. Two attributes
+  of what it returns, `_torchdynamo_disable` and `..._msg`, say why; where the compiler
+  does not read them, it says so in its own words.
+- `Module._compiled_call_impl`, `_orig_mod` and `_torchdynamo_orig_callable`: is a
+  module compiled by itself? Without them, its first passes are compiled together with
+  the mode that watches them, and again without it.
+- `torch._C._accelerator_{getDeviceStats,isAllocatorInitialized,getStream}`: how many
+  bytes are allocated, without turning all statistics into a flat table, and the current
+  stream. Without them, asking takes several times as long.
 - `torch._subclasses.fake_tensor.FakeTensorMode` and a storage's `_checkpoint_offset`:
   where in a file of `torch.save` a tensor lies, as torch's documentation says. Without
   them, such files are refused.
 - `torch._C._functorch.get_interpreter_stack`: which transforms of `torch.func` are
   active? Without it, those that cannot go through a streamed model are not refused, and
   others fail where the numbers of experts are read.
-- `torch.cuda._sanitizer`: its dispatch mode sees the library's copies, others do not.
-  It is known by this name alone.
-- `torch._dynamo.callback_handler`: learn when the compiler looks at a frame. It is as
-  old as all versions that are supported.
-- `torch._guards.CompileContext`: is the compiler at work in this thread? Before 2.13
-  modes saw how it looks at the weights that its code will read. It is as old as all
-  versions that are supported.
 - `Module._forward_hooks` and the like: take a hook off whose registration was
   interrupted before its handle was there. Of those that are missing nothing is taken.
 - `torch.nn.modules.module._global_forward_hooks`: does somebody see what every module
   has computed, and its weights with that? Without it, rows of experts that a call does
   not read are not there for such hooks.
-- `Module._compiled_call_impl`, `_orig_mod` and `_torchdynamo_orig_callable`: is a
-  module compiled by itself? Without them, its first passes are compiled together with
-  the mode that watches them, and again without it.
-- `torch._disable_dynamo`: leave a function out of compiled graphs without importing the
-  compiler. Without it, compiled blocks warn of what they cannot trace. Two attributes
-  of what it returns, `_torchdynamo_disable` and `..._msg`, say why; where the compiler
-  does not read them, it says so in its own words.
 
 Tried with torch 2.10 (on Python 3.10), 2.11 (3.12), 2.13 (3.11) and 2.15 (3.13).
 """
