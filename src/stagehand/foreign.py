@@ -59,7 +59,11 @@ def refuse_offloaded(model: nn.Module) -> None:
     """Refuse a model whose hooks keep or move its weights.
 
     They are those of `accelerate`, or of `diffusers`: these would move all that they
-    know to the device beside what streams, over the budget.
+    know to the device beside what streams, over the budget. Or those of
+    `compressed-tensors`, which make plain weights there.
+
+    Raises:
+        ConfigError: If it has such hooks; it names what takes them off.
     """
     for name, module in model.named_modules():
         registry = module.__dict__.get("_diffusers_hook")
@@ -102,7 +106,11 @@ def refuse_offloaded(model: nn.Module) -> None:
 
 
 def refuse_sharded(model: nn.Module) -> None:
-    """Refuse a model whose weights `torch.distributed` divides between processes."""
+    """Refuse a model whose weights `torch.distributed` divides between processes.
+
+    Raises:
+        ConfigError: If it has such weights; it names the first.
+    """
     for name, module in model.named_modules():
         if any(_is_distributed(kind, "fsdp") for kind in type(module).__mro__):
             raise ConfigError(_shared_out(model, f"{_called(name)} is one of FSDP"))
@@ -121,6 +129,9 @@ def refuse_unmovable(model: nn.Module) -> None:
     With what they keep beside their elements they are on the device together: see
     `belongings`. That fails where it is those elements once more, so that they would
     never leave, and where there is nothing yet: some are quantized as they are moved.
+
+    Raises:
+        ConfigError: In these two cases; it names the weight.
     """
     for name, weight in model.named_parameters():
         if not can_stream(weight) or weight.is_meta or not moves_itself(weight):

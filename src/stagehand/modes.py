@@ -282,6 +282,9 @@ def device_budget(
 
     A share is one of what is free, and of what weights that share it hold already: so
     it is the same for each model. What is not `shared` gets nothing of those.
+
+    Raises:
+        ConfigError: If it is no size.
     """
     free = _bytes_for(place, shared=shared)
     if vram_budget is None:
@@ -295,7 +298,11 @@ def _bytes_for(place: Device, *, shared: bool) -> int:
 
 
 def host_budget(ram_budget: int | str) -> int:
-    """Return the bytes that a user's `ram_budget` stands for."""
+    """Return the bytes that a user's `ram_budget` stands for.
+
+    Raises:
+        ConfigError: If it is no size.
+    """
     return parse_bytes(ram_budget, name="ram_budget", of=host_bytes())
 
 
@@ -346,7 +353,11 @@ def _check_pool(pool: Arena | None) -> None:
 
 
 def check_dtype(dtype: torch.dtype | None) -> None:
-    """Refuse what is no element type."""
+    """Refuse what is no element type of weights.
+
+    Raises:
+        ConfigError: If it is none, or one of integers.
+    """
     if not isinstance(dtype, torch.dtype | None):
         raise ConfigError(
             f"dtype is {dtype!r}: expected one of torch's, such as torch.bfloat16, or"
@@ -360,7 +371,11 @@ def check_dtype(dtype: torch.dtype | None) -> None:
 
 
 def check_module(model: object) -> None:
-    """Refuse what is no module."""
+    """Refuse what is no module.
+
+    Raises:
+        ConfigError: Then.
+    """
     if not isinstance(model, nn.Module):
         named = isinstance(model, str | type | None)
         raise ConfigError(
@@ -371,7 +386,11 @@ def check_module(model: object) -> None:
 
 
 def check_model(model: nn.Module, dtype: torch.dtype | None) -> None:
-    """Refuse what cannot be streamed, or not be cast to an element type."""
+    """Refuse what cannot be streamed, or not be cast to an element type.
+
+    Raises:
+        ConfigError: Then; it names the module or the tensor, and what to do.
+    """
     check_module(model)
     if isinstance(model, ScriptModule):
         raise ConfigError(

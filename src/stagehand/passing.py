@@ -678,7 +678,11 @@ class Passing(PassListener):
 
 
 def gone(block: Block) -> NoReturn:
-    """Refuse what a graph asks for that has outlived its model."""
+    """Refuse what a graph asks for that has outlived its model.
+
+    Raises:
+        ClosedError: Always.
+    """
     raise ClosedError(
         f"a graph needs weights of block {block.name!r}, but the runtime that knows"
         " where they are was shut down, or its model is gone; run the forward again"

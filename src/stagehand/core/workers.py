@@ -96,6 +96,9 @@ class WorkerGroup:
 
         So an interrupt never leaves a job of which nobody knows: it is noted, or it
         does not run.
+
+        Raises:
+            ClosedError: After `close()`.
         """
         future: Future[_R] = Future()
         doing = _Doing(future, partial(job, *args, **kwargs))

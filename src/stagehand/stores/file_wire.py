@@ -54,9 +54,9 @@ class FileWire:
     Args:
         layout: The block's.
         hosts: Its host tensors; views of files for what is not raw.
-        before: The store that some of them come from; None if there was none.
         form: What lies where on the wire.
         pieces: What is read from files, or copied from memory, to which place.
+        before: The store that some host tensors come from; None if there was none.
         streams: Which entries of the layout are not raw.
         files: The open files of the pieces.
         decode: Fills an image: wire, form, image, and scratch memory by name.

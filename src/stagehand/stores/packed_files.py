@@ -81,7 +81,9 @@ def packed_weights(checkpoint: Checkpoint, files: FileSet) -> dict[str, PackedWe
     Reads their heads and escapes: a few thousandths of their bytes, as a rule.
 
     Raises:
-        CheckpointError: If one is not sound, or is there as it is, too.
+        TensorMismatchError: If one is of another type or size than its name and its
+            head say, or is there as it is, too.
+        CheckpointError: If one is not sound, or cannot be read.
     """
     found: dict[str, PackedWeight] = {}
     for key in checkpoint:

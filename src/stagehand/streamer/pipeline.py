@@ -168,7 +168,11 @@ class Pipeline:
             parts.scheduler.before(parts.blocks[layer])
 
     def tensors(self, layer: int) -> dict[str, torch.Tensor]:
-        """Return the tensors of a layer that is in use."""
+        """Return the tensors of a layer that is in use.
+
+        Raises:
+            ClosedError: If it is not on the device.
+        """
         block = self._running().blocks[layer]
         if block.slot is None or block.target is None:
             raise ClosedError(f"layer {layer} is not on the device")

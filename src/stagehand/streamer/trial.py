@@ -50,7 +50,7 @@ class Job:
 
 
 def run_job(job: Job, send: Callable[[Message], None]) -> None:
-    """Do a job, in the trial's process; failures are sent, not raised."""
+    """Do a job, in the trial's process; whatever fails is sent, not raised."""
     with (
         _Telling(send),
         LayerStreamer(**job.arguments, track_progress=False) as streamer,
