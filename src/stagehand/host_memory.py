@@ -66,7 +66,7 @@ class HostMemory:
             self._warn(changed_bytes - room)
         return True
 
-    def keep(self, gradient_bytes: int = 0) -> None:
+    def keep(self, gradient_bytes: int) -> None:
         """Choose which blocks from disk stay in host memory.
 
         Args:

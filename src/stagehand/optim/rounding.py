@@ -55,7 +55,7 @@ def round_stochastically(
     noise: torch.Tensor,
     spare: torch.Tensor,
     *,
-    high: bool = False,
+    high: bool,
 ) -> None:
     """Write `value` into `target`, rounded up or down at random.
 

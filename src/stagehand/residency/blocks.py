@@ -467,7 +467,7 @@ class Reader:
 
 
 def readers_of(
-    sites: Sequence[tuple[nn.Module, Block]], tables: Iterable[nn.Module] = ()
+    sites: Sequence[tuple[nn.Module, Block]], tables: Iterable[nn.Module]
 ) -> list[Reader]:
     """Return a reader for each site.
 

@@ -547,7 +547,7 @@ class SiteHooks:
         module: nn.Module,
         block: Block,
         reader: Reader,
-        pick: Pick | None = None,
+        pick: Pick | None,
     ) -> None:
         """Tell the scheduler when a module uses a block.
 
@@ -556,7 +556,8 @@ class SiteHooks:
             block: What it reads.
             reader: Notes how often it reads it.
             pick: Begins a use in place of `before`, where it depends on the inputs
-                which rows are read; called with the module, `args` and `kwargs`.
+                which rows are read; called with the module, `args` and `kwargs`. None
+                where all are.
         """
         add, edges, track = partial(add_hook, self._handles), self._edges, self._track
         begin = _SiteBegin(
