@@ -230,7 +230,9 @@ GUARDS = {
     (WireRing, "close", "self._order.record(self.stream)"): (
         wire_that_was_interrupted,
     ),
-    (TransferEngine, "_filled", "filled.record(self.h2d.stream)"): (read_after_decode,),
+    (TransferEngine, "_note_filled", "filled.record(self.h2d.stream)"): (
+        read_after_decode,
+    ),
     (TransferEngine, "load_wire", "piece.arrived.record(wires.stream)"): (
         read_after_decode,
     ),

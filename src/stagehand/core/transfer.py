@@ -8,9 +8,9 @@ A slot carries two marks and only this file touches them:
 - `drained` (write after read): recorded on the reading stream when the slot is given
   up, behind its last use. The next copy into the slot waits for it on the lane.
 
-Both waits are between streams; the host never waits here. An event that is recorded
-again does not disturb waits that were made before, so each slot owns two events for
-life.
+Both waits are between streams: the host waits only where it is asked to, by what says
+that it blocks the host. An event that is recorded again does not disturb waits that
+were made before, so each slot owns two events for life.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class Lane(Slots):
         device: Whose link it is.
         capacity: Copies in flight at most before speculation is denied, or None.
         priority: The stream's priority; lower runs first.
-        stream: That of another lane, whose order it shares; a new one by default.
+        stream: That of another lane, whose order it shares; None makes a new one.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class Lane(Slots):
         device: Device,
         capacity: int | None,
         priority: int,
-        stream: Stream | None = None,
+        stream: Stream | None,
     ) -> None:
         super().__init__(capacity)
         self.stream = stream or device.new_stream(priority)
@@ -218,7 +218,8 @@ class TransferEngine:
         """
         if priority < _SPECULATIVE:
             return None
-        if self._traffic is not None and (traffic := self.traffic) is not None:
+        traffic = self.traffic
+        if traffic is not None:
             denied = traffic.deny_home(priority)
             if denied is not None:
                 return denied
@@ -287,7 +288,7 @@ class TransferEngine:
         else:
             self._copy(_block_in(slot), "H2D", stream, target, source)
         filled.record(stream)  # type: ignore[union-attr]
-        slot.seen_by = slot._reader = None  # as `_filled` does, in less time
+        slot.seen_by = slot._reader = None  # as `_note_filled` does, in less time
         nbytes = target.numel()
         counters = self._counters
         counters.h2d_bytes += nbytes
@@ -320,10 +321,10 @@ class TransferEngine:
                 _block_in(slot), "H2D", stream, target[first:end], source[first:end]
             )
             nbytes += end - first
-        self._filled(slot, nbytes, len(parts))
+        self._note_filled(slot, nbytes, len(parts))
         return slot._ticket  # type: ignore[return-value]
 
-    def _filled(self, slot: Slot, nbytes: int, copies: int) -> None:
+    def _note_filled(self, slot: Slot, nbytes: int, copies: int) -> None:
         """Mark a slot that was filled on the lane, by so many copies."""
         filled = slot._filled
         filled.record(self.h2d.stream)  # type: ignore[union-attr]
@@ -428,7 +429,7 @@ class TransferEngine:
         finally:
             piece.decoded.record(lane.stream)
             piece.used = True
-        self._filled(slot, nbytes, 1)
+        self._note_filled(slot, nbytes, 1)
         return slot._ticket  # type: ignore[return-value]
 
     def _copy(
@@ -500,7 +501,7 @@ class TransferEngine:
         stream.wait_event(slot._filled)
         if slot._reader is not None:
             stream.wait_event(slot._drained)
-        self._copy(_block_in(slot), "D2H", self.d2h.stream, target, source)
+        self._copy(_block_in(slot), "D2H", stream, target, source)
         done = self._mark_of(self.d2h)
         self._note_home(done)
         slot._filled.record(stream)  # type: ignore[union-attr]
@@ -579,9 +580,9 @@ class TransferEngine:
         for source, _ in pairs:
             counters.d2h_bytes += source.nbytes
             counters.d2h_copies += 1
-        if self._traffic is not None and (traffic := self._yielding()) is not None:
+        traffic, stream = self._yielding(), self.d2h.stream
+        if traffic is not None:
             return self._put_aside(traffic, pairs, -1, makers)
-        stream = self.d2h.stream
         if self._has_streams:
             for maker in makers:
                 self._ready.record(maker)
