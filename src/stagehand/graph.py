@@ -192,8 +192,7 @@ class WeightHandle:
         if block.bound or block.store is None:
             return self.view()
         host = block.store.hosts[place.number]
-        start = place.offset * place.dtype.itemsize
-        start -= block.layout.entries[place.number].offset
+        start = place.start - block.layout.entries[place.number].offset
         flat = host.as_strided((host.numel(),), (1,)).view(place.dtype)
         first = int(flat.storage_offset()) + start // place.dtype.itemsize
         return place.cut_from(flat, first)
