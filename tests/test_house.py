@@ -51,7 +51,7 @@ PLAN: dict[int, dict[str, tuple[str, ...]]] = {
     },
     3: {
         "residency": (
-            *("residency", "blocks", "finding", "masters", "order"),
+            *("residency", "blocks", "handles", "finding", "masters", "order"),
             *("timeline", "spread", "stays", "plan", "keeping"),
             *("holds", "turns", "shares", "seats", "shared"),
             *("loader", "lane_loader", "host_loader"),

@@ -33,10 +33,16 @@ from torch import is_grad_enabled
 
 from stagehand.core.casts import cast_of, note_cast
 from stagehand.core.device import Device
-from stagehand.core.saved import Kept, modified, unchanged
+from stagehand.core.saved import Kept, unchanged
 from stagehand.core.trees import tensors_in
-from stagehand.errors import StagehandInternalError
 from stagehand.residency.blocks import Block
+from stagehand.residency.handles import (
+    CastHandle,
+    ViewPlace,
+    WeightHandle,
+    handle_at,
+    number_at,
+)
 from stagehand.residency.scheduler import Scheduler
 from stagehand.torch_private import (
     SavedHooks,
@@ -46,7 +52,6 @@ from stagehand.torch_private import (
     in_function,
     is_checkpoints,
     looked_through,
-    negated,
     push_saved_hooks,
     replace_saved_hooks,
     sequence_number,
@@ -59,13 +64,9 @@ from stagehand.torch_private import (
 if TYPE_CHECKING:
     from stagehand.core.transfer import Slot
 
-__all__ = ["SavedTensors", "WeightHandle"]
+__all__ = ["SavedTensors"]
 
-# Bounds of caches: a model may cut its weights in other ways in each pass. Views of one
-# slot, handles of one block, places of one runtime.
-_VIEWS_KEPT = 1_000
-_HANDLES_KEPT = 10_000
-_ALIKE_KEPT = 8  # handles of views that begin at one byte
+# A bound of a cache: a model may cut its weights in other ways in each pass.
 _PLACES_KEPT = 100_000
 
 _Tensor = torch.Tensor
@@ -79,150 +80,6 @@ _Watch = WeakMethod[Callable[[], AbstractContextManager[Any]]]
 # A tensor's number, and offset, type, shape and strides of a view, and whether it is
 # the conjugate or the negative of its bytes.
 _Key = tuple[int, int, torch.dtype, torch.Size, tuple[int, ...], bool, bool]
-
-
-class _Place:
-    """Where a view lies in an image, and what it is like; one object for all alike.
-
-    Attributes:
-        number: Which parameter or buffer of the block the view was made from.
-        offset: Where it starts, in elements from the start of the image.
-        start: The same in bytes.
-        is_complex: Whether such a view can be the conjugate of its bytes.
-        is_part: Whether it can be the negative of its bytes: it has every other element
-            of a row at most, as the imaginary parts of conjugates do.
-        is_conj: Whether it is the conjugate.
-        is_neg: Whether it is the negative.
-    """
-
-    __slots__ = (
-        "dtype",
-        "is_complex",
-        "is_conj",
-        "is_neg",
-        "is_part",
-        "number",
-        "offset",
-        "shape",
-        "start",
-        "stride",
-    )
-
-    def __init__(
-        self,
-        number: int,
-        offset: int,
-        dtype: torch.dtype,
-        shape: torch.Size,
-        stride: tuple[int, ...],
-        is_conj: bool,
-        is_neg: bool,
-    ) -> None:
-        self.number = number
-        self.offset = offset
-        self.start = offset * dtype.itemsize
-        self.dtype = dtype
-        self.is_complex = dtype.is_complex
-        steps = zip(shape, stride, strict=True)
-        parts = all(step % 2 == 0 for size, step in steps if size > 1)
-        self.is_part = parts or is_neg
-        self.is_conj = is_conj
-        self.is_neg = is_neg
-        self.shape = shape
-        self.stride = stride
-
-    def view_of(self, block: Block) -> torch.Tensor:
-        """Return the view in the slot that holds the block now."""
-        base = block.views[self.number]
-        if base.dtype is not self.dtype and block.target is not None:
-            base = block.target.view(self.dtype)
-        # A view of the slot alone: it would keep its base, which nobody else counts.
-        return self.cut_from(base, self.offset).data
-
-    def cut_from(self, base: torch.Tensor, first: int) -> torch.Tensor:
-        """Return such a view of a tensor of its type, from an element of its memory."""
-        view = base.as_strided(self.shape, self.stride, first)
-        view = view.conj() if self.is_conj else view
-        return negated(view) if self.is_neg else view
-
-
-class WeightHandle:
-    """A view of a block's image, without its memory.
-
-    Attributes:
-        block: Whose bytes they are.
-        place: Where in the image.
-        tensor: The parameter.
-        version: The parameter's version when it was saved.
-    """
-
-    __slots__ = ("block", "place", "tensor", "version")
-
-    def __init__(self, block: Block, place: _Place) -> None:
-        self.block = block
-        self.place = place
-        self.tensor = block.tensors[place.number]
-        self.version: int = self.tensor._version
-
-    def view(self) -> torch.Tensor:
-        """Return the view in the slot that holds the block now.
-
-        Raises:
-            RuntimeError: If the parameter was changed in place since it was saved, as
-                autograd itself raises.
-        """
-        block, place = self.block, self.place
-        slot = block.slot
-        if slot is None:
-            raise StagehandInternalError(f"block {block.name!r} is not on the device")
-        if self.tensor._version != self.version:
-            raise _changed(block, self.tensor, self.version)
-        view: torch.Tensor | None = slot.views.get(place)
-        if view is None:
-            view = place.view_of(block)
-            if len(slot.views) < _VIEWS_KEPT:
-                slot.views[place] = view
-                slot.alone += 1
-        # A tensor of its own: if somebody keeps it, the memory's reference count tells.
-        return view.data  # like `detach()`, but faster
-
-    def where_it_lies(self) -> torch.Tensor:
-        """Return the view on the device or on the host, wherever the block is."""
-        block, place = self.block, self.place
-        if block.bound or block.store is None:
-            return self.view()
-        host = block.store.hosts[place.number]
-        start = place.start - block.layout.entries[place.number].offset
-        flat = host.as_strided((host.numel(),), (1,)).view(place.dtype)
-        first = int(flat.storage_offset()) + start // place.dtype.itemsize
-        return place.cut_from(flat, first)
-
-
-def _number_at(block: Block, offset: int) -> int:
-    """Which tensor's bytes include an offset of the image."""
-    found = 0
-    for number, entry in enumerate(block.layout.entries):
-        if entry.offset <= offset:
-            found = number
-            if offset < entry.offset + entry.nbytes:
-                break
-    return found
-
-
-def _note(block: Block, place: _Place) -> WeightHandle:
-    """Return the handle of a view as it is now, and know it when it is saved again."""
-    known, others = block.handles, []
-    there: tuple[WeightHandle, ...] = known.get(place.start, ())
-    for handle in there:
-        if handle.place is not place:
-            others.append(handle)
-        elif handle.version == handle.tensor._version:
-            return handle
-    if len(known) >= _HANDLES_KEPT:
-        known.clear()
-    handle = WeightHandle(block, place)
-    known[place.start] = (handle, *others[: _ALIKE_KEPT - 1])
-    return handle
 
 
 class _OfSite:
@@ -291,7 +148,7 @@ class SavedTensors:
         # By address: the slot in which a view was seen, if it still has that memory.
         self._seen: dict[int, Slot] = {}
         # What views of blocks of one form have in common.
-        self._places: dict[_Key, _Place] = {}
+        self._places: dict[_Key, ViewPlace] = {}
 
     def push_hooks(self, *, stay: bool = True) -> object:
         """Make this pair the one through which this thread saves tensors.
@@ -390,7 +247,7 @@ class SavedTensors:
             or type(saved) in _PLAIN
             or type(saved.data) is _Tensor
         ):
-            handle: WeightHandle | _Cast | None = None
+            handle: WeightHandle | CastHandle | None = None
             try:
                 address = saved.data_ptr()
                 slot = self._seen.get(address)
@@ -408,7 +265,7 @@ class SavedTensors:
                         ):
                             if known.version == known.tensor._version:
                                 return known
-                            return _note(block, place)
+                            return handle_at(block, place)
                 memory = saved.untyped_storage().data_ptr()
                 slot = self._slots.get(memory)
             except RuntimeError:  # sparse, or nested: without one address, or one shape
@@ -552,7 +409,7 @@ class SavedTensors:
         if plain and saved.device == self._device:
             call_unseen(saved.record_stream, self._current_stream())
 
-    def bring(self, packed: "WeightHandle | _Cast") -> torch.Tensor:
+    def bring(self, packed: WeightHandle | CastHandle) -> torch.Tensor:
         """Return the view that a handle stands for."""
         if graph_task() == -1:  # somebody looks at the graph
             return packed.where_it_lies()
@@ -599,15 +456,15 @@ class SavedTensors:
             if len(table) >= _PLACES_KEPT:
                 table.clear()
         offset = int(saved.storage_offset())
-        number = _number_at(block, offset * dtype.itemsize)
+        number = number_at(block, offset * dtype.itemsize)
         is_conj, is_neg = dtype.is_complex and saved.is_conj(), saved.is_neg()
         key: _Key = number, offset, dtype, shape, stride, is_conj, is_neg
         place = self._places.get(key)
         if place is None:
-            place = self._places[key] = _Place(*key)
-        return _note(block, place)
+            place = self._places[key] = ViewPlace(*key)
+        return handle_at(block, place)
 
-    def _cast(self, saved: torch.Tensor) -> "_Cast | None":
+    def _cast(self, saved: torch.Tensor) -> CastHandle | None:
         found = cast_of(saved)
         if found is None:
             return None
@@ -619,7 +476,7 @@ class SavedTensors:
         if cast._version or cast.stride() != weight.stride():
             return None
         note_cast(block.casts, cast, weight)
-        return _Cast(block, weight, cast.dtype, saved)
+        return CastHandle(block, weight, cast.dtype, saved)
 
 
 def _is_in_region() -> bool:
@@ -741,39 +598,5 @@ class _Theirs:
         self.packed = packed
 
 
-class _Cast:
-    """A view of a weight's copy in another element type, made again when asked for."""
-
-    __slots__ = ("block", "dtype", "offset", "shape", "stride", "version", "weight")
-
-    def __init__(
-        self,
-        block: Block,
-        weight: torch.Tensor,
-        dtype: torch.dtype,
-        saved: torch.Tensor,
-    ) -> None:
-        self.block = block
-        self.weight = weight
-        self.dtype = dtype
-        self.shape = saved.shape
-        self.stride = saved.stride()
-        self.offset = int(saved.storage_offset())
-        self.version = weight._version
-
-    def view(self) -> torch.Tensor:
-        if self.weight._version != self.version:
-            raise _changed(self.block, self.weight, self.version)
-        cast = self.weight.data.to(self.dtype)
-        return cast.as_strided(self.shape, self.stride, self.offset)
-
-    where_it_lies = view
-
-
-_HANDLES = frozenset({WeightHandle, _Cast})
+_HANDLES = frozenset({WeightHandle, CastHandle})
 _OURS = _HANDLES | {_OfSite, _Theirs}
-
-
-def _changed(block: Block, tensor: torch.Tensor, version: int) -> RuntimeError:
-    what = f"a weight of block {block.name!r} of shape {list(tensor.shape)}"
-    return modified(what, tensor._version, version)

@@ -36,8 +36,9 @@ if TYPE_CHECKING:
 
     from torch.autograd.graph import Node
 
-    from stagehand.graph import SavedTensors, WeightHandle
+    from stagehand.graph import SavedTensors
     from stagehand.residency.blocks import Block, Reader
+    from stagehand.residency.handles import WeightHandle
 
 __all__ = ["KeptViews"]
 

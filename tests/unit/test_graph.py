@@ -13,6 +13,7 @@ from scenario.small import LAYER_BYTES, batch, runtime_of, stack
 from stagehand import graph
 from stagehand.core.device import HostDevice
 from stagehand.graph import SavedTensors
+from stagehand.residency import handles
 
 
 def never(block):
@@ -98,8 +99,8 @@ class Pieces(torch.nn.Module):
 
 
 def test_views_that_are_new_in_each_pass_do_not_pile_up(sim, monkeypatch):
-    monkeypatch.setattr(graph, "_ALIKE_KEPT", 5)
-    monkeypatch.setattr(graph, "_VIEWS_KEPT", 3)
+    monkeypatch.setattr(handles, "_ALIKE_KEPT", 5)
+    monkeypatch.setattr(handles, "_VIEWS_KEPT", 3)
     model = torch.nn.Sequential(Pieces(), Pieces())
     plain = deepcopy(model).to("hpu")
     stagehand.layer(model, vram_budget=64 * 64 * 4)
@@ -135,7 +136,7 @@ class Cuts(torch.nn.Module):
 
 
 def test_places_that_are_new_in_each_pass_do_not_pile_up(sim, monkeypatch):
-    monkeypatch.setattr(graph, "_HANDLES_KEPT", 4)
+    monkeypatch.setattr(handles, "_HANDLES_KEPT", 4)
     monkeypatch.setattr(graph, "_PLACES_KEPT", 6)
     model = torch.nn.Sequential(*(Cuts() for _ in range(4)))
     plain = deepcopy(model).to("hpu")
@@ -194,7 +195,7 @@ def test_views_of_one_place_with_other_element_types_are_told_apart(sim):
 def test_views_of_a_weight_are_known_again_until_it_changes(sim, monkeypatch):
     made = []
     monkeypatch.setattr(
-        graph, "_note", lambda *a, note=graph._note: made.append(a) or note(*a)
+        graph, "handle_at", lambda *a, note=graph.handle_at: made.append(a) or note(*a)
     )
     model = torch.nn.Sequential(*(Both() for _ in range(4)))
     plain = deepcopy(model).to("hpu")
