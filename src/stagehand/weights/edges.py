@@ -19,14 +19,12 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections import UserDict, defaultdict
-from copy import copy
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.nn.utils.rnn import PackedSequence
 
+from stagehand.core.trees import moved_to
 from stagehand.core.turn import HERE, Turn, host_while, runs_library
 from stagehand.core.workers import raise_kept
 from stagehand.errors import DeadlockError, StagehandError
@@ -47,7 +45,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-__all__ = ["Edges", "PassListener", "move_inputs"]
+__all__ = ["Edges", "PassListener"]
 
 
 class PassListener:
@@ -320,7 +318,7 @@ class Edges:
             entry.context = call_unseen(self._listener.begin_pass, module, kwargs)
             if entry.context is not None:
                 entry.context.__enter__()
-            moved: tuple[Any, Any] = move_inputs((args, kwargs), self._device)
+            moved: tuple[Any, Any] = moved_to((args, kwargs), self._device)
             return moved
         except BaseException:
             if entry not in self._stack:  # there is nothing to leave
@@ -374,7 +372,7 @@ class Edges:
             return None
         if len(args) == 1 and not kwargs and self._is_there(args[0]):  # mostly
             return None
-        moved: tuple[Any, Any] = move_inputs((args, kwargs), self._device)
+        moved: tuple[Any, Any] = moved_to((args, kwargs), self._device)
         return moved
 
     def _is_there(self, value: Any) -> bool:
@@ -665,31 +663,3 @@ def _is_running(frame: FrameType | None) -> bool:
     except RuntimeError:
         return True
     return False
-
-
-def move_inputs(tree: Any, device: torch.device) -> Any:
-    """Return the tree with its tensors on the device.
-
-    A container in which nothing has to move is returned itself: models pass lists and
-    dicts that they change, such as caches.
-    """
-    if isinstance(tree, torch.Tensor):
-        return tree if tree.device == device else tree.to(device)
-    if isinstance(tree, PackedSequence):  # whose batch sizes stay on the host
-        return tree.to(device)  # type: ignore[arg-type]
-    named = isinstance(tree, tuple) and hasattr(tree, "_fields")
-    if named or type(tree) in (tuple, list):
-        items = [move_inputs(item, device) for item in tree]
-        if all(new is old for new, old in zip(items, tree, strict=True)):
-            return tree
-        return type(tree)(*items) if named else type(tree)(items)
-    if isinstance(tree, dict | UserDict):  # as the batches of tokenizers are
-        moved = {key: move_inputs(value, device) for key, value in tree.items()}
-        if all(moved[key] is value for key, value in tree.items()):
-            return tree
-        if isinstance(tree, UserDict | defaultdict):  # which are more than their items
-            like = copy(tree)
-            like.update(moved)
-            return like
-        return moved if type(tree) is dict else type(tree)(moved)
-    return tree
