@@ -61,8 +61,8 @@ PLAN: dict[int, dict[str, tuple[str, ...]]] = {
     4: {
         **dict.fromkeys(("graph", "autocast", "differentiation", "guards"), ()),
         "weights": (
-            *("edges", "rows", "strays", "hooks", "state_dicts", "entrances"),
-            *("sites", "experts"),
+            *("edges", "rows", "stray_uses", "strays", "hooks", "state_dicts"),
+            *("entrances", "sites", "experts"),
         ),
         "gradients": ("uses", "home", "arrivals", "gradients"),
         "streamer": (

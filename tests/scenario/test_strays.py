@@ -28,7 +28,7 @@ from interrupts import interrupted_at
 from stagehand import torch_private
 from stagehand.torch_private import take_off
 from stagehand.weights import strays
-from stagehand.weights.strays import StrayUses
+from stagehand.weights.stray_uses import StrayUses
 
 WIDTH = 64
 LAYER_BYTES = WIDTH * WIDTH * 4

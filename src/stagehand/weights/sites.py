@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from stagehand.residency.blocks import Block, Reader
     from stagehand.torch_private import WeakMode
     from stagehand.weights.edges import Edges
-    from stagehand.weights.strays import StrayUses
+    from stagehand.weights.stray_uses import StrayUses
 
     Pick = Callable[[nn.Module, Any, Any], None]
     """Begins a use, of what a call of a module with these arguments reads."""

@@ -10,33 +10,21 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.compiler import is_dynamo_compiling
 
-from stagehand.core.trees import tensors_in
 from stagehand.errors import StagehandError, StagehandOOMError, StagehandWarning
 from stagehand.frames import arguments_of, frames_of, objects_in
-from stagehand.torch_private import (
-    WeakMode,
-    call_unseen,
-    is_compiled,
-    is_compiled_for,
-    is_on_top,
-    mode_below,
-    remove_hooks,
-    take_off,
-)
+from stagehand.torch_private import is_compiled
+from stagehand.weights.stray_uses import StrayUses
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from torch.overrides import TorchFunctionMode
     from torch.utils.hooks import RemovableHandle
-    from typing_extensions import Self
 
     from stagehand.residency.blocks import Block
     from stagehand.weights.rows import RowGather
 
-__all__ = ["StrayUses", "Strays"]
+__all__ = ["Strays"]
 
 _AGAIN = 100  # passes of a kind that are watched after one that failed unwatched
 
@@ -409,203 +397,3 @@ def _is_given_to_function(weight: torch.Tensor) -> bool:
 
 def _is_never_at_hand(_: Block) -> bool:
     return False
-
-
-class StrayUses:
-    """A torch function mode that brings weights which a call reads without a use.
-
-    Some modules read their children's parameters themselves; no hook of the child tells
-    of that.
-
-    Args:
-        owners: The streamed block of each parameter, by the parameter's id.
-        rows: Reads of tables during its lookups are expected, and left alone.
-        device: Where the model computes. While code is compiled, tensors that are there
-            already are not looked up: the compiler would compile anew for each.
-        spared: Modules during whose calls the mode must be off.
-        spare: Called with each of these, this object and a list for the handles of
-            hooks: installs hooks that call `pause` and `resume` around the module.
-        bring: Called with the blocks that a call reads and that are not in use, each
-            with the tensor that is read.
-        is_at_hand: Whether a block that is not in use can be read even so: one at most.
-            The answer must be the same in each pass.
-        note_read: Called where a call reads weights, in use or not: in forward and
-            recompute alike.
-        note_edit: Called with each tensor that a call has changed in place.
-        let_go: Called with each of the blocks after that call.
-        is_torn: Whether this mode was left active by a pass that was interrupted.
-    """
-
-    def __init__(
-        self,
-        owners: Mapping[int, Block],
-        rows: RowGather,
-        *,
-        device: torch.device,
-        spared: Sequence[nn.Module],
-        spare: Callable[[nn.Module, StrayUses, list[RemovableHandle]], None],
-        bring: Callable[[Mapping[Block, torch.Tensor]], None],
-        is_at_hand: Callable[[Block], bool],
-        note_read: Callable[[], None],
-        note_edit: Callable[[torch.Tensor], None],
-        let_go: Callable[[Block], None],
-        is_torn: Callable[[], bool],
-    ) -> None:
-        self.spared = spared
-        self._owners = owners
-        self._rows = rows
-        self._device = device
-        self._spare = spare
-        self._bring = bring
-        self._is_at_hand = is_at_hand
-        self._note_read = note_read
-        self._note_edit = note_edit
-        self._let_go = let_go
-        self._is_torn = is_torn
-        self._mode = WeakMode(self, rows.mode.model)
-        self._handles: list[RemovableHandle] = []
-        self._below: TorchFunctionMode | None = None
-        """What mode was there when it began."""
-        self._pauses = 0
-        self._is_off = False
-
-    def __enter__(self) -> Self:
-        try:
-            self._mode.__enter__()  # type: ignore[no-untyped-call]
-            self._below = mode_below(self._mode)
-            for module in self.spared:
-                self._spare(module, self, self._handles)
-        except BaseException:
-            self.__exit__()
-            raise
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        was_there, below = take_off(self._mode), self._below
-        self._below = None
-        if not (was_there or self._is_off or below is None) and is_on_top(below):
-            take_off(below)  # at an interrupt its `with` has ended this one instead
-        self._is_off = False  # so that no `resume` puts it back
-        remove_hooks(self._handles)
-        self.spared = ()  # this may be kept until the next pass, modules must not be
-
-    def pause(self) -> None:
-        """Watch nothing until `resume`, unless somebody else's mode is active, too."""
-        if not self._pauses and is_on_top(self._mode):
-            self._is_off = True
-            take_off(self._mode)
-        self._pauses += 1
-
-    def resume(self) -> None:
-        """End what the latest `pause` began, if one did."""
-        self._pauses = max(self._pauses - 1, 0)
-        if self._is_off and not self._pauses:
-            self._mode.__enter__()  # type: ignore[no-untyped-call]
-            self._is_off = False
-
-    def see(
-        self,
-        func: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-    ) -> Any:
-        """Let the call have what it reads, and note what it writes."""
-        found = self._with_weights(func, args, kwargs)
-        if not is_dynamo_compiling():
-            for written in _written(func, args, kwargs):
-                call_unseen(self._note_edit, written)
-        return found
-
-    def _with_weights(
-        self,
-        func: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-    ) -> Any:
-        """Bring what the call reads, pass it on, and let go of what was brought."""
-        if self._rows.busy or _is_harmless(func):
-            return func(*args, **kwargs)
-        read: dict[Block, torch.Tensor] = {}
-        for value in (*args, *kwargs.values()):
-            self._look_at(value, read)
-        if read:
-            self._note_read()
-            read = {block: weight for block, weight in read.items() if not block.uses}
-        if all(map(self._is_at_hand, read)) or self._is_torn():
-            return func(*args, **kwargs)
-        call_unseen(self._bring, read)
-        try:
-            return func(*args, **kwargs)
-        finally:
-            for block in read:
-                self._let_go(block)
-
-    def _look_at(self, value: Any, read: dict[Block, torch.Tensor]) -> None:
-        if isinstance(value, torch.Tensor):
-            if is_dynamo_compiling():
-                # It would compile anew for each tensor that is looked up.
-                if value.device == self._device:
-                    return
-            elif is_compiled_for():
-                return
-            block = self._owners.get(id(value))
-            if block is not None:
-                read.setdefault(block, value)
-        elif isinstance(value, list | tuple):
-            for item in value:
-                if isinstance(item, torch.Tensor):
-                    self._look_at(item, read)
-
-
-def _is_harmless(func: Callable[..., Any]) -> bool:
-    """Whether a call only asks what a tensor is like.
-
-    `weight.T` reads the tensor. `weight.device` counts as a read, too: it is asked to
-    put something else on the same device.
-    """
-    name = getattr(func, "__name__", "")
-    if name == "__get__":
-        attribute = func.__self__  # type: ignore[attr-defined]
-        return getattr(attribute, "__name__", "") not in _READING
-    return name in _HARMLESS
-
-
-def _written(
-    func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> list[torch.Tensor]:
-    """Return the tensors that a call has changed in place."""
-    places = [kwargs.get("out")]
-    name = getattr(func, "__name__", "")
-    if name in _WRITING or (name.endswith("_") and not name.endswith("__")):
-        places += args[:1]
-    return [each for _, each in tensors_in(places)]
-
-
-_WRITING = frozenset(
-    {
-        *("__iadd__", "__idiv__", "__ifloordiv__", "__imod__", "__imul__", "__ipow__"),
-        *("__isub__", "__itruediv__", "__setitem__"),
-    }
-)
-
-_READING = frozenset({"H", "T", "device", "imag", "mH", "mT", "real"})
-
-
-_HARMLESS = frozenset(
-    {
-        "__len__",
-        "__set__",
-        "data_ptr",
-        "dim",
-        "element_size",
-        "is_complex",
-        "is_contiguous",
-        "is_floating_point",
-        "is_inference",
-        "nelement",
-        "numel",
-        "requires_grad_",
-        "size",
-        "stride",
-    }
-)
