@@ -28,6 +28,9 @@ _SIZES = (
 class StagehandConfig:
     """Settings of a `StagehandRuntime`. Sizes are in MiB (2**20 bytes), whole or not.
 
+    Raises:
+        ConfigError: If a value is of another type, or some cannot work together.
+
     Example:
         >>> StagehandConfig(pinned_pool_mb=8192, vram_high_watermark_mb=20000,
         ...                 vram_low_watermark_mb=16000).prefetch_window_blocks

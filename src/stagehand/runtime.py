@@ -485,8 +485,11 @@ class Runtime(Passing, Sharing, Storing, Conduct):
 
         Outside of passes its weights are on the host again, as after a pass.
 
+        Args:
+            block_id: The block's name, as in `block_ids`.
+
         Raises:
-            ConfigError: If the block is not in use.
+            ConfigError: If there is no such block, or it is not in use.
         """
         block = self._block(block_id)
         if not block.uses:
@@ -708,7 +711,11 @@ class Runtime(Passing, Sharing, Storing, Conduct):
     def export_trace(self, path: str | Path) -> None:
         """Write copies, compute and stalls as a Chrome/Perfetto trace.
 
+        Args:
+            path: The file of JSON, which is replaced.
+
         Raises:
+            OSError: If it cannot be written.
             ConfigError: If the runtime was not made with `trace=True`.
         """
         with self._turn():  # a pass of another thread is measured whole

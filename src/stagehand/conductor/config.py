@@ -80,6 +80,6 @@ class ConductorConfig:
             )
 
     def bytes_of(self, name: str) -> int | None:
-        """Return one of the sizes in bytes."""
+        """Return one of the sizes, by its name here, in bytes; None if it is unset."""
         value = getattr(self, name)
         return None if value is None else int(value * MIB)

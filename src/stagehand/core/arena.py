@@ -199,6 +199,10 @@ class Arena:
         A kept buffer of the size or a little more is preferred; kept buffers of other
         sizes are freed when the account needs their bytes.
 
+        Args:
+            nbytes: How many bytes the buffer has at least.
+            holder: What it is for, in the account's books and in errors.
+
         Raises:
             ClosedError: After `close()`.
         """
@@ -210,6 +214,10 @@ class Arena:
     def reserve_nowait(self, nbytes: int, holder: str) -> Lease | None:
         """Like `acquire_nowait`, but leave it to `Lease.make` to make what is not kept.
 
+        Args:
+            nbytes: As for `acquire_nowait`.
+            holder: As for `acquire_nowait`.
+
         Raises:
             ClosedError: After `close()`.
         """
@@ -218,6 +226,10 @@ class Arena:
 
     def acquire(self, nbytes: int, holder: str) -> Lease:
         """Return a lease, waiting until others release enough.
+
+        Args:
+            nbytes: As for `acquire_nowait`.
+            holder: As for `acquire_nowait`.
 
         Raises:
             ClosedError: After `close()`, for waiters too.
