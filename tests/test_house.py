@@ -19,7 +19,12 @@ ARCHITECTURE = ROOT.parent.parent / "docs" / "architecture.md"
 # of its own part that stand before it; parts of one rank do not import each other. A
 # folder is a part, and so is a single file, but for those listed under "": one part.
 PLAN: dict[int, dict[str, tuple[str, ...]]] = {
-    0: {"": ("errors", "units", "settings", "attribute", "frames", "torch_private")},
+    0: {
+        "": (
+            *("errors", "units", "names", "settings", "attribute", "frames"),
+            "torch_private",
+        )
+    },
     1: {
         "core": (
             *("states", "machine", "workers", "copies", "device"),
@@ -116,7 +121,15 @@ EXPECTED_PUBLIC = (
 
 # Bookkeeping: tested without a device, so it and what it imports do without torch.
 PURE = {
-    *("errors", "units", "settings", "core/states", "core/clock", "core/telemetry"),
+    *(
+        "errors",
+        "units",
+        "names",
+        "settings",
+        "core/states",
+        "core/clock",
+        "core/telemetry",
+    ),
     *("core/limits", "core/ledger", "residency/order", "residency/timeline"),
     *("frames", "residency/plan", "residency/spread", "residency/stays"),
     *("activations/prefix", "activations/relief"),

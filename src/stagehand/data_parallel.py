@@ -8,8 +8,8 @@ from weakref import WeakKeyDictionary
 from torch.autograd.graph import get_gradient_edge
 
 from stagehand.errors import ConfigError
+from stagehand.names import listing
 from stagehand.torch_private import running_data_parallel, tensor_use_count
-from stagehand.units import listing
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Container

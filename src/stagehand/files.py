@@ -1,6 +1,5 @@
 """Lets a model's streamed weights come from safetensors files."""
 
-import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +9,7 @@ from torch import nn
 
 from stagehand.assembly import Parts
 from stagehand.errors import MissingTensorError
+from stagehand.names import nearest
 from stagehand.residency.blocks import Block
 from stagehand.stores.checkpoint import Checkpoint, Extent, KeyMap, key_of
 from stagehand.stores.files import FileSet
@@ -97,11 +97,10 @@ def check_key_map(model: nn.Module, key_map: KeyMap) -> None:
     names = [name for listing in listings for name, _ in listing]
     unknown = sorted(set(key_map) - set(names))
     if unknown:
-        near = difflib.get_close_matches(unknown[0], names, n=2)
-        hint = f", nearest {' and '.join(map(repr, near))}" if near else ""
+        near = nearest(unknown[0], names)
         raise MissingTensorError(
             f"key_map has {len(unknown)} of {len(key_map)} names that"
-            f" {type(model).__name__} does not have: {unknown[0]!r} first{hint};"
+            f" {type(model).__name__} does not have: {unknown[0]!r} first{near};"
             " its keys are the model's names, its values the files'"
         )
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -12,6 +11,7 @@ from stagehand.core.layout import plain_tensors
 from stagehand.decoding import BIAS, WEIGHT, bytes_of, decode, value_of
 from stagehand.errors import ManifestError, TensorMismatchError
 from stagehand.files import make_real
+from stagehand.names import nearest
 from stagehand.stores.files import FileSet
 from stagehand.stores.safetensors import host_tensor
 from stagehand.stores.wired import WiredStore, origin_of
@@ -172,14 +172,11 @@ def _matched(
     missing = sorted(wanted - seen)
     if missing:
         known = [key_of(name) for name, _ in model.named_parameters()]
-        listing = "; ".join(
-            f"{key!r}, nearest {difflib.get_close_matches(key, known, n=2)}"
-            for key in missing[:_LISTED]
-        )
+        shown = "; ".join(f"{key!r}{nearest(key, known)}" for key in missing[:_LISTED])
         raise ManifestError(
             f"{slab.path}: {len(missing)} of {len(wanted)} quantized tensors are not in"
             f" {type(model).__name__}: expected parameters of these names, found none:"
-            f" {listing}; build the model that was quantized, or give key_map"
+            f" {shown}; build the model that was quantized, or give key_map"
         )
     return found
 

@@ -1,7 +1,6 @@
-"""Bytes as people write them, the only place that converts; steps; short lists."""
+"""Bytes as people write them, the only place that converts; whole steps."""
 
 import re
-from collections.abc import Sequence
 from decimal import Decimal
 
 from stagehand.errors import ConfigError
@@ -12,7 +11,6 @@ __all__ = [
     "format_at_least",
     "format_bytes",
     "format_limit",
-    "listing",
     "parse_bytes",
     "rounded_up",
 ]
@@ -40,12 +38,6 @@ _FACTORS = {
 }
 _PRINTED = ((10**12, "TB"), (10**9, "GB"), (10**6, "MB"), (10**3, "KB"))
 _PATTERN = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([A-Za-z]*|%)\s*")
-
-
-def listing(names: Sequence[str], most: int = 5) -> str:
-    """Return the first of some names, and how many more there are."""
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
 
 
 def rounded_up(number: int, step: int) -> int:

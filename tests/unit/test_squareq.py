@@ -337,7 +337,7 @@ BAD = {
     "wrong key": (
         ("layers", 0, "scale_key"),
         "layers.0.down.scales",
-        "'layers.0.down.scales' .* found none .*'layers.0.down.scale'",
+        "'layers.0.down.scales' .* found none, nearest 'layers.0.down.scale'",
     ),
     "other key": (
         ("layers", 0, "scale_key"),

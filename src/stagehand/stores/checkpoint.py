@@ -4,7 +4,6 @@ Everything is read and checked before the first byte of a tensor is: a file that
 not hold what its header says, or a model that needs what no file has, is refused here.
 """
 
-import difflib
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,8 +20,8 @@ from stagehand.errors import (
     ReadError,
     TensorMismatchError,
 )
+from stagehand.names import listing, nearest
 from stagehand.stores.headers import FileStamp, Header, Span, load_json, read_header
-from stagehand.units import listing
 
 __all__ = ["Checkpoint", "Extent", "KeyMap", "key_of", "like_of", "read_index"]
 
@@ -39,7 +38,6 @@ _MODEL_NAMES = (
 )
 _OTHER_FORMATS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.gguf", "*.msgpack")
 _LISTED = 5
-_COMPARED = 5000
 
 
 def like_of(shape: Iterable[int], dtype: torch.dtype) -> torch.Tensor:
@@ -266,25 +264,8 @@ class Checkpoint(Mapping[str, Extent]):
         self, name: str, key: str, dtype: torch.dtype, shape: Sequence[int]
     ) -> str:
         wanted = f"{name!r}" if key == name else f"{name!r} (as {key!r})"
-        near = self.nearest(key)
-        hint = f", nearest {' and '.join(map(repr, near))}" if near else ""
-        return f"{wanted} expected {dtype} {list(shape)}, found none{hint}"
-
-    def nearest(self, name: str, names: Sequence[str] | None = None) -> list[str]:
-        """Return a few names that are much like one that is not there.
-
-        Of many names only those of equal numbers are looked at: comparing texts costs
-        about 50 us each, and models of experts have 100,000.
-
-        Args:
-            name: The one that is not there.
-            names: Which there are, if not those in the files.
-        """
-        among = list(self) if names is None else names
-        if len(among) > _COMPARED:
-            numbers = _numbers(name)
-            among = [each for each in among if _numbers(each) == numbers][:_COMPARED]
-        return difflib.get_close_matches(name, among, n=2)
+        near = nearest(key, self)
+        return f"{wanted} expected {dtype} {list(shape)}, found none{near}"
 
     def _where(self) -> str:
         """The files' names, unless it is one file."""
@@ -295,10 +276,6 @@ class Checkpoint(Mapping[str, Extent]):
 
 def _found(span: Span) -> str:
     return f"{span.dtype or span.code} {list(span.shape)}"
-
-
-def _numbers(name: str) -> list[str]:
-    return [part for part in name.split(".") if part.isdigit()]
 
 
 def _mode(path: Path) -> int:

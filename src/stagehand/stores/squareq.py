@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from stagehand.errors import ManifestError
+from stagehand.names import nearest
 from stagehand.stores.checkpoint import Checkpoint, Extent
 from stagehand.stores.files import FileSet
 from stagehand.stores.pickled import Pickled
@@ -169,8 +170,7 @@ def _layer(
         what = f"tensor {key!r} of layer {layer.name!r} in the file"
         expected = f"{dtype} {list(shape)}"
         if key not in checkpoint:
-            near = ", ".join(map(repr, checkpoint.nearest(key)))
-            refuse(manifest, what, expected, f"none (nearest: {near or 'nothing'})")
+            refuse(manifest, what, expected, f"none{nearest(key, checkpoint)}")
         extent = checkpoint[key]
         if (extent.dtype, extent.shape) != (dtype, shape):
             refuse(manifest, what, expected, f"{extent.dtype} {list(extent.shape)}")

@@ -17,13 +17,14 @@ from stagehand.errors import (
     OffsetError,
     TensorMismatchError,
 )
+from stagehand.names import listing
 from stagehand.settings import check_value
 from stagehand.stores.checkpoint import Checkpoint
 from stagehand.stores.files import FileSet
 from stagehand.stores.headers import read_header
 from stagehand.stores.packed_files import PackedWeight, packed_weights, unpacked
 from stagehand.stores.squareq import has_manifest
-from stagehand.units import format_bytes, listing
+from stagehand.units import format_bytes
 
 if TYPE_CHECKING:
     import os

@@ -14,6 +14,7 @@ import torch
 from stagehand.core.device import find_device
 from stagehand.core.telemetry import Telemetry
 from stagehand.errors import ConfigError, MissingTensorError, StagehandWarning
+from stagehand.names import nearest
 from stagehand.settings import check_value
 from stagehand.stores.checkpoint import Checkpoint
 from stagehand.stores.files import FileSet
@@ -240,10 +241,8 @@ class LayerStreamer:
             return weight.to(wanted_dtype(name, weight.dtype, self.dtype))
         if extent is None:
             names = [unpacked(key)[0] for key in self._checkpoint]
-            near = self._checkpoint.nearest(name, names)
-            hint = f", nearest {' and '.join(map(repr, near))}" if near else ""
             raise MissingTensorError(
-                f"tensor {name!r} is not in {self._checkpoint}{hint}"
+                f"tensor {name!r} is not in {self._checkpoint}{nearest(name, names)}"
             )
         dtype = wanted_dtype(name, extent.dtype, self.dtype)
         tensor = read_tensor(self._files, extent)
