@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Wires"]
 
-_MORE = 0.08
+_MORE = 0.08  # of a larger budget, which may keep so much more of small weights
 
 
 class Wires:
@@ -105,7 +105,6 @@ class Wires:
             StagehandOOMError: Otherwise; it names the smallest budget that works.
         """
         longest, scratch = self._taken_by(wires)
-        # A larger budget may keep more small weights on the device for good.
         self._check(longest + scratch, self._parts.budget_bytes, more=_MORE)
 
     def reserve(self) -> None:

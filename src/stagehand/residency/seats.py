@@ -377,9 +377,14 @@ class Seats:
 
     # Holds
 
-    def keep(self, number: int, *, ends: bool = False) -> None:
-        """Let others take nothing of a tenant, or end that."""
-        self.holds.end_keep(number) if ends else self.holds.keep(number)
+    def keep(self, number: int) -> None:
+        """Let others take nothing of a tenant until `end_keep`."""
+        self.holds.keep(number)
+        self._shares = None
+
+    def end_keep(self, number: int) -> None:
+        """End what `keep` began."""
+        self.holds.end_keep(number)
         self._shares = None
 
     def reserve(

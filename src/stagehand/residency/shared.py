@@ -475,7 +475,7 @@ class SharedDevice:
     def end_keep(self, number: int) -> None:
         """End what `keep` began."""
         with self._lock:
-            self._seats.keep(number, ends=True)
+            self._seats.end_keep(number)
 
     def reserve(
         self, number: int, priority: ResidentPriority, *, asked_for: bool = True

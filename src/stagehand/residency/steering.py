@@ -55,11 +55,14 @@ class _Lasting:
 class Steering:
     """Keeps the scheduler's plan fit for what the model does.
 
-    A plan is made for the routes that are expected to repeat. It is made again when a
-    pass took another route, or began or ceased to read rows of experts (twice alike, so
-    that an odd pass does not cost a plan), when other blocks train, and go on to do so,
-    when the budget changes, when the routes' compute times are known, and when they
-    have become others: they are measured again now and then.
+    A plan is made for the routes that are expected to repeat. It is made again
+
+    - when a pass took another route, or began or ceased to read rows of experts: twice
+      alike, so that a single other pass does not cost a plan;
+    - when other blocks train, and go on to do so;
+    - when the budget changes;
+    - when the routes' compute times are known, and when they have become others: they
+      are measured again now and then.
 
     Args:
         scheduler: Follows the plans.
