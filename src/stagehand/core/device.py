@@ -2,8 +2,8 @@
 
 One class serves every accelerator that PyTorch knows through `torch.accelerator`;
 another serves machines without one, where "device memory" is host memory and copies are
-done when they are asked for. Both have the same methods, so that nothing above has two
-code paths.
+done when they are asked for. Both have the same methods. What is above asks `is_host`
+only where a lane, a copy or page-locked memory would be for nothing.
 """
 
 import contextlib
