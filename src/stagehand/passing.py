@@ -162,7 +162,7 @@ class Passing(PassListener):
         self._took_gradients = takes_gradients
         parts = self._parts
         parts.trains = parts.trains or takes_gradients
-        self._begin_uses(changes_follow=not takes_gradients)
+        self._begin_uses()
         self._hooks.drop_edges(module)
         return self._pass_context(module, kwargs)
 
@@ -299,7 +299,7 @@ class Passing(PassListener):
             self._note_changes()
         if by_module or not self._took_gradients:  # all of it may be in a checkpoint
             self._watch()
-        self._begin_uses(changes_follow=True)
+        self._begin_uses()
         # Autograd goes on in streams that need not wait for the one of this node.
         self._parts.scheduler.await_fixed()
 
@@ -462,13 +462,10 @@ class Passing(PassListener):
         if self._measure.in_step and not self._manual:
             self._measure.clock.enter(phase)
 
-    def _begin_uses(self, *, changes_follow: bool) -> None:
-        """Make all ready for the uses of a pass: room, pinned memory, files, the plan.
-
-        Args:
-            changes_follow: Whether trained weights may change when the pass is over.
-        """
+    def _begin_uses(self) -> None:
+        """Make all ready for the uses of a pass: room, pinned memory, files, plan."""
         parts, measure = self._parts, self._measure
+        goes_back = self._saved.backward is not None
         if self._took_gradients and self._wires.must_leave() is not None:
             self._clear_device()
         self._make_room()
@@ -481,13 +478,11 @@ class Passing(PassListener):
         self._compact_files.check()
         if self._files is not None:
             self._files.check()
-            self._account(trains=changes_follow and self._took_gradients)
+            self._account(trains=goes_back and self._took_gradients)
         if measure.stopwatch.is_over():
             parts.steering.note(*measure.collect())
             parts.steering.learns = parts.loader.pin_on is None
-        parts.scheduler.begin_pass(
-            goes_back=self._saved.backward is not None, hands_over=self._hands_over
-        )
+        parts.scheduler.begin_pass(goes_back=goes_back, hands_over=self._hands_over)
         if not parts.scheduler.in_use and parts.steering.steer():
             if parts.weights.overdraft_bytes:
                 parts.device_arena.trim()  # what was kept for reuse under the old limit
