@@ -1,5 +1,6 @@
 """Who may take what from whom: the books of a shared device."""
 
+import threading
 from dataclasses import replace
 
 import pytest
@@ -41,6 +42,9 @@ class Tenant:
 
     def ends_alone(self):
         return False
+
+    def give_up(self, keep_bytes, *, leaves=False):
+        return False  # another thread has its lock
 
 
 @pytest.mark.parametrize("is_guest", [True, False])
@@ -107,6 +111,26 @@ def test_a_pass_goes_on_here_when_the_thread_where_it_began_is_in_no_call():
     with shared._lock:  # which the other thread's call may need
         shared.go_on_here(numbers[0], lambda: False)
     assert shared._seats[numbers[0]].runs_elsewhere()
+
+
+@pytest.mark.parametrize("limit", [40, 70])
+def test_room_is_awaited_that_a_pass_which_begins_elsewhere_gives_up(
+    monkeypatch, limit
+):
+    """Its thread has been told of its limit, and has not followed yet."""
+    shared = SharedDevice(HostDevice())
+    whole, numbers = shared.ledger.device, [shared.new_number() for _ in "ab"]
+    asks, begins = (Tenant(name, whole, budget=100, held=0) for name in ("it", "other"))
+    for number, tenant in zip(numbers, (asks, begins), strict=True):
+        shared.join(number, tenant)
+    grants = [tenant.account.grant(30, "slots") for tenant in (asks, begins, begins)]
+    for number in numbers:
+        shared._seats[number].running, shared._seats[number].limit = True, limit
+    shared._seats[numbers[0]].thread = threading.current_thread()
+    shared._seats[numbers[1]].thread = threading.Thread()
+    monkeypatch.setattr(shared._changed, "wait", lambda _: grants[-1].release())
+    assert (whole.limit_bytes, whole.held_bytes) == (100, 90)
+    assert shared.make_room(numbers[0], 30) is (limit < 60)
 
 
 def seated(*held, **claims):

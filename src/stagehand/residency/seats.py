@@ -359,6 +359,15 @@ class Seats:
             ),
         )
 
+    def shrinking(self, seat: Seat) -> list[Seat]:
+        """Return others that hold more than their pass may, which has just begun in
+        another thread: they are about to give that up."""
+        return [
+            other
+            for other in self.others(seat)
+            if other.running and other.runs_elsewhere() and other.held > other.limit
+        ]
+
     def missing(self, nbytes: int) -> int:
         """Return how much others must give up before a tenant can have more bytes."""
         return self.account.held_bytes + nbytes - self.account.limit_bytes

@@ -82,7 +82,7 @@ class SharedDevice:
         self._seats = Seats(self.ledger.device, device.torch_device)
         self._gone: deque[int] = deque()  # numbers of tenants to be forgotten
         self._refusing: list[Seat] = []  # that gave nothing: another thread has them
-        # By thread that waits in `_await_locks`: the tenants whose locks it waits for.
+        # By thread that waits in `_await`: the tenants that it waits for.
         self._awaited: dict[AnyThread, list[Seat]] = {}
 
     def __repr__(self) -> str:
@@ -292,7 +292,8 @@ class SharedDevice:
         """Let other tenants give up so many bytes, which one needs in mid-pass.
 
         Its own account has room for them, but the device has not. If another thread has
-        the lock of a tenant that could give some up, wait for it, if that can end.
+        the lock of a tenant that could give some up, or begins a pass in which it may
+        hold less than it does, wait for it, if that can end.
 
         Returns:
             Whether they are free now.
@@ -308,8 +309,8 @@ class SharedDevice:
                     return True
                 if self._end_left(seat):
                     continue
-                refusing = self._refusing.copy()
-                if not (may_wait and refusing and self._await_locks(refusing)):
+                later = [*self._refusing, *self._seats.shrinking(seat)]
+                if not (may_wait and later and self._await(later)):
                     return False
 
     @contextmanager
@@ -399,15 +400,15 @@ class SharedDevice:
                 ended = True
         return ended
 
-    def _await_locks(self, seats: list[Seat]) -> bool:
-        """Wait a moment for other threads to release some tenants' locks.
+    def _await(self, seats: list[Seat]) -> bool:
+        """Wait a moment for the threads that some tenants are taken by.
 
         Returns:
             False, at once, if these threads wait for this one.
         """
         threads = self._threads_in(seats, but=HERE.thread)
         if len(threads) < len(seats):
-            return True  # a lock was released meanwhile
+            return True  # one was released meanwhile
         if self._are_stuck(threads):
             return False
         try:
@@ -531,7 +532,7 @@ class SharedDevice:
             if not over or seat is None:
                 return
             while self._send_off(seat) and not seat.runs_elsewhere():
-                if not self._await_locks([seat]):
+                if not self._await([seat]):
                     return  # it leaves after its next pass
 
     # Telling
