@@ -11,7 +11,8 @@ saves of them are handles already (see `graph`).
 
 A cast is found through the graph, when an operator saves it for backward. If none does,
 because the operator's other input needs no gradient, or there is no graph, an operator
-that computes nothing is run on the weight to find it: where no cast may be there, only
+that computes nothing is run on the weight to find it: where no cast may be there, or
+one of another type, for a site may change autocast's type inside of its call, only
 until it gets one, or would make one.
 
 Without gradients autocast's casts require gradients, too, from some version after 2.10
@@ -149,7 +150,7 @@ class Casts:
         """Find the casts of a call with gradients that no operator has saved."""
         for weight in reader.cast or ():
             if _is_wanted(block, weight):
-                self._find(block, weight, has_cast=True)
+                self._find(block, weight, reader)
 
     def _find_without_graph(self, block: Block, reader: Reader) -> None:
         """Find the casts of a call without gradients, which does not tell of any."""
@@ -161,9 +162,8 @@ class Casts:
                 and _is_matrix(weight)
                 and _may_be_cached(weight)
                 and _is_wanted(block, weight)
-                and self._find(block, weight, has_cast=key in reader.casts_unseen)
+                and self._find(block, weight, reader)
             ):
-                reader.casts_unseen.add(key)
                 block.casts[key].unseen = True
 
     def fetch(self, block: Block) -> None:
@@ -236,20 +236,21 @@ class Casts:
             self._nothing[dtype] = found
         return found
 
-    def _find(self, block: Block, weight: torch.Tensor, *, has_cast: bool) -> bool:
+    def _find(self, block: Block, weight: torch.Tensor, reader: Reader) -> bool:
         """Note the cast of a matrix that autocast keeps; return whether it does.
 
-        Args:
-            block: The weight's.
-            weight: A matrix.
-            has_cast: Whether calls like this one have cast it. Then a cast is made if
-                there is none, for this takes a quarter of the time.
+        A cast to autocast's type of now is made if there is none, where the site was
+        last seen to use one: this takes a quarter of the time.
         """
-        find = _saved_cast if has_cast and weight.dim() == 2 else _kept_cast
-        cast = find(weight, self._place)
-        if cast is not None:
-            note_cast(block.casts, cast, weight)
-        return cast is not None
+        dtype = torch.get_autocast_dtype(self._place.type)
+        makes = reader.cast_to.get(id(weight)) is dtype and weight.dim() == 2
+        find = _saved_cast if makes else _kept_cast
+        cast = find(weight, _no_rows(weight, dtype, self._place))
+        if cast is None:
+            return False
+        reader.cast_to[id(weight)] = cast.dtype
+        note_cast(block.casts, cast, weight)
+        return True
 
 
 class _KnownError(Exception):
@@ -278,34 +279,42 @@ class _Finding(DispatchMode):  # type: ignore[no-untyped-call]
         return function(*args, **(kwargs or {}))
 
 
-def _kept_cast(weight: torch.Tensor, place: torch.device) -> torch.Tensor | None:
+def _kept_cast(weight: torch.Tensor, no_rows: torch.Tensor) -> torch.Tensor | None:
     """Return the cast of a matrix that autocast keeps and that requires gradients."""
     with torch.no_grad(), without_modes():
         finding = _Finding(weight)
         with dispatching(finding), suppress(_KnownError):
-            torch.matmul(_no_rows(weight, place), weight)
+            torch.matmul(no_rows, weight)
     return finding.cast
 
 
-def _saved_cast(weight: torch.Tensor, place: torch.device) -> torch.Tensor | None:
+def _saved_cast(weight: torch.Tensor, no_rows: torch.Tensor) -> torch.Tensor | None:
     """Return the cast of a matrix of two dimensions, which autocast makes if needed.
 
     One of more dimensions may be saved in another shape.
     """
     saved: list[torch.Tensor] = []
+
+    def save(tensor: torch.Tensor) -> None:
+        saved.append(tensor)
+        if tensor.dtype is not no_rows.dtype:  # they cannot be multiplied
+            raise _KnownError
+
     with (
         torch.enable_grad(),
         without_modes(),
-        saved_tensors_hooks(saved.append, _never),
+        saved_tensors_hooks(save, _never),
+        suppress(_KnownError),
     ):
-        torch.matmul(_no_rows(weight, place).requires_grad_(), weight)
+        torch.matmul(no_rows.requires_grad_(), weight)
     found = filter(None, map(cast_of, saved))
     return next((cast for cast, leaf in found if leaf is weight), None)
 
 
-def _no_rows(weight: torch.Tensor, place: torch.device) -> torch.Tensor:
+def _no_rows(
+    weight: torch.Tensor, dtype: torch.dtype, place: torch.device
+) -> torch.Tensor:
     """Return what a matrix is multiplied with to compute nothing."""
-    dtype = torch.get_autocast_dtype(place.type)
     return torch.empty(0, weight.shape[-2], dtype=dtype, device=place)
 
 
@@ -326,8 +335,12 @@ def _cast_in(
         for node, makers in terms.items()
         if any(is_cast(maker) for maker, _ in makers)
     }
-    cast |= reader.casts_unseen
-    return tuple(t for t in block.tensors if id(t) in cast and _is_matrix(t))
+    cast |= reader.cast_to.keys()
+    return tuple(
+        t
+        for t in block.tensors
+        if id(t) in cast and _is_matrix(t) and _may_be_cached(t)
+    )
 
 
 def _is_wanted(block: Block, weight: torch.Tensor) -> bool:
@@ -347,7 +360,8 @@ def _have_graphs() -> bool:
         torch.no_grad(),
     ):
         torch.matmul(weight, weight)
-        return _kept_cast(weight, place) is not None
+        no_rows = _no_rows(weight, torch.bfloat16, place)
+        return _kept_cast(weight, no_rows) is not None
 
 
 def _are_found() -> bool:

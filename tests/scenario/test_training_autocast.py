@@ -3,6 +3,7 @@
 import contextlib
 from copy import deepcopy
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -852,6 +853,87 @@ def test_a_layer_where_autocast_is_off_has_no_cast_beside_one_that_has(sim):
         return made
 
     assert_equal_in_blocks_of_two(UpWithout, steps)
+
+
+class OfTwoTypes(nn.Module):
+    """Its second layer is multiplied in a type of its own."""
+
+    inner: torch.dtype | None = torch.float16
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def forward(self, x):
+        up, casts = self.up(x).float(), self.inner is not None
+        with torch.autocast("hpu", dtype=self.inner, enabled=casts):
+            return torch.tanh(up + self.down(x).float())
+
+
+@pytest.mark.parametrize("mode", ["layers", "blocks"])
+@pytest.mark.parametrize("order", ["without with", "with without"])
+def test_blocks_that_change_the_type_of_autocast_inside_are_as_resident(
+    sim, mode, order
+):
+    """The type at a block's end was taken for that of all of its casts."""
+    half, brain = torch.float16, torch.bfloat16
+    model = InBlocks(OfTwoTypes, 4)
+
+    def steps(model, blocks=()):
+        found, losses, x = [], [], batch(2, 32).to("hpu")
+        for outer, *inner in (
+            *((brain, half), (brain, None, half), (half, half), (half, brain)),
+            *((half, None, brain), (brain, brain)),
+        ):
+            with torch.autocast("hpu", dtype=outer):
+                for part, way in product(inner, order.split() * 2):
+                    for block in model.blocks:
+                        block.inner = part
+                    with torch.set_grad_enabled(way == "with"):
+                        found.append(model(x))
+                    if way == "with":  # nothing saves casts where inputs are only read
+                        losses += [found[-1].sum(), *(b(x).sum() for b in model.blocks)]
+                known = [one for block in blocks for one in block.casts.values()]
+                assert not any(one.cast().numel() for one in known)
+            model.zero_grad()
+            sum(losses).backward()
+            losses.clear()
+            found += [p.grad.clone() for p in model.parameters()]
+        return [tensor.detach().cpu() for tensor in found]
+
+    expected = steps(deepcopy(model).to("hpu"))
+    runtime = Setting("hpu", mode, "").stream(model, 5 * LAYER_BYTES)
+    ours = steps(model, runtime._parts.blocks)
+    assert_bitwise_equal(ours, expected, "outputs and gradients")
+    runtime.shutdown()
+
+
+class CastsWide(nn.Module):
+    """Reads its weight in another type than it is stored in, without autocast."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(32, 32, dtype=torch.float64) / 4)
+
+    def forward(self, x):
+        return x @ self.weight.float()
+
+
+def test_weights_that_blocks_cast_themselves_are_not_taken_for_autocasts(sim):
+    model = InBlocks(lambda: nn.Sequential(CastsWide(), nn.Linear(32, 32)), 4)
+
+    def step(model):
+        model.zero_grad()
+        x = batch(2, 32).to("hpu")
+        with torch.autocast("hpu", dtype=torch.bfloat16):
+            loss = sum(block(x).sum() for block in model.blocks) + model(x).sum()
+        loss.backward()
+        return [p.grad.cpu().clone() for p in model.parameters()]
+
+    expected = step(deepcopy(model).to("hpu"))
+    runtime = Setting("hpu", "blocks", "").stream(model, 9 * LAYER_BYTES)
+    assert_equal_gradients([step(model), step(model)], [expected] * 2)
+    runtime.shutdown()
 
 
 class Tied(nn.Module):

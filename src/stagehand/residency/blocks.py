@@ -430,14 +430,15 @@ class Reader:
         began: The sequence number of autograd's next node when it began last, if its
             block may be read unseen.
         cast: Which of its weights autocast casts in a call; None if not known yet.
-        casts_unseen: Ids of those that it was seen to cast in calls without gradients.
+        cast_to: By id, the types that autocast was last found to have cast them to, in
+            calls whose graph did not tell.
         first: The sequence number of autograd's next node when it began, from where on
             `KeptViews` is to look; -1 if it is not to.
         looked: `Block.abandoned` when `KeptViews` found nothing; -1 if it shall look.
     """
 
     __slots__ = (
-        *("_tied", "again", "began", "binding", "cast", "casts_unseen"),
+        *("_tied", "again", "began", "binding", "cast", "cast_to"),
         *("first", "looked", "once", "own", "since"),
     )
     cast: tuple[torch.Tensor, ...] | None
@@ -457,7 +458,7 @@ class Reader:
         self.once: tuple[int, bool] | None = None
         self.looked = -1
         self.cast = None
-        self.casts_unseen: set[int] = set()
+        self.cast_to: dict[int, torch.dtype] = {}
 
     def begin(self, block: Block) -> None:
         """The site begins, for a backward pass to come."""
