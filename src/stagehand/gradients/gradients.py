@@ -278,10 +278,12 @@ class Gradients:
         me, known = weakref.ref(self), weakref.ref(home)
         renew_hooks(tensor, swapped=mine is not None)
 
-        def before(grad: torch.Tensor) -> None:
+        def before(grad: torch.Tensor) -> torch.Tensor | None:
             self, home = me(), known()
-            if self is not None and home is not None:
-                self._before(home, grad)
+            if self is None or home is None:
+                return None
+            self._before(home, grad)
+            return home.laid_out(grad)
 
         def after(parameter: torch.Tensor) -> None:
             self, home = me(), known()

@@ -6,6 +6,7 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import is_grad_enabled
 
 from stagehand.core.layout import placed_like
 from stagehand.gradients.uses import Uses
@@ -133,6 +134,22 @@ class Home:
     def fits(self, grad: torch.Tensor) -> bool:
         """Whether a gradient can lie as its parameter does, whose shape it has."""
         return grad.dtype is self.parameter.dtype and grad.layout is torch.strided
+
+    def laid_out(self, grad: torch.Tensor | None) -> torch.Tensor | None:
+        """Return a gradient that comes as its weight lies, or None where it does so.
+
+        Autograd copies one that lies otherwise to where the weight is: to the host, if
+        its block has left, past the order of additions.
+        """
+        if self.block.bound or grad is None or is_grad_enabled():
+            return None  # mostly
+        parameter = self.parameter
+        if grad.device == parameter.device or grad.layout is not torch.strided:
+            return None
+        if grad.stride() == parameter.stride():
+            return None
+        like = torch.empty_like(parameter, dtype=grad.dtype, device=grad.device)
+        return like.copy_(grad)
 
     def own_place(self, arena: Arena) -> torch.Tensor | None:
         """Return pinned memory for a gradient that nobody else holds, if there is any.
