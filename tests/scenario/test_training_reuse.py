@@ -242,6 +242,23 @@ def test_sums_of_losses_are_accumulated_whatever_was_between(sim, setting, betwe
     assert_trains_equally(built(Net), script, setting)
 
 
+@over(SETTINGS)
+def test_what_streams_is_accumulated_exactly_though_parked_before_backward(
+    sim, setting
+):
+    """Of what stays on the device the last bits may differ: see docs/training.md."""
+
+    def script(run):
+        for name, weight in run.model.named_parameters():
+            weight.requires_grad_(name.startswith("blocks") and weight.dim() > 1)
+        for number in range(2):
+            loss = run.loss(number) + run.loss(number + 10)
+            park(run)
+            run.backward(loss + run.loss(number + 20) + run.loss(number + 30))
+
+    assert_trains_equally(built(Net), script, setting)
+
+
 @over([Setting("hpu", "layers", "all"), Setting("hpu", "blocks", "all")])
 @pytest.mark.parametrize(("reader", "owner"), [(1, 3), (3, 1)])
 def test_weights_tied_while_the_model_streams_get_their_terms_in_order(

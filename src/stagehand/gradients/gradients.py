@@ -23,6 +23,11 @@ weight's block comes to the device anew (`Block.bindings`), autograd makes a new
 - What `param.grad` held before backward has to be added last. It is kept apart
   (`Home.earlier`) as long as more parts may come: as long as there are nodes of the
   weight that have not run, or may run again.
+- A term may come when the block has left. If it does not lie as its weight does,
+  autograd would put a copy of it beside the weight, on the host, so it is laid out
+  before (`Home.laid_out`).
+- What always stays on the device has no home: if it leaves between two forwards to one
+  backward, as in `park()`, each of its nodes adds its sum to what is there.
 - Users' hooks behind the addition are called once for a sum. Of a part that is not the
   last one of its call of autograd they are hidden; at the last, the sum so far is on
   the device again (`_reunite`). Which part is the last is known by the graphs' nodes
