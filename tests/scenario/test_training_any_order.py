@@ -158,6 +158,7 @@ class AnyOrder(RuleBasedStateMachine):
         self.seed = 0
         self.optimizes = False
         self.held = 0  # losses that wait for backward
+        self.left = False  # whether what stays left the device meanwhile
         self.joined = 0  # layers that were not there at first
         self.edits = False
 
@@ -316,8 +317,21 @@ class AnyOrder(RuleBasedStateMachine):
     @precondition(lambda self: self.held < 2)
     @rule(number=numbers)
     def hold(self, number):
+        self.left = self.left and self.held > 0
         self.both(lambda run: run.losses.append(run.loss(number)))
         self.held += 1
+
+    @precondition(lambda self: self.held and not self.left)
+    @rule(number=numbers)
+    def let_go_together(self, number):
+        def act(run):
+            loss = sum(run.losses) + run.loss(number)
+            loss.backward()
+            return loss.detach()
+
+        if not self.runs[0].handles:  # see docs/training.md
+            self.both(act)
+            self.drop_losses()
 
     @precondition(lambda self: self.held)
     @rule(first=st.booleans())
@@ -443,6 +457,7 @@ class AnyOrder(RuleBasedStateMachine):
 
     @rule(way=st.sampled_from(list(COPIES)))
     def copy(self, way):
+        self.left = True
         way = way if self.can_be_pickled() else "deep"
         plain, mine = (run.model.state_dict() for run in self.runs)
         found = COPIES[way](self.runs[1].model).state_dict()
@@ -522,10 +537,12 @@ class AnyOrder(RuleBasedStateMachine):
 
     @rule()
     def park(self):
+        self.left = True
         self.runs[1].runtime.park()
 
     @rule(home=st.booleans())
     def move(self, home):
+        self.left = self.left or home
         self.runs[1].model.to("cpu" if home else self.place)
 
     @rule(setting=SETTINGS)

@@ -235,6 +235,8 @@ class AnyOrderSteps(AnyOrder):
 
     @rule()
     def look_at_a_vector(self):
+        self.left = True
+
         def act(run):
             if run.runtime is not None:
                 run.runtime.park()
