@@ -737,6 +737,19 @@ def scaled_in_a_list(weight):
     torch._foreach_mul_([weight.data], 0.9)
 
 
+def set_anew(weight):
+    torch.nn.init.constant_(weight.data, 0.05)
+
+
+def rectified(weight):
+    torch.nn.functional.leaky_relu(weight.data, 0.9, inplace=True)
+
+
+def with_other_bits(weight):
+    bits = weight.data.view(torch.int32)
+    bits &= ~255
+
+
 class Edited(nn.Module):
     """Changes a layer's weight past its version counter while it trains."""
 
@@ -758,7 +771,10 @@ class Edited(nn.Module):
 @pytest.mark.parametrize("times", [1, 100])
 @pytest.mark.parametrize(
     "edit",
-    [clamped, with_another_row, scaled, scaled_into_itself, scaled_in_a_list],
+    [
+        *(clamped, with_another_row, scaled, scaled_into_itself, scaled_in_a_list),
+        *(set_anew, rectified, with_other_bits),
+    ],
 )
 def test_what_a_forward_writes_through_data_is_kept(sim, setting, edit, times, trains):
     """As codebooks do, which follow averages, and layers that fit to first batches."""
@@ -772,6 +788,68 @@ def test_what_a_forward_writes_through_data_is_kept(sim, setting, edit, times, t
         return model
 
     assert_trains_equally(build, train, setting)
+
+
+class Centred(nn.Linear):
+    """Changes its weight in sight once, and past its version counter always."""
+
+    def __init__(self):
+        super().__init__(WIDTH, WIDTH)
+        self.is_new = True
+
+    def forward(self, x):
+        if self.is_new:
+            self.is_new = False
+            with torch.no_grad():
+                self.weight.sub_(self.weight.mean())
+        scaled(self.weight)
+        return torch.tanh(super().forward(x))
+
+
+@over([*FEW, Setting("cpu", "layers", "smallest")])
+@pytest.mark.parametrize("trains", [True, False])
+def test_what_is_written_in_sight_hides_no_other_writes(sim, setting, trains):
+    @built
+    def build():
+        model = Net(depth=0)
+        model.blocks = nn.ModuleList(Centred() for _ in range(4))
+        for block in model.blocks:
+            block.weight.requires_grad_(trains)
+        return model
+
+    assert_trains_equally(build, train, setting)
+
+
+def frozen(weight):
+    weight.requires_grad_(False)
+
+
+def detached(weight):
+    weight.data.detach_()
+
+
+def widened(weight):
+    weight.data.unsqueeze_(0)
+
+
+@over(FEW)
+@pytest.mark.parametrize("call", [frozen, detached, widened])
+def test_calls_that_leave_values_alone_let_blocks_be_dropped(sim, setting, call):
+    @built
+    def build():
+        model = Net(depth=0)
+        model.blocks = nn.ModuleList(Edited(call, 100) for _ in range(4))
+        return model.requires_grad_(False)
+
+    def script(run):
+        before = sim.d2h_bytes()
+        for number in range(6):
+            run.loss(number)
+        homeward.append(sim.d2h_bytes() - before)
+
+    homeward = []
+    assert_trains_equally(build, script, setting)
+    assert homeward == [0, 0]
 
 
 @over(FEW)

@@ -11,7 +11,7 @@ from functools import partial
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -456,7 +456,9 @@ def interrupt(*_, **__):
     raise KeyboardInterrupt
 
 
-_USES = st.tuples(st.integers(1, 9), st.sampled_from(["reads", "edits", "waits"]))
+_USES = st.tuples(
+    st.integers(1, 9), st.sampled_from(["reads", "edits", "writes", "waits"])
+)
 
 
 def test_what_uses_change_is_never_lost(sim):
@@ -465,6 +467,7 @@ def test_what_uses_change_is_never_lost(sim):
     detours = st.lists(_USES, max_size=8)
 
     @given(routes, detours, st.integers(0, 4), st.integers(0, 1))
+    @example([], [(6, "writes"), (7, "reads"), (6, "writes")], 3, 0)
     @settings(max_examples=60)
     def check(routes, detour, spare, staged):
         rig = Rig(
@@ -514,6 +517,12 @@ class Changing:
         if does == "edits":
             tensor.add_(1)
             truth += 1
+        if does == "writes":  # only the first time is seen
+            before = self.rig.scheduler.versions_under([tensor.data])
+            tensor.data.add_(1)
+            truth += 1
+            if not block.edited:
+                self.rig.scheduler.note_edits(before)
         self.rig.scheduler.after(block)
         self.sent += sum(block.sent is not None for block in self.rig.blocks)
         if does == "waits":

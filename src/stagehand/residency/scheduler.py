@@ -22,7 +22,7 @@ from stagehand.residency.mover import Mover
 from stagehand.residency.slots import Neighbours, SlotMemory
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Sequence
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
     from contextlib import AbstractContextManager
 
     import torch
@@ -147,6 +147,8 @@ class Scheduler:
             arrived = watch.mark(stream)
         if block.bound:
             self._engine.await_filled(block.slot, stream)  # type: ignore[arg-type]
+            if block.edited:
+                block.mark_changed()  # a copy that is on its way home may be too early
         elif block.slot is None or block.trains:
             self._bring(block, stream)
         else:  # as `_bring` does, a call less
@@ -164,13 +166,14 @@ class Scheduler:
         """Like `before`, but bring only some rows of the block's tensors.
 
         It brings the whole block where that is here already, or on its way, or to stay,
-        or where its store cannot give single rows.
+        or where its store cannot give single rows, or where a call may write to others.
 
         Args:
             block: Whose tensors have rows.
             runs: Which rows, as ranges.
         """
-        if block.slot is None and not block.stays and self._loader.takes_rows(block):
+        comes_whole = block.stays or block.edited or block.slot is not None
+        if not comes_whole and self._loader.takes_rows(block):
             parts = block.layout.parts_of(runs)
             block.runs_nbytes = sum(end - first for first, end in parts)
             block.runs = runs
@@ -301,15 +304,21 @@ class Scheduler:
             return None
         return None if slot is None else slot.occupant
 
-    def note_edit(self, written: torch.Tensor) -> None:
-        """Note that a call has written to a tensor, which may lie in a slot.
+    def versions_under(self, tensors: Iterable[torch.Tensor]) -> dict[Block, list[int]]:
+        """Return the blocks in whose slots tensors lie, with their version counters."""
+        blocks = {self.block_under(tensor) for tensor in tensors}
+        return {b: b.read_versions() for b in blocks if b is not None and b.bound}
 
-        What is written through `.data` moves no counter of the weight's.
+    def note_edits(self, before: Mapping[Block, list[int]]) -> None:
+        """Note that a call has written to blocks, with counters that it had before.
+
+        What is written through `.data` moves no counter of the weight's. One that had
+        moved already says nothing of later passes: it may have been for once.
         """
-        block = self.block_under(written)
-        if block is not None and block.bound and not block.is_changed():
-            block.edited = True
-            block.mark_changed()
+        for block, versions in before.items():
+            if block.bound and block.read_versions() == versions:
+                block.edited = True
+                block.mark_changed()
 
     @property
     def in_use(self) -> list[str]:

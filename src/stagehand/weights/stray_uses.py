@@ -52,7 +52,9 @@ class StrayUses:
             The answer must be the same in each pass.
         note_read: Called where a call reads weights, in use or not: in forward and
             recompute alike.
-        note_edit: Called with each tensor that a call has changed in place.
+        versions_under: Called with the tensors that a call will change. Returns
+            the blocks in whose slots they lie, with their version counters.
+        note_edits: Called after that with what it has returned.
         let_go: Called with each of the blocks after that call.
         is_torn: Whether this mode was left active by a pass that was interrupted.
     """
@@ -68,7 +70,8 @@ class StrayUses:
         bring: Callable[[Mapping[Block, torch.Tensor]], None],
         is_at_hand: Callable[[Block], bool],
         note_read: Callable[[], None],
-        note_edit: Callable[[torch.Tensor], None],
+        versions_under: Callable[[list[torch.Tensor]], dict[Block, list[int]]],
+        note_edits: Callable[[dict[Block, list[int]]], None],
         let_go: Callable[[Block], None],
         is_torn: Callable[[], bool],
     ) -> None:
@@ -80,7 +83,8 @@ class StrayUses:
         self._bring = bring
         self._is_at_hand = is_at_hand
         self._note_read = note_read
-        self._note_edit = note_edit
+        self._versions_under = versions_under
+        self._note_edits = note_edits
         self._let_go = let_go
         self._is_torn = is_torn
         self._mode = WeakMode(self, rows.mode.model)
@@ -131,10 +135,11 @@ class StrayUses:
         kwargs: Mapping[str, Any],
     ) -> Any:
         """Let the call have what it reads, and note what it writes."""
+        written = [] if is_dynamo_compiling() else _written(func, args, kwargs)
+        before = call_unseen(self._versions_under, written) if written else {}
         found = self._with_weights(func, args, kwargs)
-        if not is_dynamo_compiling():
-            for written in _written(func, args, kwargs):
-                call_unseen(self._note_edit, written)
+        if before:
+            self._note_edits(before)
         return found
 
     def _with_weights(
@@ -194,18 +199,28 @@ def _is_harmless(func: Callable[..., Any]) -> bool:
 def _written(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> list[torch.Tensor]:
-    """Return the tensors that a call has changed in place."""
+    """Return the tensors that a call changes in place."""
     places = [kwargs.get("out")]
     name = getattr(func, "__name__", "")
-    if name in _WRITING or (name.endswith("_") and not name.endswith("__")):
-        places += args[:1]
+    is_named_so = name.endswith("_") and not name.endswith("__")
+    if is_named_so or name in _WRITING or kwargs.get("inplace") is True:
+        # `torch.nn.init` gives all that it was given by name.
+        places += [] if name in _RESHAPING else [*args, *kwargs.values()][:1]
     return [each for _, each in tensors_in(places)]
 
 
 _WRITING = frozenset(
     {
-        *("__iadd__", "__idiv__", "__ifloordiv__", "__imod__", "__imul__", "__ipow__"),
-        *("__isub__", "__itruediv__", "__setitem__"),
+        *("__iadd__", "__iand__", "__idiv__", "__ifloordiv__", "__ilshift__"),
+        *("__imod__", "__imul__", "__ior__", "__ipow__", "__irshift__", "__isub__"),
+        *("__itruediv__", "__ixor__", "__setitem__"),
+    }
+)
+# What these change of a tensor is not its values.
+_RESHAPING = frozenset(
+    {
+        *("as_strided_", "detach_", "rename_", "requires_grad_", "share_memory_"),
+        *("squeeze_", "swapaxes_", "swapdims_", "t_", "transpose_", "unsqueeze_"),
     }
 )
 

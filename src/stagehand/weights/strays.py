@@ -85,7 +85,8 @@ class Strays:
             and it is bound.
         fill: Called with a block that was brought, to give its casts memory again.
         note_read: See `StrayUses`.
-        note_edit: See `StrayUses`.
+        versions_under: See `StrayUses`.
+        note_edits: See `StrayUses`.
         let_go: See `StrayUses`.
         is_torn: See `StrayUses`.
         keep: Lets blocks stay from the next pass on. Raises `StagehandOOMError` if they
@@ -105,7 +106,8 @@ class Strays:
         is_latest: Callable[[Block], bool],
         fill: Callable[[Block], None],
         note_read: Callable[[], None],
-        note_edit: Callable[[torch.Tensor], None],
+        versions_under: Callable[[list[torch.Tensor]], dict[Block, list[int]]],
+        note_edits: Callable[[dict[Block, list[int]]], None],
         let_go: Callable[[Block], None],
         is_torn: Callable[[], bool],
         keep: Callable[[Sequence[Block]], None],
@@ -125,7 +127,8 @@ class Strays:
         self._is_latest = is_latest
         self._fill = fill
         self._note_read = note_read
-        self._note_edit = note_edit
+        self._versions_under = versions_under
+        self._note_edits = note_edits
         self._let_go = let_go
         self._is_torn = is_torn
         self._keep = keep
@@ -188,7 +191,8 @@ class Strays:
             bring=self._bring_strays,
             is_at_hand=is_at_hand,
             note_read=self._note_read,
-            note_edit=self._note_edit,
+            versions_under=self._versions_under,
+            note_edits=self._note_edits,
             let_go=self._let_go,
             is_torn=self._is_torn,
         )
