@@ -1,7 +1,7 @@
 """What it costs that autograd keeps handles of weights, and not the weights."""
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch.nn import functional
 from benchmarks.models import Stack, make_runtime, streamed_blocks
 from benchmarks.results import Result, until_met
 from benchmarks.timing import Times, take_turns
+from stagehand.runtime import Runtime
 
 __all__ = ["measure"]
 
@@ -36,7 +37,7 @@ def measure(rounds: int = 60) -> Iterator[Result]:
             identity = partial(saved_tensors_hooks, _same, _same)
             steps = {
                 "identity": _step(weight, identity, layers),
-                "handle": _step(weight, runtime._saved.hooks, layers),
+                "handle": _step(weight, partial(_handles, runtime), layers),
             }
             yield from rows(take_turns(steps, rounds=rounds, until=until_met(rows)))
     finally:
@@ -57,6 +58,16 @@ def _rows(
         scale=1e6,
         target=target,
     )
+
+
+@contextmanager
+def _handles(runtime: Runtime) -> Iterator[None]:
+    saved = runtime._saved
+    pushed = saved.push_hooks()
+    try:
+        yield
+    finally:
+        saved.put_back(pushed)
 
 
 def _same(tensor: torch.Tensor) -> torch.Tensor:
