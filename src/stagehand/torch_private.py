@@ -681,6 +681,9 @@ def replace_saved_hooks(*instead: SavedHooks) -> None:
 
     Whoever pushed that one pops what is in its place, at an interrupt, too.
     """
+    if not instead:
+        pop_saved_hooks()
+        return
     _at_once(pop_saved_hooks, *(partial(push_saved_hooks, *pair) for pair in instead))
 
 
@@ -706,9 +709,11 @@ def take_off_hooks(
                 replace_saved_hooks(*instead)
                 break
             _at_once(pop_saved_hooks, partial(above.append, top))
-        _put_on(above)
+        if above:
+            _put_on(above)
     finally:
-        _put_on(above)  # what an interrupt has left of it
+        if above:
+            _put_on(above)  # what an interrupt has left of it
     return top is not None
 
 
