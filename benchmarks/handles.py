@@ -62,7 +62,7 @@ def _rows(
 
 @contextmanager
 def _handles(runtime: Runtime) -> Iterator[None]:
-    saved = runtime._saved
+    saved = runtime._uses.saved
     pushed = saved.push_hooks()
     try:
         yield

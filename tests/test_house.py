@@ -91,11 +91,11 @@ PLAN: dict[int, dict[str, tuple[str, ...]]] = {
     },
     5: {
         "": (
-            *("config", "report", "assembly", "wires", "foreign"),
+            *("weak_refs", "config", "report", "assembly", "wires", "foreign"),
             *("additions", "measure", "files"),
             *("moves", "decoding", "compact", "quantized_layers", "host_memory"),
-            *("tenancy", "sharing", "storing", "kept_views", "data_parallel"),
-            "passing",
+            *("tenancy", "kept_views", "uses", "placing", "data_parallel", "passing"),
+            *("sharing", "storing"),
             *("conducted", "runtime", "modes", "loading", "pipelines"),
         )
     },

@@ -375,10 +375,10 @@ def assert_at_rest(run: Run, *, interrupted: bool = False) -> None:
     with run.runtime._edges.lock:  # autograd's thread may still be closing a failure
         pass
     assert interrupted or not run.runtime._parts.scheduler.in_use
-    gradients = run.runtime._gradients
+    gradients = run.runtime._uses.gradients
     assert interrupted or gradients is None or gradients._arriving_bytes == 0
     for tensor in run.runtime.streamed_tensors:
-        block = run.runtime._owners[id(tensor)]
+        block = run.runtime._uses.owners[id(tensor)]
         if not block.stays or block.trains:
             assert tensor.device.type == "cpu", block.name
             assert tensor.grad is None or tensor.grad.device.type == "cpu", block.name

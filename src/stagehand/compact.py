@@ -35,37 +35,11 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Compact",
-    "CompactFiles",
     "expand",
     "refuse_quantized",
     "wire_blocks",
     "wired_store",
 ]
-
-
-class CompactFiles:
-    """The open files of one runtime that hold weights in a smaller form."""
-
-    def __init__(self) -> None:
-        self._sets: list[FileSet] = []
-
-    def add(self, *sets: FileSet) -> None:
-        """Have files be checked and closed from now on."""
-        self._sets += sets
-
-    def check(self) -> None:
-        """Do nothing if every file is what it was.
-
-        Raises:
-            ShardChangedError: Otherwise.
-        """
-        for files in self._sets:
-            files.check()
-
-    def close(self) -> None:
-        """Let go of the files; host tensors stay valid. Idempotent."""
-        for files in self._sets:
-            files.close()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from stagehand.core.transfer import TransferEngine
     from stagehand.measure import Measure
     from stagehand.residency.plan import Plan
+    from stagehand.weak_refs import ModelRef
 
 __all__ = ["Conduct"]
 
@@ -29,6 +30,12 @@ class Conduct:
     _measure: Measure
     _bounds: Bounds
     _link_need: tuple[Plan, LinkNeed | None] | None
+    _model: ModelRef
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the runtime was not shut down, and its model lives."""
+        return self._model.is_open
 
     @property
     def bounds(self) -> Bounds:

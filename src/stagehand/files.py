@@ -1,6 +1,7 @@
 """Lets a model's streamed weights come from safetensors files."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +17,47 @@ from stagehand.stores.files import FileSet
 from stagehand.stores.safetensors import SafetensorsStore, read_tensor
 from stagehand.torch_private import give_value
 
-__all__ = ["back_by_files", "check_key_map", "make_real", "names_in"]
+__all__ = ["WeightFiles", "back_by_files", "check_key_map", "make_real", "names_in"]
+
+
+class WeightFiles:
+    """The open files of one runtime's weights.
+
+    Attributes:
+        plain: Those that hold the weights as they are; None as long as there are none.
+    """
+
+    def __init__(self) -> None:
+        self.plain: FileSet | None = None
+        self._compact: list[FileSet] = []
+
+    def replace_plain(self, files: FileSet) -> None:
+        """Let go of the plain files for others."""
+        if self.plain is not None:
+            self.plain.close()
+        self.plain = files
+
+    def add_compact(self, *sets: FileSet) -> None:
+        """Have more files, which hold weights in a smaller form."""
+        self._compact += sets
+
+    def _all(self) -> list[FileSet]:
+        return [*self._compact, *([] if self.plain is None else [self.plain])]
+
+    def check(self) -> None:
+        """Do nothing if every file is what it was.
+
+        Raises:
+            ShardChangedError: Otherwise.
+        """
+        for files in self._all():
+            files.check()
+
+    def close(self) -> None:
+        """Let go of the files; host tensors stay valid. Idempotent."""
+        with ExitStack() as rest:  # all of them, whatever fails
+            for files in self._all():
+                rest.callback(files.close)
 
 
 def back_by_files(

@@ -14,7 +14,7 @@ __all__ = ["Moves"]
 
 
 class _Parkable(Protocol):
-    """What is needed of a runtime: its model, its device, and to bring all home."""
+    """What is needed: the model, its device, and to bring all of it home and back."""
 
     @property
     def model(self) -> nn.Module:
@@ -49,19 +49,19 @@ class Moves:
     pass; casting is refused, and so is another memory format.
 
     Args:
-        runtime: Of the model.
+        placing: Moves the model.
         additions: Is kept here, by the model, and by nobody else: it knows all modules,
             and where one of them knows the whole, the model would never be dropped.
     """
 
-    def __init__(self, runtime: _Parkable, additions: object) -> None:
-        self._runtime = runtime
+    def __init__(self, placing: _Parkable, additions: object) -> None:
+        self._placing = placing
         self._additions = additions
 
     def __call__(self, fn: Any, recurse: bool = True) -> nn.Module:
-        runtime = self._runtime
-        model = runtime.model
-        place = runtime.torch_device
+        placing = self._placing
+        model = placing.model
+        place = placing.torch_device
         kinds = set()
         for dtype, shape, form in dict.fromkeys(map(_kind, model.parameters())):
             probe = torch.empty(shape, dtype=dtype, device="cpu", memory_format=form)
@@ -86,23 +86,23 @@ class Moves:
                     f" to {result.device}; call the runtime's shutdown() first"
                 )
             kinds.add(result.device.type)
-        stays = place.type == "cpu" and runtime.runs  # to where it computes now
+        stays = place.type == "cpu" and placing.runs  # to where it computes now
         if "cpu" in kinds and not stays:
-            runtime.park()
+            placing.park()
         elif kinds:
-            runtime.place()
+            placing.place()
         return model
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Give the copy the ordinary method. It is copied last."""
-        self._runtime.end_copy()
-        copied = memo[id(self._runtime.model)]
+        self._placing.end_copy()
+        copied = memo[id(self._placing.model)]
         return MethodType(type(copied)._apply, copied)
 
     def __reduce__(self) -> Any:
         """Give the pickled model the ordinary method. It is pickled last."""
-        self._runtime.resume()
-        return getattr, (self._runtime.model, "_apply")
+        self._placing.resume()
+        return getattr, (self._placing.model, "_apply")
 
 
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}

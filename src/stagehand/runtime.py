@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections import Counter
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, ParamSpec
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -15,43 +14,29 @@ from torch import nn
 from stagehand.additions import Additions
 from stagehand.assembly import Settings, assemble
 from stagehand.attribute import HANDLE
-from stagehand.autocast import Casts
-from stagehand.compact import CompactFiles
 from stagehand.conducted import Conduct
 from stagehand.core.clock import Phase
 from stagehand.core.limits import Bounds
-from stagehand.core.steps import Steps
 from stagehand.core.telemetry import Telemetry
-from stagehand.data_parallel import Averaging
 from stagehand.errors import (
     CheckpointError,
-    ClosedError,
     ConfigError,
     OrphanedParameterError,
-    StagehandOOMError,
 )
-from stagehand.frames import frame_of_copy
-from stagehand.gradients.gradients import Gradients
-from stagehand.graph import SavedTensors
+from stagehand.files import WeightFiles
 from stagehand.guards import Guards
 from stagehand.host_memory import HostMemory
-from stagehand.kept_views import KeptViews
 from stagehand.measure import Measure
 from stagehand.moves import Moves
-from stagehand.passing import Passing, gone
+from stagehand.passing import Passing
 from stagehand.report import Report, advise
-from stagehand.residency.blocks import Block, readers_of, tensor_bytes
+from stagehand.residency.blocks import Block, tensor_bytes
 from stagehand.settings import check_value
 from stagehand.sharing import Sharing
 from stagehand.storing import Storing
-from stagehand.tenancy import Tenancy
-from stagehand.torch_private import take_off_dead, tensor_use_count
+from stagehand.torch_private import take_off_dead
 from stagehand.units import parse_bytes
-from stagehand.weights.edges import Edges
-from stagehand.weights.experts import Experts
-from stagehand.weights.rows import RowGather
-from stagehand.weights.sites import SiteHooks
-from stagehand.weights.strays import Strays
+from stagehand.weak_refs import ModelRef, weakly
 from stagehand.wires import Wires
 
 if TYPE_CHECKING:
@@ -60,15 +45,13 @@ if TYPE_CHECKING:
 
     from stagehand.assembly import Parts
     from stagehand.core.arena import Arena
+    from stagehand.graph import SavedTensors
     from stagehand.residency.finding import Finding
-    from stagehand.stores.files import FileSet
 
 __all__ = ["Runtime"]
 
-_P = ParamSpec("_P")
 
-
-class Runtime(Passing, Sharing, Storing, Conduct):
+class Runtime(Sharing, Storing, Conduct):
     """Streams one model's weights until `shutdown()`.
 
     Make one with `stagehand.layer()` or `StagehandRuntime`. While it is active the
@@ -82,7 +65,7 @@ class Runtime(Passing, Sharing, Storing, Conduct):
     """
 
     def __init__(self, model: nn.Module, finding: Finding, settings: Settings) -> None:
-        self._model_ref = weakref.ref(model)
+        self._model = ModelRef(model)
         self._settings = settings
         self._device = settings.device
         telemetry = Telemetry(
@@ -95,73 +78,52 @@ class Runtime(Passing, Sharing, Storing, Conduct):
         self._measure = Measure(
             settings.device, telemetry, timed=settings.timed, traced=settings.traced
         )
-        self._counters = telemetry.counters
         self._weight_bytes = sum(
             tensor_bytes(t) for t in (*model.parameters(), *model.buffers())
         )
         self._gathered_bytes = sum(
             {id(g): g.nbytes for _, g in finding.gathered}.values()
         )
-        self._guards = Guards(settings.checks, self._counters)
-        self._guards.check_parameters(
+        guards = Guards(settings.checks, telemetry.counters)
+        guards.check_parameters(
             (*finding.streamed, *(group for _, group in finding.gathered))
         )
         self._link_need = None
-        self._parts, sites = assemble(finding, settings, self._counters)
-        self._bounds = Bounds(self._parts.scheduler.obey)
-        self._files: FileSet | None = None
-        self._compact_files = CompactFiles()
-        self._manual = False
-        self._took_gradients = False  # the latest forward
-        self._handled = None  # the exception that was being handled as the pass began
-        self._failed = False  # a forward, since hooks were looked for that are gone
-        self._ready = False  # `_prepare` was done since the device was last cleared
-        self._closed = False
-        self._hands_over = False  # another model is expected to run next
+        self._parts, sites = assemble(finding, settings, telemetry.counters)
+        parts = self._parts
+        self._bounds = Bounds(parts.scheduler.obey)
+        self._files = WeightFiles()
         self._startup_seconds = 0.0
-        self._resumes = False  # what stays was here before all was brought home
         self._last_report: Report | None = None
         self._at_shutdown: list[Callable[[nn.Module], None]] = []
         self._home = next(
             (t.device for t in model.parameters() if not t.is_meta), torch.device("cpu")
         )
-        parts = self._parts
-        self._steps = Steps(parts.loader.await_reads, _weakly(self._note_inside))
         self._wires = Wires(parts, settings)
         self._host_memory = HostMemory(parts, settings.pinned_bytes)
-        self._owners = {
-            id(tensor): block for block in parts.away for tensor in block.tensors
-        }
-        self._edges = Edges(self, settings.device.torch_device, parts.weights.name)
-        self._marked_bytes = settings.budget_bytes  # by watermarks
-        self._leaves = 0  # how often what stays may have left the device
-        self._saved = SavedTensors(
-            parts.scheduler,
-            self._owners,
-            _weakly(self._fetch, gone),
-            _weakly(self._turn_back),
-            settings.device,
-        )
-        self._kept = KeptViews(self._saved)
-        self._casts = Casts(
-            settings.device, parts.scheduler, _weakly(self._follow_cast)
-        )
-        self._gradients = self._make_gradients()
-        self._averaging = Averaging()
-        if self._gradients is not None:
-            parts.scheduler.await_steps_with(_weakly(self._gradients.await_steps))
-        self._hooks = self._make_hooks()
-        parts.scheduler.widen_by(_weakly(self._widen))
-        if not self._device.is_host:  # there it is read where it is
-            parts.scheduler.tell_of_leave(_weakly(self._note_leave))
-        self._readers = readers_of(sites, [table for table, _ in finding.gathered])
-        self._rows = self._make_rows(model)
-        self._strays = self._make_strays(model, [site for site, _ in sites])
         additions = Additions(model, parts, self._wires, self._home)
         self._additions = weakref.ref(additions)  # see `Moves`
-        ends = _weakly(self._let_go)
+        self._passing = Passing(
+            model,
+            self._model,
+            sites,
+            [table for table, _ in finding.gathered],
+            parts,
+            settings,
+            additions=self._additions,
+            wires=self._wires,
+            files=self._files,
+            host_memory=self._host_memory,
+            measure=self._measure,
+            guards=guards,
+        )
+        self._edges = self._passing.edges
+        self._uses = self._passing.uses
+        self._placing = self._passing.placing
+        self._tenancy = self._passing.tenancy
+        ends = weakly(self._let_go)
         self._finalizer = weakref.finalize(
-            model, _end, self._saved, parts, telemetry, ends
+            model, _end, self._uses.saved, parts, telemetry, ends
         )
         # Not at exit: other exit functions may use the model; the system frees memory.
         self._finalizer.atexit = False
@@ -175,11 +137,11 @@ class Runtime(Passing, Sharing, Storing, Conduct):
             self._edges.lock.acquire()
             for block in parts.blocks:
                 parts.masters.adopt(block)
-            self._tenancy = Tenancy(parts, self._edges, model)
+            self._tenancy.join()
             hook()
             parts.steering.steer()
             self._measure.know(parts.scheduler.blocks)
-            self._place_rest()
+            self._placing.place_rest()
             self._startup_seconds = time.perf_counter() - self._settings.began
             self._edges.lock.release()
         except BaseException:
@@ -193,23 +155,10 @@ class Runtime(Passing, Sharing, Storing, Conduct):
         sites: Sequence[tuple[nn.Module, Block]],
         additions: Additions,
     ) -> None:
-        tables = [table for table, _ in finding.gathered]
-        self._hooks.add_model(model, {site for site, _ in sites}, tables)
-        experts = Experts(
-            self._parts.scheduler, self._device.torch_device, self._settings.experts
-        )
-        readers = Counter(block for _, block in sites)
-        for (site, block), reader in zip(sites, self._readers, strict=True):
-            pick = experts.begin_of(site, block) if readers[block] == 1 else None
-            self._hooks.add_site(site, block, reader, pick)
-            block.unseen = block.unseen or _is_read_unseen(site)
-            self._add_look(site, block.name)
-        for table, group in finding.gathered:
-            self._hooks.add_gather(table, self._rows.mode)
-            self._add_look(table, group.name)
+        self._passing.install(model, finding, sites)
         # The handle comes first, so that a copy of the model begins with it.
         own = {k: v for k, v in model.__dict__.items() if k != HANDLE}
-        all_of_it = {HANDLE: self, **own, "_apply": Moves(self, additions)}
+        all_of_it = {HANDLE: self, **own, "_apply": Moves(self._placing, additions)}
         try:
             model.__dict__.clear()
             model.__dict__.update(all_of_it)
@@ -227,88 +176,6 @@ class Runtime(Passing, Sharing, Storing, Conduct):
             _twice(rest, self._give_back, model)
             self.park()
 
-    def _make_gradients(self) -> Gradients | None:
-        """Return what brings gradients to the host; None if they are made there."""
-        parts = self._parts
-        if self._device.is_host:
-            return None
-        return Gradients(
-            parts.device,
-            parts.engine,
-            parts.pinned_arena,
-            parts.adders,
-            turn=self._edges.lock,
-            blocks=lambda: parts.away,
-            enter=self._edges.enter_backward,
-            fetch=self._fetch,
-            begin=parts.scheduler.begin_training,
-        )
-
-    def _make_hooks(self) -> SiteHooks:
-        scheduler = self._parts.scheduler
-        return SiteHooks(
-            self._edges,
-            before=scheduler.before,
-            push_hooks=self._saved.push_hooks,
-            track=self._track,
-            untrack=self._untrack,
-            drop_rows=scheduler.drop_rows,
-            recover=scheduler.recover,
-            complete_rows=scheduler.complete_rows,
-            bring_home=self._bring_home,
-            hand_out=self._hand_out,
-            resume=self.resume,
-            await_copies=self._parts.loader.await_copies,
-            look_again=self._look_again,
-        )
-
-    def _make_rows(self, model: nn.Module) -> RowGather:
-        scheduler = self._parts.scheduler
-        return RowGather(
-            model,
-            self._device.torch_device,
-            self._counters,
-            self._owners,
-            join=scheduler.join,
-            bring=scheduler.before,
-            leave=scheduler.after,
-            take_in=scheduler.take_in,
-            is_torn=self._edges.is_torn,
-            follow=self._follow,
-        )
-
-    def _make_strays(self, model: nn.Module, sites: list[nn.Module]) -> Strays:
-        scheduler = self._parts.scheduler
-        return Strays(
-            model,
-            sites,
-            self._owners,
-            self._rows,
-            device=self._device.torch_device,
-            spare=self._hooks.spare,
-            bring=self._lend,
-            is_latest=scheduler.is_latest,
-            fill=self._casts.fill,
-            note_read=self._saved.come_into_region,
-            versions_under=scheduler.versions_under,
-            note_edits=scheduler.note_edits,
-            let_go=scheduler.after,
-            is_torn=self._edges.is_torn,
-            keep=self._parts.keep,
-        )
-
-    def _note_leave(self) -> None:
-        """Let modules that read what stays begin a pass, too, for it is away now."""
-        self._leaves += 1
-        model = self._model_ref()
-        if model is not None:
-            self._hooks.add_edges(model)
-
-    def _add_look(self, module: nn.Module, block: str) -> None:
-        look = self._guards.look(block)
-        if look is not None:
-            self._hooks.add_look(module, look)
-
     @property
     def model(self) -> nn.Module:
         """The streamed model.
@@ -316,12 +183,7 @@ class Runtime(Passing, Sharing, Storing, Conduct):
         Raises:
             ClosedError: If it was given back, or is gone.
         """
-        return self._check_open()
-
-    @property
-    def runs(self) -> bool:
-        """Whether this thread is in a pass of the model."""
-        return self._edges.running()
+        return self._model.check()
 
     @property
     def torch_device(self) -> torch.device:
@@ -329,7 +191,7 @@ class Runtime(Passing, Sharing, Storing, Conduct):
         return self._device.torch_device
 
     def __repr__(self) -> str:
-        if self._closed:
+        if self._model.closed:
             return "Runtime(shut down)"
         weights, parts = self._parts.weights, self._parts
         return (
@@ -340,67 +202,12 @@ class Runtime(Passing, Sharing, Storing, Conduct):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         """Give a copy of the model no runtime, and bring what it copies to the host."""
-        if (frame := frame_of_copy()) is not None and self.is_open:
-            self._edges.begin_reading(frame, self._bring_home)
-        else:
-            self._bring_home()
+        self._placing.begin_copy()
 
     def __reduce__(self) -> Any:
         """Give a pickle of the model no runtime, either."""
-        self._bring_home()
+        self._placing.bring_home()
         return type(None), ()
-
-    def _bring_home(self) -> None:
-        """Bring every tensor home, for a copy, a pickle or a state dict of the model.
-
-        `resume` brings back what stays.
-        """
-        if self.is_open:
-            rest = self._parts.blocks[0]  # which is placed before the first pass
-            resumes = self._resumes or self._ready or rest.bound
-            self.park()
-            self._resumes = resumes
-
-    def _hand_out(self) -> bool:
-        """Bring tensors home for a state dict: all, but what stays if others wait for
-        its gradients, as `DistributedDataParallel` does.
-
-        They hold its `AccumulateGrad` nodes, of which there would be others when it is
-        back from another device.
-
-        Returns:
-            Whether anything was left on the device.
-        """
-        staying = (self._parts.blocks[index] for index in self._parts.scheduler.fixed)
-        changes_devices = self.is_open and not self._device.is_host
-        if not changes_devices or not any(
-            tensor.requires_grad and tensor_use_count(tensor) > 1
-            for tensor in (*(t for b in staying for t in b.tensors), *self._parts.odd)
-        ):
-            self._bring_home()
-            return False
-        with self._at_rest():
-            self._parts.scheduler.give_up(0, all_of_it=False)
-            self._take_in()
-        return True
-
-    def end_copy(self) -> None:
-        """End what `__deepcopy__` began: the rest of the model is copied, too."""
-        try:
-            self.resume()
-        finally:
-            if (frame := frame_of_copy()) is not None:
-                self._edges.end_reading(frame)
-
-    def resume(self) -> None:
-        """Bring back what stays, if `_bring_home` took it away from the device.
-
-        If there is no room for what has joined, it is not brought, and the next pass
-        says so: who saves a model or copies it gets what there is.
-        """
-        if self._resumes and not self._closed:
-            with suppress(StagehandOOMError):
-                self.place()
 
     # Steps
 
@@ -413,29 +220,16 @@ class Runtime(Passing, Sharing, Storing, Conduct):
         Raises:
             ClosedError: After `shutdown()`, as all methods of a runtime do.
         """
-        self._check_open()
+        self._model.check()
         with self._turn():
-            self._manual = True
-            self._next_step(step)
+            self._passing.steps_by_hand = True
+            self._passing.begin_step(step)
 
     def end_step(self) -> None:
         """End the open step and record it. Without one, nothing happens."""
-        self._check_open()
+        self._model.check()
         with self._turn():
-            self._close_step()
-
-    def _next_step(self, step: int | None) -> None:
-        self._close_step()
-        self._measure.begin_step(step)
-
-    def _close_step(self) -> None:
-        if self._measure.timed:
-            self._parts.steering.note(*self._measure.collect())
-        self._guards.collect()
-        parts = self._parts
-        self._measure.end_step(
-            parts.weights, parts.pinned_arena, parts.masters.pinning_bytes
-        )
+            self._passing.end_step()
 
     @contextmanager
     def managed_forward(self) -> Iterator[None]:
@@ -450,10 +244,10 @@ class Runtime(Passing, Sharing, Storing, Conduct):
         yield
 
     def _enter_phase(self, phase: Phase) -> None:
-        self._check_open()
+        self._model.check()
         if not self._measure.in_step:
             self.begin_step()
-        self._manual = True
+        self._passing.steps_by_hand = True
         self._measure.clock.enter(phase)
 
     # Blocks
@@ -473,10 +267,10 @@ class Runtime(Passing, Sharing, Storing, Conduct):
         block = self._block(block_id)
         self._edges.take_lock()
         try:
-            if not self._ready:
-                self._prepare()
+            if not self._placing.ready:
+                self._placing.prepare()
             self._parts.scheduler.before(block)
-            self._casts.fill(block)
+            self._uses.casts.fill(block)
         except BaseException:
             self._edges.lock.release()
             raise
@@ -516,7 +310,7 @@ class Runtime(Passing, Sharing, Storing, Conduct):
         return tuple(t for block in self._parts.away for t in block.tensors)
 
     def _block(self, block_id: str) -> Block:
-        self._check_open()
+        self._model.check()
         check_value("block_id", block_id, str)
         for block in self._parts.streamed:
             if block.name == block_id:
@@ -548,14 +342,14 @@ class Runtime(Passing, Sharing, Storing, Conduct):
             ConfigError: If `listener` cannot be called.
             ClosedError: After `shutdown()`.
         """
-        self._check_open()
+        self._model.check()
         if not callable(listener):
             raise ConfigError(
                 f"listener is {listener!r}: expected a function that takes parameters"
             )
-        if self._gradients is None:
+        if self._uses.gradients is None:
             return lambda: None
-        return self._gradients.when_home(listener)
+        return self._uses.gradients.when_home(listener)
 
     # Memory
 
@@ -573,21 +367,16 @@ class Runtime(Passing, Sharing, Storing, Conduct):
             ConfigError: If it is no size.
             StagehandOOMError: If it cannot work; it names the smallest that can.
         """
-        self._check_open()
+        self._model.check()
         held = self._tenancy.shared.ledger.device.held_bytes
         free = self._device.free_bytes() + held
         nbytes = parse_bytes(vram_budget, name="vram_budget", of=free)
         with self._turn():
-            self._limit_to(nbytes)
-            self._parts.budget_bytes = self._marked_bytes = nbytes
+            self._placing.limit_to(nbytes)
+            self._parts.budget_bytes = self._placing.marked_bytes = nbytes
             self._tenancy.renew()
             if not self._edges.is_busy:
                 self._tenancy.give_up(nbytes)
-
-    def _limit_to(self, nbytes: int) -> None:
-        self._wires.plan_within(nbytes)
-        self._parts.weights.set_limit(nbytes)
-        self._parts.device_arena.trim()  # what is kept for reuse counts, too
 
     def park(self) -> None:
         """Bring every tensor home to the host and free all device memory.
@@ -597,14 +386,7 @@ class Runtime(Passing, Sharing, Storing, Conduct):
         Raises:
             ConfigError: If the model runs, or a block is in use.
         """
-        with self._at_rest():
-            self._clear_device()
-            self._take_in()
-            self._parts.take_home_odd()
-            if (additions := self._additions()) is not None:
-                additions.take_home_unseen(torch.device("cpu"))
-            self._parts.take_gradients_along()
-            self._parts.device_arena.trim()
+        self._placing.park()
 
     @contextmanager
     def _turn(self) -> Iterator[None]:
@@ -612,35 +394,6 @@ class Runtime(Passing, Sharing, Storing, Conduct):
         self._edges.await_failure()
         with self._edges.lock:
             yield
-
-    @contextmanager
-    def _at_rest(self) -> Iterator[None]:
-        """Hold the model's lock; refuse if it runs or one of its blocks is in use."""
-        self._check_open()
-        if self._edges.running():
-            raise ConfigError(
-                "the model cannot be moved, copied or given back while it runs: do"
-                " that when its pass is over"
-            )
-        with self._edges.lock:
-            self._parts.scheduler.release_fetched()
-            if used := self._parts.scheduler.in_use:
-                if not self._hooks.find_lost():
-                    raise ConfigError(
-                        f"block {used[0]!r} is in use: call after_block() before the"
-                        " model is moved, copied or given back"
-                    )
-                self._parts.scheduler.recover()  # no hook was left to end these uses
-            yield
-
-    def _clear_device(self) -> None:
-        """Bring all blocks home; the next pass pins and places them anew."""
-        self._ready = self._resumes = False  # first: an interrupt may leave some there
-        self._parts.scheduler.park()
-        self._parts.loader.pin_on = None
-        self._parts.masters.stop_pinning()
-        self._parts.loader.set_slabs(0, 0)
-        self._parts.engine.close_wires()
 
     def place(self) -> None:
         """Bring what always stays to the device, as the next pass would.
@@ -650,12 +403,7 @@ class Runtime(Passing, Sharing, Storing, Conduct):
         Raises:
             StagehandOOMError: If there is no room for what has joined the model.
         """
-        self._check_open()
-        if not self._edges.running():
-            with self._edges.lock:
-                self._take_additions()
-                self._place_between_passes()
-                self._resumes = False
+        self._placing.place()
 
     # Telling
 
@@ -666,7 +414,7 @@ class Runtime(Passing, Sharing, Storing, Conduct):
 
     def report(self) -> Report:
         """Return budget, plan, bytes moved, what limits, and what would help."""
-        if self._closed and self._last_report is not None:
+        if self._model.closed and self._last_report is not None:
             return self._last_report
         parts, measure, plan = self._parts, self._measure, self._parts.steering.plan
         additions = self._additions()
@@ -720,7 +468,7 @@ class Runtime(Passing, Sharing, Storing, Conduct):
             ConfigError: If the runtime was not made with `trace=True`.
         """
         with self._turn():  # a pass of another thread is measured whole
-            if not self._closed:
+            if not self._model.closed:
                 self._parts.steering.note(*self._measure.collect())
             written = self._measure.write_trace(path)
         if not written:
@@ -764,7 +512,7 @@ class Runtime(Passing, Sharing, Storing, Conduct):
         Raises:
             ConfigError: If it cannot be called.
         """
-        self._check_open()
+        self._model.check()
         if not callable(call):
             raise ConfigError(
                 f"call is {call!r}: expected a function that takes the model"
@@ -772,18 +520,18 @@ class Runtime(Passing, Sharing, Storing, Conduct):
         self._at_shutdown.append(call)
 
     def _end(self, *, keep_pool: bool) -> None:
-        if self._closed:
+        if self._model.closed:
             return
-        model, parts = self._model_ref(), self._parts
+        model, parts = self._model(), self._parts
         if model is None:  # its finalizer has closed the parts
-            self._closed = True
+            self._model.closed = True
             with ExitStack() as rest:
                 self._close_files(rest)
             return
         refused = None
-        with self._at_rest():
+        with self._placing.at_rest():
             try:
-                self._take_in()
+                self._placing.take_in()
             except OrphanedParameterError as error:
                 refused = error
             for block, image in parts.scheduler.bring_home():
@@ -799,8 +547,8 @@ class Runtime(Passing, Sharing, Storing, Conduct):
                 rest.callback(additions.take_home_unseen, self._home)
             _twice(rest, self._give_back, model)
             rest.callback(self._sum_up)
-            if self._gradients is not None:
-                _twice(rest, self._gradients.close)
+            if self._uses.gradients is not None:
+                _twice(rest, self._uses.gradients.close)
             rest.callback(self._host_memory.close)
             with rest:
                 parts.keep_pool = keep_pool
@@ -809,25 +557,23 @@ class Runtime(Passing, Sharing, Storing, Conduct):
 
     def _let_go(self) -> None:
         """The model was collected: leave its memory to whoever has tensors there."""
-        if self._gradients is not None:
-            self._gradients.close()
+        if self._uses.gradients is not None:
+            self._uses.gradients.close()
         self._host_memory.close()
-        self._readers = []
+        self._passing.let_go()
         self._parts.masters.let_go(self._parts.blocks)
 
     def _sum_up(self) -> None:
-        self._close_step()
+        self._passing.end_step()
         self._last_report = self.report()
 
     def _close_files(self, rest: ExitStack) -> None:
         rest.callback(self._measure.telemetry.close)
-        if self._files is not None:
-            rest.callback(self._files.close)
-        rest.callback(self._compact_files.close)
+        rest.callback(self._files.close)
 
     def _give_back(self, model: nn.Module) -> None:
-        parts, self._closed = self._parts, True
-        self._hooks.remove()
+        parts, self._model.closed = self._parts, True
+        self._passing.hooks.remove()
         for name in (HANDLE, "_apply"):
             model.__dict__.pop(name, None)
         for block in parts.blocks:
@@ -849,15 +595,6 @@ class Runtime(Passing, Sharing, Storing, Conduct):
             f" or do not use them ({lost[0][1]})"
         )
 
-    def _check_open(self) -> nn.Module:
-        model = self._model_ref()
-        if self._closed or model is None:
-            raise ClosedError(
-                "the runtime was shut down or its model is gone; make a new one with"
-                " stagehand.layer()"
-            )
-        return model
-
 
 def _twice(rest: ExitStack, call: Callable[..., object], *args: object) -> None:
     """Call something idempotent at the end, twice: an interrupt may cut one short."""
@@ -876,23 +613,6 @@ def _end(
     ends()
 
 
-def _weakly(
-    call: Callable[_P, None], otherwise: Callable[_P, None] | None = None
-) -> Callable[_P, None]:
-    """Return a function that calls a method as long as its object lives.
-
-    After that it calls `otherwise`, or does nothing.
-    """
-    known = weakref.WeakMethod(call)
-
-    def called(*args: _P.args, **kwargs: _P.kwargs) -> None:
-        call = known() or otherwise
-        if call is not None:
-            call(*args, **kwargs)
-
-    return called
-
-
 def _complaint(block: Block) -> CheckpointError | None:
     """Return why a block's host tensors are not what they were, if they are not."""
     try:
@@ -901,17 +621,3 @@ def _complaint(block: Block) -> CheckpointError | None:
     except CheckpointError as error:
         return error
     return None
-
-
-def _is_read_unseen(site: nn.Module) -> bool:
-    """Whether backward through a site may read weights without unpacking a handle.
-
-    Parts that are checkpointed by themselves do, and functions that keep the parameter
-    itself. PyTorch's own modules without parts do not.
-    """
-    return not type(site).__module__.startswith("torch.nn.") or any(
-        tensor is not None
-        for part in site.modules()
-        if part is not site
-        for tensor in (*part._parameters.values(), *part._buffers.values())
-    )

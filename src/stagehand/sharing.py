@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from stagehand.tenancy import Tenancy
+    from stagehand.weak_refs import ModelRef
 
 __all__ = ["Sharing"]
 
@@ -26,9 +27,7 @@ class Sharing:
     """Holds, reservations and guests among runtimes that share a device."""
 
     _tenancy: Tenancy
-
-    def _check_open(self) -> nn.Module:
-        raise NotImplementedError
+    _model: ModelRef
 
     @property
     def block_ids(self) -> tuple[str, ...]:
@@ -137,14 +136,14 @@ class Sharing:
 
     def _neighbour(self, target: nn.Module | Sharing | None) -> Sharing:
         """Return a runtime that shares this one's device memory, this one included."""
-        self._check_open()
+        self._model.check()
         found = self._found(target)
         if found is None:
             raise ConfigError(
                 f"{type(target).__name__} is not streamed: expected a runtime, or a"
                 " model after stagehand.layer()"
             )
-        found._check_open()
+        found._model.check()
         if found._tenancy.shared is not self._tenancy.shared:
             raise ConfigError(
                 f"{found._tenancy.name} and {self._tenancy.name} do not share device"

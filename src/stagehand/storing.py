@@ -21,8 +21,9 @@ if TYPE_CHECKING:
     from torch import nn
 
     from stagehand.assembly import Parts
-    from stagehand.compact import CompactFiles
-    from stagehand.stores.files import FileSet
+    from stagehand.files import WeightFiles
+    from stagehand.placing import Placing
+    from stagehand.weak_refs import ModelRef
     from stagehand.wires import Wires
 
 __all__ = ["Storing"]
@@ -33,14 +34,9 @@ class Storing:
 
     _parts: Parts
     _wires: Wires
-    _files: FileSet | None
-    _compact_files: CompactFiles
-
-    def _check_open(self) -> nn.Module:
-        raise NotImplementedError
-
-    def _place_between_passes(self) -> None:
-        raise NotImplementedError
+    _files: WeightFiles
+    _placing: Placing
+    _model: ModelRef
 
     def park(self) -> None:
         """Bring every tensor home to the host."""
@@ -80,7 +76,7 @@ class Storing:
             StagehandOOMError: If the budget has no room to decode a block; the weights
                 come from files then, decoded.
         """
-        model = self._check_open()
+        model = self._model.check()
         check_value("scratch_dir", scratch_dir, str | Path | None)
         if not isinstance(directory, Checkpoint | Compact):
             check_value("directory", directory, str | Path)
@@ -103,13 +99,11 @@ class Storing:
                     compact.files.close()
                 raise
         if compact is not None:
-            self._compact_files.add(compact.files)
-        if self._files is not None:
-            self._files.close()
-        self._files = files
+            self._files.add_compact(compact.files)
+        self._files.replace_plain(files)
         if compact is not None:
             wire_blocks(self._parts, self._wires, compact, model, key_map)
-        self._place_between_passes()
+        self._placing.place_between_passes()
         return count
 
     def convert_registry_to_squareq_backed(
@@ -143,7 +137,7 @@ class Storing:
             CheckpointError: If a file is not sound or cannot be written.
             StagehandOOMError: If the budget has no room to decode a block.
         """
-        model = self._check_open()
+        model = self._model.check()
         check_value("path", path, str | Path)
         check_value("manifest", manifest, str | Path | None)
         check_value("scratch_dir", scratch_dir, str | Path | None)
@@ -162,8 +156,8 @@ class Storing:
         except BaseException:
             slab.files.close()
             raise
-        self._compact_files.add(slab.files, files)
-        self._place_between_passes()
+        self._files.add_compact(slab.files, files)
+        self._placing.place_between_passes()
         return count
 
     @contextmanager
@@ -175,7 +169,7 @@ class Storing:
         They go at the shutdown, or with the model; at once if what they are for fails.
         """
         folders: list[Path] = []
-        remove = weakref.finalize(self._check_open(), removal_of(folders))
+        remove = weakref.finalize(self._model.check(), removal_of(folders))
 
         def folder_for(nbytes: int) -> Path:
             folders.append(scratch_folder(nbytes, scratch_dir))

@@ -38,9 +38,6 @@ class Tenancy:
         parts: Of the runtime.
         edges: Its lock, and whether it runs.
         model: Is not dropped while others have it give up or load something.
-
-    Raises:
-        StagehandOOMError: If reservations of others leave too little.
     """
 
     def __init__(self, parts: Parts, edges: Edges, model: nn.Module) -> None:
@@ -54,16 +51,23 @@ class Tenancy:
         self._model = weakref.ref(model)
         self._left = False
         self._begins = False  # a pass that has used nothing yet
+        self._claim: Claim  # of this basis
         self._basis: tuple[object, ...] = ()
-        self._claim = self.claim()
         self.number = self.shared.new_number()
         """By which the device knows it."""
-        parts.leave = self.leave  # first: an interrupt may come before it has joined
-        self.shared.join(self.number, self)
-        parts.scheduler.meet(self)
 
     def __repr__(self) -> str:
         return f"Tenancy({self.name!r} of {self.shared!r})"
+
+    def join(self) -> None:
+        """Take the place. From now on others may ask this one to make room.
+
+        Raises:
+            StagehandOOMError: If reservations of others leave too little.
+        """
+        self._parts.leave = self.leave  # first: an interrupt may come before the end
+        self.shared.join(self.number, self)
+        self._parts.scheduler.meet(self)
 
     def leave(self) -> None:
         """Give up the place, and what is held for it. Idempotent."""

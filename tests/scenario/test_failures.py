@@ -996,7 +996,7 @@ def test_a_reader_that_fails_raises_where_the_block_is_needed_and_then_recovers(
     save(stack(), tmp_path)
     runtime_of(model).convert_registry_to_file_backed_sharded(tmp_path)
     expected = run_resident(stack(), place, batch())
-    files = runtime_of(model)._files
+    files = runtime_of(model)._files.plain
     with torch.no_grad():
         for _ in range(passes):
             model(batch())
@@ -1029,7 +1029,7 @@ def test_a_failed_read_ahead_is_not_raised_in_a_pass_that_does_not_need_it(
     model = streamed_stack(place, **always_read(place))
     save(stack(), tmp_path)
     runtime_of(model).convert_registry_to_file_backed_sharded(tmp_path)
-    files = runtime_of(model)._files
+    files = runtime_of(model)._files.plain
     with torch.no_grad():
         model(batch())
     fill = files.fill
@@ -1069,7 +1069,7 @@ def test_a_checkpoint_that_does_not_fit_changes_nothing(place, tmp_path, case):
     for word in (*words, "model.safetensors" if case != "missing" else str(tmp_path)):
         assert word in str(error.value)
     assert [b.store for b in blocks_of(model)] == stores
-    assert runtime_of(model)._files is None
+    assert runtime_of(model)._files.plain is None
     assert_passes_equal(model, expected, batch())
     end(model)
 
@@ -1114,11 +1114,11 @@ def test_a_shard_that_goes_while_its_tensors_are_mapped_changes_nothing(
         safetensors.torch.save_file(part, tmp_path / f"{first}.safetensors")
     checkpoint = Checkpoint.open(tmp_path)
     (tmp_path / "1.safetensors").unlink()
-    stores, files = [b.store for b in blocks_of(model)], runtime._files
+    stores, files = [b.store for b in blocks_of(model)], runtime._files.plain
     with pytest.raises(stagehand.CheckpointError, match=r"1\.safetensors cannot be op"):
         runtime.convert_registry_to_file_backed_sharded(checkpoint)
     assert [b.store for b in blocks_of(model)] == stores
-    assert runtime._files is files
+    assert runtime._files.plain is files
     assert_whole(model, place)
     end(model)
 

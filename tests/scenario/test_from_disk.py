@@ -245,7 +245,7 @@ def test_kept_blocks_make_room_for_gradients(sim, folder):
 
 def test_a_failed_read_into_kept_memory_is_read_again(sim, folder, monkeypatch):
     model = from_disk(folder, ram_budget="1GB")
-    files = runtime_of(model)._files
+    files = runtime_of(model)._files.plain
     real, count = files.fill, [0]
 
     def fill(parts, target, **options):
@@ -276,7 +276,7 @@ def test_a_change_that_could_not_be_saved_is_still_there_to_be_saved(
         with torch.no_grad():
             module[5][0].weight.data.mul_(2)
             module[6][0].weight.mul_(2)
-    files, runtime = runtime_of(model)._files, runtime_of(model)
+    files, runtime = runtime_of(model)._files.plain, runtime_of(model)
     with monkeypatch.context() as patched:
         gone = stagehand.CheckpointError("the disk is away")
         patched.setattr(files, "fill", lambda *_, **__: raise_(gone))

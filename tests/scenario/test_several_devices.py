@@ -173,13 +173,13 @@ def adapters_of_a_wrapper_that_is_gone(place: str) -> None:
     model.to(place)
     parallel = wrapped(model, frozen(model))
     parallel(batch(0, place)).sum().backward()
-    assert runtime_of(model)._hand_out()
-    runtime_of(model).resume()
+    assert runtime_of(model)._placing.hand_out()
+    runtime_of(model)._placing.resume()
     known = weakref.ref(parallel)
     del parallel
     gc.collect()
     assert known() is None
-    assert not runtime_of(model)._hand_out()
+    assert not runtime_of(model)._placing.hand_out()
     runtime_of(model).shutdown()
 
 

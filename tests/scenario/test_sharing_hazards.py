@@ -527,7 +527,7 @@ def test_nobody_makes_room_by_a_model_that_is_being_made(crowd):
 
     def trace(frame, event, _):
         name = frame.f_globals.get("__name__", "")  # those hold no locks of others
-        if name not in {"stagehand.runtime", "stagehand.residency.mover"}:
+        if name not in _MAKING:
             return None
         if event != "line":  # when its constructor returns it is whole
             return trace
@@ -564,6 +564,10 @@ def test_an_interrupt_while_a_model_joins_leaves_no_place_of_it(crowd):
     some.run(0)
 
 
+_MAKING = {
+    *("stagehand.runtime", "stagehand.passing", "stagehand.placing"),
+    "stagehand.residency.mover",
+}
 _JOINING = {
     *("stagehand.tenancy", "stagehand.residency.shared", "stagehand.residency.seats"),
 }

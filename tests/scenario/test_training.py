@@ -317,7 +317,7 @@ def test_gradients_lack_their_places_until_they_have_come_and_always_two_to_arri
     loss = run.loss()
     homes = [home.parameter for home in HOMES.values()]
     sizes = [parameter.numel() * parameter.element_size() for parameter in homes]
-    gradients = run.runtime._gradients
+    gradients = run.runtime._uses.gradients
     assert gradients.missing_bytes == sum(sizes) + 2 * max(sizes)
     loss.backward()
     assert gradients.missing_bytes == 2 * max(sizes)

@@ -251,12 +251,12 @@ def test_adapters_have_room_where_other_tensors_have_pushed_the_weights_out(sim)
     model = base()
     runtime = stream(model, LLAMA, "blocks", "hpu", budget)
     answer(model, "hpu")
-    least = runtime._marked_bytes
+    least = runtime._placing.marked_bytes
     assert least < budget
     model = adapted(model)
     expected, _ = train(adapted(base()).to("hpu"), "hpu")
     assert train(model, "hpu")[0] == expected
-    assert least < runtime._marked_bytes < budget
+    assert least < runtime._placing.marked_bytes < budget
     runtime.shutdown()
     del others
 

@@ -1170,7 +1170,7 @@ def test_a_site_that_an_interrupt_has_left_is_forgotten_by_the_next_pass(
 
     with torch.autocast("hpu", dtype=torch.bfloat16), torch.no_grad():
         with monkeypatch.context() as patch:
-            patch.setattr(runtime_of(model)._casts, "end", interrupt)
+            patch.setattr(runtime_of(model)._uses.casts, "end", interrupt)
             with pytest.raises(KeyboardInterrupt):
                 model(x)
         model(x)

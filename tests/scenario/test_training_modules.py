@@ -495,7 +495,7 @@ def test_views_are_there_when_their_function_runs_inside_of_itself(sim, setting,
             run.backward(loss, retain_graph=True)
             assert Repeating.caught == fails
             if run.runtime is not None:
-                assert not run.runtime._kept._shown
+                assert not run.runtime._uses.kept._shown
             run.backward(loss)
             run.note("input", x.grad)
             del loss
@@ -538,7 +538,7 @@ def test_views_hold_no_slot_when_what_has_raised_inside_of_a_forward_was_caught(
                 run.note("inside", inside)
                 assert Repeating.caught == 1
                 if run.runtime is not None:
-                    assert not run.runtime._kept._shown
+                    assert not run.runtime._uses.kept._shown
 
         run.handles.append(run.model.blocks[1].register_forward_hook(look))
         for number in range(3):

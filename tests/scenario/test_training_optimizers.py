@@ -202,7 +202,7 @@ def test_a_job_of_which_the_wait_was_interrupted_is_waited_for_again(sim, when):
     def put(_):
         jobs.append(Interrupted())
         jobs[0].set_result(None)
-        waiting = runtime._gradients._jobs
+        waiting = runtime._uses.gradients._jobs
         if when == "in backward":
             waiting.appendleft(jobs[0])
             waiting.append(Future())

@@ -420,7 +420,8 @@ def test_gradients_that_wait_for_their_way_home_leave_half_of_the_memory_for_the
     def trained(**options):
         link._known.clear()
         loop = start(burst, half_duplex=True, **options)
-        arena, gradients = loop.runtime._parts.pinned_arena, loop.runtime._gradients
+        gradients = loop.runtime._uses.gradients
+        arena = loop.runtime._parts.pinned_arena
         acquire, arriving = arena.acquire_nowait, []
 
         def acquired(nbytes, holder):

@@ -149,7 +149,7 @@ def test_places_that_are_new_in_each_pass_do_not_pile_up(sim, monkeypatch):
             each(torch.ones(2, 8, device="hpu")).sum().backward()
             gradients.append([p.grad.cpu() for p in each.parameters()])
         assert all_equal(*gradients), number
-        saved = runtime._saved
+        saved = runtime._uses.saved
         assert max(len(saved._places), len(saved._seen)) <= 6
         assert all(len(b.handles) <= 4 for b in runtime._parts.scheduler.blocks)
     runtime.shutdown()
@@ -285,7 +285,7 @@ def test_memory_that_was_a_weights_is_saved_as_what_it_is_then(sim, monkeypatch)
     with torch.no_grad():
         model(batch())
     Keep.kept.mul_(2)
-    assert Keep.kept.data_ptr() in runtime_of(model)._saved._seen
+    assert Keep.kept.data_ptr() in runtime_of(model)._uses.saved._seen
     gradients = []
     for each in (plain, model):
         layer = each[5][0]

@@ -49,7 +49,7 @@ __all__ = ["Edges", "PassListener"]
 
 
 class PassListener:
-    """What happens at the edge of a pass; the runtime fills it in."""
+    """What happens at the edge of a pass; `Passing` fills it in."""
 
     def check(self) -> None:
         """The model is about to be entered; refuse what cannot work."""
@@ -161,7 +161,8 @@ class Edges:
     def __init__(self, listener: PassListener, device: torch.device, name: str) -> None:
         self.lock = Turn(name, self._is_left, self._bury, self._has_raised)
         self._listener = listener
-        self._device = device
+        self.device = device
+        """Where the model computes."""
         self.device_type = device.type
         """The name under which autocast knows the device."""
         self._stack: list[_Frame] = []
@@ -318,7 +319,7 @@ class Edges:
             entry.context = call_unseen(self._listener.begin_pass, module, kwargs)
             if entry.context is not None:
                 entry.context.__enter__()
-            moved: tuple[Any, Any] = moved_to((args, kwargs), self._device)
+            moved: tuple[Any, Any] = moved_to((args, kwargs), self.device)
             return moved
         except BaseException:
             if entry not in self._stack:  # there is nothing to leave
@@ -372,11 +373,11 @@ class Edges:
             return None
         if len(args) == 1 and not kwargs and self._is_there(args[0]):  # mostly
             return None
-        moved: tuple[Any, Any] = moved_to((args, kwargs), self._device)
+        moved: tuple[Any, Any] = moved_to((args, kwargs), self.device)
         return moved
 
     def _is_there(self, value: Any) -> bool:
-        return type(value) is torch.Tensor and value.device == self._device
+        return type(value) is torch.Tensor and value.device == self.device
 
     def leave(self, module: nn.Module) -> None:
         """End the latest entry, if it is this module's."""

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
     from stagehand.core.telemetry import Counters
     from stagehand.residency.blocks import Block
+    from stagehand.residency.scheduler import Scheduler
+    from stagehand.weights.edges import Edges
 
 __all__ = ["RowGather"]
 
@@ -37,44 +39,30 @@ class RowGather:
 
     Args:
         model: Whose tables they are.
-        device: Where the rows go.
         counters: Where lookups are counted.
         tables: The block of each table, by the table's id.
-        join: Called with the block before a lookup in a table that is on the device.
-        bring: Called with the block before a lookup that needs the table there.
-        leave: Called with the block after either.
-        take_in: Called with the block before a lookup on the host: somebody may have
-            pointed the table elsewhere.
-        is_torn: Whether it is left from a pass that was interrupted.
-        follow: Called with a table and the node that goes back through a lookup, where
-            others may have read the table before it in the same place.
+        edges: The model's; rows go where it computes.
+        scheduler: Told of lookups that read a table on the device.
+        follow: Called with a table and the node that goes back through a lookup, and
+            whether others may have read the table before it in the same place.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        device: torch.device,
         counters: Counters,
         tables: Mapping[int, Block],
-        *,
-        join: Callable[[Block], None],
-        bring: Callable[[Block], None],
-        leave: Callable[[Block], None],
-        take_in: Callable[[Block], None],
-        is_torn: Callable[[], bool],
+        edges: Edges,
+        scheduler: Scheduler,
         follow: Callable[[torch.Tensor, Node, bool], None],
     ) -> None:
         self.mode = WeakMode(self, weakref.ref(model))
         self.busy = False
         """Whether rows are looked up at this moment."""
-        self._device = device
         self._counters = counters
         self._tables = tables
-        self._join = join
-        self._bring = bring
-        self._leave = leave
-        self._take_in = take_in
-        self._is_torn = is_torn
+        self._edges = edges
+        self._scheduler = scheduler
         self._follow = follow
 
     def see(
@@ -84,7 +72,7 @@ class RowGather:
         kwargs: Mapping[str, Any],
     ) -> Any:
         """Replace a lookup in a table on the host; pass everything else on."""
-        if func is not nn.functional.embedding or self._is_torn():
+        if func is not nn.functional.embedding or self._edges.is_torn():
             return func(*args, **kwargs)
         self.busy = True
         try:
@@ -103,22 +91,23 @@ class RowGather:
         block = self._tables.get(id(weight))
         if block is not None and (block.bound or _is_tied_and_trains(block, weight)):
             joins = block.bound
-            (self._join if joins else self._bring)(block)
+            (self._scheduler.join if joins else self._scheduler.before)(block)
             try:
                 rows = nn.functional.embedding(input, weight, *args, **kwargs)
                 if rows.grad_fn is not None:
                     self._follow(weight, rows.grad_fn, joins)
                 return rows
             finally:
-                self._leave(block)
+                self._scheduler.after(block)
         if block is not None:
-            self._take_in(block)
-        if weight.device == input.device == self._device:
+            # Somebody may have pointed the table elsewhere.
+            self._scheduler.take_in(block)
+        if weight.device == input.device == self._edges.device:
             return nn.functional.embedding(input, weight, *args, **kwargs)
         self._counters.gathers += 1
         rows = nn.functional.embedding(input.to(weight.device), weight, *args, **kwargs)
         self._counters.h2d_bytes += rows.numel() * rows.element_size()
-        return rows.to(self._device)
+        return rows.to(self._edges.device)
 
 
 @contextmanager

@@ -12,7 +12,7 @@ such a module may be the first that is called, so each is an edge then.
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
     from stagehand.residency.blocks import Block, Reader
+    from stagehand.residency.scheduler import Scheduler
     from stagehand.torch_private import WeakMode
     from stagehand.weights.edges import Edges
     from stagehand.weights.stray_uses import StrayUses
@@ -366,58 +367,57 @@ class _Walk:
         return reads
 
 
+class SiteListener(Protocol):
+    """What is done as sites and edges begin and end, beside having blocks there."""
+
+    def push_hooks(self) -> object:
+        """An edge begins with gradients: weights are to be saved as handles.
+
+        Returns:
+            What of the hooks for that its end has to take off, if any.
+        """
+
+    def track(self, block: Block, reader: Reader) -> object:
+        """A site begins with gradients or under autocast; see `push_hooks`."""
+
+    def untrack(self, block: Block, reader: Reader, output: Any) -> None:
+        """It ends."""
+
+
+class Copying(Protocol):
+    """What is done around copies, pickles and state dicts of the model."""
+
+    def bring_home(self) -> None:
+        """Bring every tensor home, before the model is copied or pickled."""
+
+    def hand_out(self) -> bool:
+        """Bring tensors home for a state dict; return whether some are left."""
+
+    def resume(self) -> None:
+        """It was saved."""
+
+    def await_copies(self) -> None:
+        """The model, or a part of it, is about to write weights on the host."""
+
+    def look_again(self) -> None:
+        """What had joined the model was replaced."""
+
+
 class SiteHooks:
     """All hooks of one runtime on its model, installed and removed together.
 
     Args:
         edges: The model's edge.
-        before: Called with a block when a site begins.
-        push_hooks: Called when an edge begins with gradients, to save weights as
-            handles; returns what of these hooks the edge's end has to take off, if any.
-        track: Called with a block and its reader when a site begins with gradients or
-            under autocast; pushes such hooks, too, and returns the same.
-        untrack: Called with both, and what the site returns, when it ends.
-        drop_rows: Called, when a site ends, with a block of which it had some rows.
-        recover: Ends all uses, where nothing is left to tell of their ends.
-        complete_rows: Called when somebody reads all tensors in the middle of a pass.
-        bring_home: Brings every tensor home before the model is copied or pickled.
-        hand_out: Brings tensors home for a state dict; returns whether some are left.
-        resume: Called when it was saved.
-        await_copies: Called before `load_state_dict()` of the model or a part of it
-            writes weights on the host.
-        look_again: Called where it has replaced what had joined the model.
+        scheduler: Told when a site begins, and of what an interrupted one has left.
+        listener: Told of sites and edges.
     """
 
     def __init__(
-        self,
-        edges: Edges,
-        *,
-        before: Callable[[Block], None],
-        push_hooks: Callable[[], object],
-        track: Callable[[Block, Reader], object],
-        untrack: Callable[[Block, Reader, Any], None],
-        drop_rows: Callable[[Block], None],
-        recover: Callable[[], None],
-        complete_rows: Callable[[], None],
-        bring_home: Callable[[], None],
-        hand_out: Callable[[], bool],
-        resume: Callable[[], None],
-        await_copies: Callable[[], None],
-        look_again: Callable[[], None],
+        self, edges: Edges, scheduler: Scheduler, listener: SiteListener
     ) -> None:
         self._edges = edges
-        self._look_again = look_again
-        self._await_copies = await_copies
-        self._before = before
-        self._track = track
-        self._untrack = untrack
-        self._drop_rows = drop_rows
-        self._recover = recover
-        self._complete_rows = complete_rows
-        self._push_hooks = push_hooks
-        self._bring_home = bring_home
-        self._hand_out = hand_out
-        self._resume = resume
+        self._scheduler = scheduler
+        self._listener = listener
         self._handles: list[RemovableHandle] = []
         self._pairs: list[tuple[ref[nn.Module], int, int]] = []
         """Modules that have hooks until `remove`, and the numbers of these two."""
@@ -432,6 +432,7 @@ class SiteHooks:
         model: nn.Module,
         sites: Container[nn.Module],
         tables: Iterable[nn.Module],
+        copying: Copying,
     ) -> None:
         """Make edges of the module that users call and of its parts.
 
@@ -442,19 +443,23 @@ class SiteHooks:
             model: As it was given.
             sites: What becomes a site.
             tables: What looks its rows up on the host.
+            copying: Told of copies, pickles and state dicts of the model.
         """
         models = wrapped(model)
         self._models.update(models)
         self._model = ref(model)
         for edge in entrances(models, sites, tables):
-            begin = _EdgeBegin(self._edges, self._push_hooks, self._bring_home)
+            begin = _EdgeBegin(
+                self._edges, self._listener.push_hooks, copying.bring_home
+            )
             self._hook_edge(edge, begin, self._handles)
             self._note(edge)
-        loading, again = StateLoading(model), self._look_again
-        asking = StateAsked(self._edges, self._hand_out, self._complete_rows)
-        given = StateGiven(asking, self._edges, self._resume)
+        loading, again = StateLoading(model), copying.look_again
+        complete = self._scheduler.complete_rows
+        asking = StateAsked(self._edges, copying.hand_out, complete)
+        given = StateGiven(asking, self._edges, copying.resume)
         add = partial(add_hook, self._handles)
-        waiting = PartLoading(self._await_copies)
+        waiting = PartLoading(copying.await_copies)
         for part in model.modules():
             if part is model or has_own(part):
                 add(part.register_load_state_dict_pre_hook, waiting)
@@ -499,7 +504,7 @@ class SiteHooks:
         lost = self.find_lost()
         if not lost:
             return
-        self._recover()
+        self._scheduler.recover()
         model = None if self._model is None else self._model()
         names = {} if model is None else {m: n for n, m in model.named_modules()}
         first = names.get(lost[0]) or type(lost[0]).__name__
@@ -510,17 +515,21 @@ class SiteHooks:
             " shutdown() and stream the model again"
         ) from None
 
-    def add_edges(self, model: nn.Module) -> None:
+    def add_edges(self, model: nn.Module, copying: Copying) -> None:
         """Make edges of all modules that read what stays, which is away. Idempotent.
 
         They push no hooks for saved tensors: a checkpointed region may run with them
         and be recomputed without, and must save the same both times.
+
+        Args:
+            model: The whole model.
+            copying: See `add_model`.
         """
         walk = _Walk(self._edges)
         walk(model)
         for module in walk.found:
             handles = self._extra.setdefault(module, [])
-            begin = _ExtraBegin(self._edges, self.is_extra, self._bring_home)
+            begin = _ExtraBegin(self._edges, self.is_extra, copying.bring_home)
             self._hook_edge(module, begin, handles)
 
     def is_extra(self, module: nn.Module) -> bool:
@@ -559,11 +568,13 @@ class SiteHooks:
                 which rows are read; called with the module, `args` and `kwargs`. None
                 where all are.
         """
-        add, edges, track = partial(add_hook, self._handles), self._edges, self._track
+        add, edges = partial(add_hook, self._handles), self._edges
+        before, drop_rows = self._scheduler.before, self._scheduler.drop_rows
+        track, untrack = self._listener.track, self._listener.untrack
         begin = _SiteBegin(
-            block, self._before, edges, reader, track, pick, self.check
+            block, before, edges, reader, track, pick, self.check
         ).__call__
-        end = _SiteEnd(block, edges, reader, self._untrack, self._drop_rows).__call__
+        end = _SiteEnd(block, edges, reader, untrack, drop_rows).__call__
         add(module.register_forward_pre_hook, begin, prepend=True, with_kwargs=True)
         add(module.register_forward_hook, end, always_call=True)
         self._note(module)

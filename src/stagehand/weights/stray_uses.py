@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from stagehand.residency.blocks import Block
+    from stagehand.residency.scheduler import Scheduler
+    from stagehand.weights.edges import Edges
     from stagehand.weights.rows import RowGather
 
 __all__ = ["StrayUses"]
@@ -41,8 +43,10 @@ class StrayUses:
     Args:
         owners: The streamed block of each parameter, by the parameter's id.
         rows: Reads of tables during its lookups are expected, and left alone.
-        device: Where the model computes. While code is compiled, tensors that are there
+        edges: The model's. While code is compiled, tensors that are where it computes
             already are not looked up: the compiler would compile anew for each.
+        scheduler: Asked for what lies in the slots that a call writes to, and told of
+            the end of uses.
         spared: Modules during whose calls the mode must be off.
         spare: Called with each of these, this object and a list for the handles of
             hooks: installs hooks that call `pause` and `resume` around the module.
@@ -52,41 +56,30 @@ class StrayUses:
             The answer must be the same in each pass.
         note_read: Called where a call reads weights, in use or not: in forward and
             recompute alike.
-        versions_under: Called with the tensors that a call will change. Returns
-            the blocks in whose slots they lie, with their version counters.
-        note_edits: Called after that with what it has returned.
-        let_go: Called with each of the blocks after that call.
-        is_torn: Whether this mode was left active by a pass that was interrupted.
     """
 
     def __init__(
         self,
         owners: Mapping[int, Block],
         rows: RowGather,
+        edges: Edges,
+        scheduler: Scheduler,
         *,
-        device: torch.device,
         spared: Sequence[nn.Module],
         spare: Callable[[nn.Module, StrayUses, list[RemovableHandle]], None],
         bring: Callable[[Mapping[Block, torch.Tensor]], None],
         is_at_hand: Callable[[Block], bool],
         note_read: Callable[[], None],
-        versions_under: Callable[[list[torch.Tensor]], dict[Block, list[int]]],
-        note_edits: Callable[[dict[Block, list[int]]], None],
-        let_go: Callable[[Block], None],
-        is_torn: Callable[[], bool],
     ) -> None:
         self.spared = spared
         self._owners = owners
         self._rows = rows
-        self._device = device
+        self._edges = edges
+        self._scheduler = scheduler
         self._spare = spare
         self._bring = bring
         self._is_at_hand = is_at_hand
         self._note_read = note_read
-        self._versions_under = versions_under
-        self._note_edits = note_edits
-        self._let_go = let_go
-        self._is_torn = is_torn
         self._mode = WeakMode(self, rows.mode.model)
         self._handles: list[RemovableHandle] = []
         self._below: TorchFunctionMode | None = None
@@ -136,10 +129,10 @@ class StrayUses:
     ) -> Any:
         """Let the call have what it reads, and note what it writes."""
         written = [] if is_dynamo_compiling() else _written(func, args, kwargs)
-        before = call_unseen(self._versions_under, written) if written else {}
+        before = call_unseen(self._scheduler.versions_under, written) if written else {}
         found = self._with_weights(func, args, kwargs)
         if before:
-            self._note_edits(before)
+            self._scheduler.note_edits(before)
         return found
 
     def _with_weights(
@@ -157,20 +150,20 @@ class StrayUses:
         if read:
             self._note_read()
             read = {block: weight for block, weight in read.items() if not block.uses}
-        if all(map(self._is_at_hand, read)) or self._is_torn():
+        if all(map(self._is_at_hand, read)) or self._edges.is_torn():
             return func(*args, **kwargs)
         call_unseen(self._bring, read)
         try:
             return func(*args, **kwargs)
         finally:
             for block in read:
-                self._let_go(block)
+                self._scheduler.after(block)
 
     def _look_at(self, value: Any, read: dict[Block, torch.Tensor]) -> None:
         if isinstance(value, torch.Tensor):
             if is_dynamo_compiling():
                 # It would compile anew for each tensor that is looked up.
-                if value.device == self._device:
+                if value.device == self._edges.device:
                     return
             elif is_compiled_for():
                 return

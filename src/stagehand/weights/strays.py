@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
     from stagehand.residency.blocks import Block
+    from stagehand.residency.scheduler import Scheduler
+    from stagehand.weights.edges import Edges
     from stagehand.weights.rows import RowGather
 
 __all__ = ["Strays"]
@@ -78,17 +80,12 @@ class Strays:
         sites: Its sites.
         owners: See `StrayUses`.
         rows: See `StrayUses`.
-        device: See `StrayUses`.
+        edges: See `StrayUses`.
+        scheduler: See `StrayUses`.
         spare: See `StrayUses`.
         bring: Called with blocks that are not in use, and that a call reads.
-        is_latest: Whether the latest use of any block was this one's, on this stream,
-            and it is bound.
         fill: Called with a block that was brought, to give its casts memory again.
         note_read: See `StrayUses`.
-        versions_under: See `StrayUses`.
-        note_edits: See `StrayUses`.
-        let_go: See `StrayUses`.
-        is_torn: See `StrayUses`.
         keep: Lets blocks stay from the next pass on. Raises `StagehandOOMError` if they
             do not fit the budget together.
     """
@@ -99,17 +96,13 @@ class Strays:
         sites: Sequence[nn.Module],
         owners: Mapping[int, Block],
         rows: RowGather,
+        edges: Edges,
+        scheduler: Scheduler,
         *,
-        device: torch.device,
         spare: Callable[[nn.Module, StrayUses, list[RemovableHandle]], None],
         bring: Callable[[Sequence[Block]], None],
-        is_latest: Callable[[Block], bool],
         fill: Callable[[Block], None],
         note_read: Callable[[], None],
-        versions_under: Callable[[list[torch.Tensor]], dict[Block, list[int]]],
-        note_edits: Callable[[dict[Block, list[int]]], None],
-        let_go: Callable[[Block], None],
-        is_torn: Callable[[], bool],
         keep: Callable[[Sequence[Block]], None],
     ) -> None:
         spared = [(m, _attention_in(m)) for m in _hookable(model, sites)]
@@ -121,16 +114,12 @@ class Strays:
         self._others = [m for m in _attention_in(model) if id(m()) not in inside]
         self._owners = owners
         self._rows = rows
-        self._device = device
+        self._edges = edges
+        self._scheduler = scheduler
         self._spare = spare
         self._bring = bring
-        self._is_latest = is_latest
         self._fill = fill
         self._note_read = note_read
-        self._versions_under = versions_under
-        self._note_edits = note_edits
-        self._let_go = let_go
-        self._is_torn = is_torn
         self._keep = keep
         self._known: dict[_Kind, int] = {}  # passes left to watch
         self._kind = _Kind(0, False, False, frozenset())  # of this pass
@@ -185,16 +174,13 @@ class Strays:
         return StrayUses(
             self._owners,
             self._rows,
-            device=self._device,
+            self._edges,
+            self._scheduler,
             spared=[m for m in dict.fromkeys(spared) if m is not None],
             spare=self._spare,
             bring=self._bring_strays,
             is_at_hand=is_at_hand,
             note_read=self._note_read,
-            versions_under=self._versions_under,
-            note_edits=self._note_edits,
-            let_go=self._let_go,
-            is_torn=self._is_torn,
         )
 
     def end(self, *, failed: bool) -> None:
@@ -252,7 +238,11 @@ class Strays:
         in each pass, and `end` lets the block stay. That may be in a later pass, when
         another plan wants the slot.
         """
-        if self._kind.with_gradients or block.casts or not self._is_latest(block):
+        if (
+            self._kind.with_gradients
+            or block.casts
+            or not self._scheduler.is_latest(block)
+        ):
             return False
         self._at_hand.setdefault(block, block.abandoned)
         return True
