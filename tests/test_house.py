@@ -91,7 +91,8 @@ PLAN: dict[int, dict[str, tuple[str, ...]]] = {
     },
     5: {
         "": (
-            *("weak_refs", "config", "report", "assembly", "wires", "foreign"),
+            *("weak_refs", "config", "report", "budget_errors", "assembly", "wires"),
+            "foreign",
             *("additions", "measure", "files"),
             *("moves", "decoding", "compact", "quantized_layers", "host_memory"),
             *("tenancy", "kept_views", "uses", "placing", "data_parallel", "passing"),

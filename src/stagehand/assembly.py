@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from stagehand.budget_errors import raise_budget, raise_marks, too_small, why_they_stay
 from stagehand.core.arena import Arena
 from stagehand.core.device import Device
 from stagehand.core.hidden_gradients import take_along
@@ -179,7 +180,7 @@ class Parts:
     ) -> StagehandOOMError:
         """Return an error of the planner for what users know as the budget."""
         must_stay = self.steering.must_stay.union(block.index for block in more)
-        return _too_small(
+        return too_small(
             limit_bytes,
             error.needed_bytes,
             stay=[self.blocks[index] for index in must_stay],
@@ -401,7 +402,7 @@ def _steering(
             max_lookahead=settings.lookahead,
         )
     except StagehandOOMError as error:
-        raise _too_small(
+        raise too_small(
             settings.budget_bytes,
             error.needed_bytes,
             stay=scheduler.blocks[:1],
@@ -409,8 +410,8 @@ def _steering(
             odd_bytes=odd_bytes,
             wire_bytes=wire_bytes,
             name=_name_of_budget(settings),
-            advice=_raise_marks if settings.watermarks else _raise_budget,
-            why=_why_they_stay(rest, odd, odd_bytes),
+            advice=raise_marks if settings.watermarks else raise_budget,
+            why=why_they_stay(rest, odd, odd_bytes),
         ) from None
 
 
@@ -489,83 +490,3 @@ def _name_of_budget(settings: Settings) -> str:
     if settings.device.is_host and settings.pinned_bytes <= settings.budget_bytes:
         return "ram_budget, which counts where there is no accelerator,"
     return "budget"
-
-
-def _why_they_stay(
-    rest: Mapping[str, torch.Tensor], odd: Mapping[str, torch.Tensor], odd_bytes: int
-) -> str:
-    """Return what to say of tensors that stay whatever their size; mostly nothing."""
-    odd = {name: tensor for name, tensor in odd.items() if tensor_bytes(tensor)}
-    if odd:
-        name, tensor = next(iter(odd.items()))
-        what = "that are no plain memory"
-        which = f"{name!r}, a {type(tensor.data).__name__}, is the first"
-        return _of_which(odd_bytes, len(odd), what, which)
-    others = {n: t for n, t in rest.items() if not isinstance(t, nn.Parameter)}
-    size = {name: tensor_bytes(tensor) for name, tensor in others.items()}
-    nbytes = sum(size.values())
-    if nbytes <= sum(map(tensor_bytes, rest.values())) // 2:
-        return ""
-    which = f"{max(size, key=lambda name: size[name])!r} is the largest"
-    return _of_which(nbytes, len(size), "that are no parameters", which)
-
-
-def _of_which(nbytes: int, count: int, what: str, which: str) -> str:
-    return f", of which {format_bytes(nbytes)} are in {count} tensors {what} ({which}),"
-
-
-def _raise_budget(needed_bytes: int) -> str:
-    return f"raise it to at least {format_at_least(needed_bytes)}"
-
-
-def _raise_marks(needed_bytes: int) -> str:
-    return f"raise it to at least {-(-needed_bytes * 100 // MIB) / 100} MiB"
-
-
-def _too_small(
-    limit_bytes: int,
-    slots_bytes: int,
-    *,
-    stay: Iterable[Block],
-    away: Iterable[Block],
-    odd_bytes: int,
-    wire_bytes: int,
-    advice: Callable[[int], str],
-    name: str = "budget",
-    why: str = "",
-) -> StagehandOOMError:
-    """Return the error for a budget that cannot work.
-
-    Args:
-        limit_bytes: The budget.
-        slots_bytes: What slots need at least.
-        stay: Blocks that are always on the device.
-        away: Those that come and go.
-        odd_bytes: What is in no block.
-        wire_bytes: What is set aside to decode.
-        advice: Returns what to do, for the smallest budget that works.
-        name: The budget's, as users know it.
-        why: Why some of it stays.
-    """
-    needed = slots_bytes + odd_bytes + wire_bytes
-    kept = sum(block.slot_nbytes for block in stay) + odd_bytes
-    largest = max(away, key=lambda b: b.slot_nbytes, default=None)
-    most = ""
-    if largest is not None:
-        most = (
-            f" and {format_bytes(largest.slot_nbytes)} for the largest block,"
-            f" {largest.name!r}"
-        )
-    if wire_bytes:
-        most += (
-            f" and {format_bytes(wire_bytes)} for a block as it crosses the link and"
-            " is decoded"
-        )
-    return StagehandOOMError(
-        f"the {name} is {format_limit(limit_bytes, needed)}, but"
-        f" {format_at_least(needed)} must be on the device at once:"
-        f" {format_bytes(kept)} that stay there{why}{most};"
-        f" {advice(needed)}",
-        needed_bytes=needed,
-        limit_bytes=limit_bytes,
-    )
