@@ -879,7 +879,7 @@ def test_an_owner_that_ends_its_use_while_it_is_looked_at_gives_its_turn_back_it
         given = looks(owner)
         if not asked.is_set():
             asked.set()
-            wait_until(lambda: not in_use(runtime))
+            wait_until(lambda: not in_use(runtime._passing))
         return given
 
     monkeypatch.setattr(Passing, "in_use", ask)

@@ -627,7 +627,7 @@ def test_an_interrupt_where_a_failed_inner_backward_ends_stops_nobody(sim, monke
         with torch.no_grad():
             run.model(run.batch())
         handle.remove()
-        assert not run.runtime._edges._inner
+        assert not run.runtime._edges._inner_ends
     assert set(dropped) <= {KeyboardInterrupt}
     run.model.zero_grad()
     finish(run)
@@ -1016,7 +1016,7 @@ def test_a_forward_waits_for_a_backward_that_was_let_in(
             return y
 
     let_in, decided, went_on = (threading.Event() for _ in range(3))
-    paused, await_guests = [], Turn.await_guests
+    paused, await_inner_calls = [], Turn.await_inner_calls
     is_really_waited_for = Turn._is_waited_for
 
     def is_waited_for(turn, me):
@@ -1026,7 +1026,7 @@ def test_a_forward_waits_for_a_backward_that_was_let_in(
 
     def waits(turn):
         decided.set()
-        await_guests(turn)
+        await_inner_calls(turn)
 
     def pause():
         if not paused:
@@ -1057,7 +1057,7 @@ def test_a_forward_waits_for_a_backward_that_was_let_in(
     third = threading.Thread(target=raising_nothing, args=(late.backward,))
     resume(run.model, pause, go_on)
     monkeypatch.setattr(Turn, "_is_waited_for", is_waited_for)
-    monkeypatch.setattr(Turn, "await_guests", waits)
+    monkeypatch.setattr(Turn, "await_inner_calls", waits)
     with torch.no_grad():
         output = run.model(run.batch(1))
     second.join()
@@ -1439,11 +1439,11 @@ def test_a_backward_that_ends_in_another_thread_keeps_its_turn_till_then(
         looked.set()
         return looks[-1]
 
-    def come_home(runtime, *, failed):
-        monkeypatch.setattr(runtime._edges.lock, "_left", lambda: look(runtime._edges))
+    def come_home(passing, *, failed):
+        monkeypatch.setattr(passing.edges.lock, "_left", lambda: look(passing.edges))
         other.start()
         assert looked.wait(60)
-        end_gradients(runtime, failed=failed)
+        end_gradients(passing, failed=failed)
 
     def predict():
         with torch.no_grad():

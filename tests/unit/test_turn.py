@@ -262,7 +262,7 @@ def test_circle_with_a_turn_that_becomes_free_is_none(
         assert second.turn.acquire()
 
 
-# ----------------------------------------------------------------------------- guests
+# -------------------------------------------------------------------------- inner calls
 
 
 class Told(threading.Event):
@@ -297,19 +297,19 @@ def test_call_of_autograd_goes_on_beside_an_owner_that_waits_for_it(
     with as_thread(owner):
         host_while(goes_on, turn._dismissed)
         assert seen == [True]
-        assert turn.guests == {7}
+        assert turn.inner_calls == {7}
         turn.dismiss(7)
-        turn.await_guests()
+        turn.await_inner_calls()
     model.left = True
     assert not come_in(turn, autograds, 8), "nobody waits for it any more"
-    assert not turn.guests
+    assert not turn.inner_calls
 
 
-def test_thread_of_autograds_own_does_not_wait_for_guests(model, autograds):
-    model.turn.guests.add(7)
+def test_thread_of_autograds_own_does_not_wait_for_inner_calls(model, autograds):
+    model.turn.inner_calls.add(7)
     model.turn._dismissed = Told()
     with as_thread(autograds):
-        model.turn.await_guests()
+        model.turn.await_inner_calls()
 
 
 def test_owner_that_begins_to_wait_for_autograd_is_no_deadlock(
@@ -329,11 +329,11 @@ def test_owner_that_begins_to_wait_for_autograd_is_no_deadlock(
 
 
 @pytest.mark.parametrize("end", ["already", "soon"])
-def test_guest_that_comes_when_the_owner_is_about_to_go_on_is_waited_for(
+def test_inner_call_that_comes_when_the_owner_is_about_to_go_on_is_waited_for(
     model, owner, autograds, monkeypatch, end
 ):
-    """It saw the owner wait, which had already seen that there are no guests; and the
-    look of a thread that saw so is over, or not yet.
+    """It saw the owner wait, which had already seen that there are no inner calls; and
+    the look of a thread that saw so is over, or not yet.
     """
     turn, asked = model.turn, [8]
 
@@ -346,21 +346,21 @@ def test_guest_that_comes_when_the_owner_is_about_to_go_on_is_waited_for(
     class Look:
         def __enter__(self):
             if asked and HERE.thread is owner:
-                turn.guests.add(asked.pop())
+                turn.inner_calls.add(asked.pop())
 
         def __exit__(self, *_):
             pass
 
     class Ends(Told):
         def wait(self, timeout=None):
-            for task in [*turn.guests]:
+            for task in [*turn.inner_calls]:
                 turn.dismiss(task)
             return super().wait(timeout)
 
     monkeypatch.setattr(turns, "_hosts", Hosts())
     turn._dismissed, turn._letting_in = Ends(), Look()
-    turn.guests.add(7)
+    turn.inner_calls.add(7)
     with as_thread(owner):
-        turn.await_guests()
+        turn.await_inner_calls()
     assert not asked
-    assert not turn.guests
+    assert not turn.inner_calls

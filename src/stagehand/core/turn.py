@@ -35,7 +35,7 @@ _LOOK_SECONDS = 0.05  # how often who waits looks whether the wait can ever end
 _waits: dict[Any, Turn] = {}  # by thread
 # Reentrant: the garbage collector may end something in the middle of a look.
 _waits_lock = threading.RLock()
-_hosts: set[Any] = set()  # threads that wait for guests of theirs
+_hosts: set[Any] = set()  # threads that wait for inner calls of theirs
 
 
 def awaited_by(thread: Any) -> Turn | None:
@@ -77,7 +77,7 @@ class Turn:
         self._owner: Any = None  # a thread
         self._count = 0
         self._sorting = False  # the owner is back and may be closing what it had left
-        self.guests: set[int] = set()
+        self.inner_calls: set[int] = set()
         """Calls of autograd that go on beside the owner, until `dismiss`."""
         self._letting_in = threading.Lock()
         self._dismissed = threading.Event()
@@ -88,7 +88,7 @@ class Turn:
         Args:
             task: A call of autograd that asks. It does not wait for an owner that
                 itself waits for autograd, for that needs the thread that asks: it
-                becomes a guest.
+                becomes an inner call.
 
         Raises:
             DeadlockError: If the owner waits for this thread, through others or not.
@@ -144,33 +144,33 @@ class Turn:
             return True
 
     def _lets_in(self, me: Any, task: int) -> bool:
-        """Let a call of autograd become a guest, if the owner waits for its thread, and
-        was not interrupted in what it had the turn for.
+        """Let a call of autograd become an inner one, if the owner waits for its
+        thread, and was not interrupted in what it had the turn for.
 
-        It is noted as a guest before that is looked at: so an owner that goes on in the
+        It is noted as one before that is looked at: so an owner that goes on in the
         meantime finds it.
         """
         with self._letting_in:
-            self.guests.add(task)
+            self.inner_calls.add(task)
             if self._is_waited_for(me) and not self._is_forgotten():
                 return True
             self.dismiss(task)
             return False
 
     def dismiss(self, task: int) -> None:
-        """Note that a call of autograd is over, or is no guest after all."""
-        self.guests.discard(task)
+        """Note that a call of autograd is over, or is no inner call after all."""
+        self.inner_calls.discard(task)
         self._dismissed.set()
 
-    def await_guests(self) -> None:
-        """Block the owner, before it does anything, until there are no guests.
+    def await_inner_calls(self) -> None:
+        """Block the owner, before it does anything, until there are no inner calls.
 
-        A thread of autograd's own does not wait: guests may need it.
+        A thread of autograd's own does not wait: inner calls may need it.
         """
         if is_autograds(HERE.thread):
             return
-        while self.guests:
-            host_while(lambda: bool(self.guests), self._dismissed)
+        while self.inner_calls:
+            host_while(lambda: bool(self.inner_calls), self._dismissed)
             with self._letting_in:  # one may have come in just before this went on
                 pass
 
@@ -198,7 +198,7 @@ class Turn:
                 thread, stuck[thread][1]
             )
             if in_backward and for_autograd:
-                return  # the owner has begun to wait for autograd: this becomes a guest
+                return  # the owner has begun to wait for autograd: this becomes inner
             del _waits[me]  # so that only this one of the circle fails
         steps = [f"which thread {thread.name!r} runs"]
         while thread is not me:
@@ -276,7 +276,7 @@ class Turn:
 
 
 def host_while(goes_on: Callable[[], bool], changed: threading.Event) -> None:
-    """Wait for autograd's threads, in a way that lets what they run become guests.
+    """Wait for autograd's threads, in a way that lets what they run become inner calls.
 
     Args:
         goes_on: Whether there is something to wait for.

@@ -182,12 +182,12 @@ class Edges:
         """Set when a backward ends, the one that is waited for or another."""
         self._nested: set[int] = set()
         """Calls of autograd inside of the one that has the turn, by their task ids."""
-        self.guests = self.lock.guests
+        self.inner_calls = self.lock.inner_calls
         """Calls of autograd that are part of a forward pass, by their task ids."""
         self._readings: list[Call] = []
         """Calls of the thread that has the turn in which it reads all tensors."""
-        self._inner: dict[int, Any] = {}
-        """By task id, weak references whose callbacks end a guest of `guests` even if
+        self._inner_ends: dict[int, Any] = {}
+        """By task id, weak references whose callbacks end one of `inner_calls` even if
         an interrupt keeps it from telling that it is over."""
         self.recomputing = 0
         """How many edges are being recomputed now, one inside of the other."""
@@ -307,8 +307,8 @@ class Edges:
         try:
             self._close_dead()
             self.lock.sorted()
-            if self.guests:
-                self.lock.await_guests()
+            if self.inner_calls:
+                self.lock.await_inner_calls()
             self._recount()
             self._raise_unsaid()
             self._listener.check_hooks()
@@ -383,8 +383,8 @@ class Edges:
         """End the latest entry, if it is this module's."""
         if not self.inside() or self._stack[-1].module is not module or in_backward():
             return
-        if self.guests:
-            self.lock.await_guests()
+        if self.inner_calls:
+            self.lock.await_inner_calls()
         if len(self._stack) == 1:
             del self.pushed[:]  # by what has lost its end hook: the context ends it
         context = self._stack[-1].context
@@ -415,7 +415,7 @@ class Edges:
                 self._close_dead()
         if self.thread is HERE.thread and not (is_another and self._comes_after(task)):
             return
-        if is_known or task in self.guests:
+        if is_known or task in self.inner_calls:
             return  # known already, from another of autograd's threads
         if self._has_raised() and is_autograds(HERE.thread) and backward_call():
             return  # inside of a node of the failed backward, whose end waits for this
@@ -452,11 +452,11 @@ class Edges:
 
     def _queue_inner_end(self, task: int) -> None:
         try:
-            if self._inner and backward_call() is not None:  # a part of another guest
+            if self._inner_ends and backward_call() is not None:  # part of another
                 self.lock.dismiss(task)
                 return
             inner = _Backward(self._leave_inner)
-            self._inner[task] = weakref.ref(
+            self._inner_ends[task] = weakref.ref(
                 inner, lambda _: self._end_inner(task, failed=True)
             )
             at_end_of_backward(inner)
@@ -470,18 +470,18 @@ class Edges:
         self._end_inner(inner.task, failed=failed)
 
     def _end_inner(self, task: int, *, failed: bool) -> None:
-        """Take in the gradients that a guest has brought, or drop them if it failed.
+        """Take in the gradients that an inner call has brought; drop them if it failed.
 
-        With other guests under way, a failed one's cannot be told from theirs: nothing
+        With others under way, a failed one's cannot be told from theirs: nothing
         is dropped then.
         """
         try:
-            last = self.guests == {task}
+            last = self.inner_calls == {task}
             if last or not failed:
                 self._listener.end_inner_backward(failed=failed, last=last)
         finally:
             self.lock.dismiss(task)
-            self._inner.pop(task, None)
+            self._inner_ends.pop(task, None)
 
     def _queue_end(self) -> None:
         # In a function of its own: only autograd may hold this object, not a local in

@@ -218,8 +218,8 @@ class _SiteBegin(_SiteHook):
         if edges.outside():
             moved = edges.enter(module, args, kwargs, module_frame())
         else:
-            if edges.guests:
-                edges.lock.await_guests()
+            if edges.inner_calls:
+                edges.lock.await_inner_calls()
             if edges._backward is not None:
                 if edges.await_failure():
                     moved = edges.enter(module, args, kwargs, module_frame())
@@ -265,8 +265,8 @@ class _SiteEnd(_SiteHook):
         edges = self._edges
         if edges is None:
             return
-        if edges.guests and edges.inside():
-            edges.lock.await_guests()
+        if edges.inner_calls and edges.inside():
+            edges.lock.await_inner_calls()
         block, pushed = self._block, edges.pushed
         if pushed and pushed[-1][0] is module:
             if pushed[-1][1] is None:  # mostly
