@@ -25,7 +25,7 @@ trace in the graph and stays an activation.
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any
 from weakref import WeakMethod, ref
 
 import torch
@@ -167,13 +167,14 @@ class SavedTensors:
         """
         top = top_saved_hooks()
         if top is None:
-            push_saved_hooks(self.pack, self._unpack)
+            push_saved_hooks(looked_through(partial(self.pack, Kept)), self.unpack)
             return self
         owner = _owner(top)
         if self._is_part(owner):
             return None
         inside = _Inside(self, *top)
-        pair = looked_through(partial(inside.pack), top), inside.unpack
+        pack = looked_through(partial(self.pack, inside.pack), top)
+        pair = pack, inside.unpack
         is_ours = isinstance(owner, SavedTensors | _Inside)
         if is_ours and owner.before == ():
             push_saved_hooks(*pair)
@@ -211,16 +212,13 @@ class SavedTensors:
 
     def _is_part(self, owner: Any) -> bool:
         """Whether a hook's object belongs to this runtime."""
-        return owner is self or self._is_inside(owner)
-
-    def _is_inside(self, owner: Any) -> "TypeGuard[_Inside]":
-        return type(owner) is _Inside and owner.saved is self
+        return owner is self or (type(owner) is _Inside and owner.saved is self)
 
     def _top_inside(self) -> "_Inside | None":
         """Return the pair that a site has put in a region's place, if it is on top."""
         top = top_saved_hooks()
         owner = None if top is None else _owner(top)
-        return owner if self._is_inside(owner) else None
+        return owner if type(owner) is _Inside and owner.saved is self else None
 
     def _is_in_slot(self, tensor: torch.Tensor) -> bool:
         """Whether a view of a tensor would keep the memory of a slot."""
@@ -229,10 +227,9 @@ class SavedTensors:
         memory = tensor.untyped_storage().data_ptr()
         return memory in self._slots or memory in self._left
 
-    @looked_through
     @skipped
     def pack(
-        self, saved: torch.Tensor, otherwise: Callable[[torch.Tensor], Any] = Kept
+        self, otherwise: Callable[[torch.Tensor], Any], saved: torch.Tensor
     ) -> Any:
         """Return a handle of a weight, and of anything else what `otherwise` makes.
 
@@ -293,13 +290,34 @@ class SavedTensors:
         return _OfSite(otherwise(saved), site)
 
     @skipped
-    def _unpack(self, packed: Any) -> torch.Tensor:
+    def unpack(self, packed: Any) -> torch.Tensor:
+        """Return what was packed.
+
+        A view of a block that backward has brought, or that is always there, is at
+        hand: that comes first, in as few calls as can be.
+        """
         task = graph_task()
-        if type(packed) is WeightHandle and task == self.backward:  # mostly
-            view = self.view_at_hand(packed)
-            return self.bring(packed) if view is None else view
         if task != self.backward:
             self.come_into(task)
+        elif type(packed) is WeightHandle:  # mostly
+            block, scheduler = packed.block, self._scheduler
+            if (
+                (
+                    block is scheduler.fetched
+                    or (block.index in scheduler.fixed and not block.casts)
+                )
+                and block.bound
+                and not is_grad_enabled()
+            ):
+                slot: Any = block.slot
+                view: torch.Tensor | None = slot.views.get(packed.place)
+                seen_by = slot.seen_by
+                if (
+                    view is not None
+                    and (seen_by is self._only or seen_by == self._current_stream())
+                    and packed.tensor._version == packed.version
+                ):
+                    return view.data  # as `WeightHandle.view` does
         if type(packed) is tuple:
             tensor, version, block = packed
             self.come_to(block)
@@ -307,30 +325,6 @@ class SavedTensors:
         if type(packed) is Kept:
             return packed.get()
         return self.bring(packed)
-
-    def view_at_hand(self, handle: WeightHandle) -> torch.Tensor | None:
-        """Return what `bring` does, in less time, if nothing has to be done for it.
-
-        Of a block that backward has brought, or that is always there. For a backward
-        pass that is known.
-        """
-        block, scheduler = handle.block, self._scheduler
-        if block is not scheduler.fetched and (
-            block.casts or block.index not in scheduler.fixed
-        ):
-            return None
-        if not block.bound or is_grad_enabled():
-            return None
-        slot: Any = block.slot
-        view: torch.Tensor | None = slot.views.get(handle.place)
-        seen_by = slot.seen_by
-        if (
-            view is None
-            or not (seen_by is self._only or seen_by == self._current_stream())
-            or handle.tensor._version != handle.version
-        ):
-            return None
-        return view.data  # as `WeightHandle.view` does
 
     def come_into(self, task: int) -> None:
         """Note that a call of autograd, by its number, is not the one that is known.
@@ -433,7 +427,7 @@ class SavedTensors:
     def unpacking(self) -> Callable[[Any], torch.Tensor]:
         """Return what brings a handle's block as hooks do that save tensors now."""
         owner = self._top_inside()
-        return self._unpack if owner is None else owner.unpack
+        return self.unpack if owner is None else owner.unpack
 
     def _handle_of_left(self, saved: torch.Tensor) -> WeightHandle | None:
         """Return a handle of a view whose slot has left its memory to who holds it.
@@ -528,17 +522,12 @@ class _Inside:
         self._early: torch.Tensor | None = None
         self._task = -1  # the backward pass in which the first was unpacked
 
-    @skipped
     def pack(self, saved: torch.Tensor) -> Any:
-        return self.saved.pack(saved, self._pass_on)
-
-    def _pass_on(self, saved: torch.Tensor) -> Any:
+        """Let theirs save what is no weight."""
         packed = self._pack(saved)
-        if type(packed) in _OURS:
-            packed = _Theirs(packed)
         if self._first is None:
             self._first = packed
-        return packed
+        return _Theirs(packed) if type(packed) in _OURS else packed
 
     @skipped
     def unpack(self, packed: Any) -> torch.Tensor:
@@ -546,19 +535,15 @@ class _Inside:
         if task != saved.backward:
             saved.come_into(task)
         if kind in _HANDLES:
-            if (
-                not self.unpack_first()
-                and kind is WeightHandle
-                and task == saved.backward
-            ):
-                view = saved.view_at_hand(packed)
-                if view is not None:
-                    return view
-            return saved.bring(packed)
+            if task != self._task and self.unpack_first():
+                return saved.bring(packed)
+            return saved.unpack(packed)
         if kind is _OfSite:
             found = self.unpack(packed.packed)
             saved.come_to(packed.block)  # after theirs, which may bring other blocks
             return found
+        if kind is _Theirs:
+            packed = packed.packed
         if packed is self._first:
             early, self._early = self._early, None
             if early is not None and task == self._task:
@@ -566,19 +551,16 @@ class _Inside:
                     saved.read_later(early)
                 return early
             self._task = task
-        return self._unpack_below(packed)
+        return self._unpack(packed)
 
     def unpack_first(self) -> bool:
         """Unpack what was saved first, unless this backward has; return whether so."""
         task = graph_task()
         if self._first is None or task in (-1, self._task):
             return False
-        self._early = self._unpack_below(self._first)
+        self._early = self._unpack(self._first)
         self._task = task
         return True
-
-    def _unpack_below(self, packed: Any) -> torch.Tensor:
-        return self._unpack(packed.packed if type(packed) is _Theirs else packed)
 
 
 def _in_watch(
