@@ -250,6 +250,8 @@ class Passing(PassListener):
     ) -> AbstractContextManager[Any] | None:
         """See `PassListener.begin_pass`."""
         self._handled = sys.exc_info()[1]
+        # First: where it fails, this may be called again.
+        self.placing.begin_tenancy(may_drop=True)
         self.uses.casts.forget()
         if not self.steps_by_hand and self.hooks.is_model(module):
             self.begin_step()
@@ -258,7 +260,6 @@ class Passing(PassListener):
         takes_gradients = self._takes_gradients()
         self._parts.scheduler.expect_changes(follow=not takes_gradients)
         watches = takes_gradients or (not self.placing.ready and self._has_gradients())
-        self.placing.begin_tenancy(may_drop=True)
         self.placing.take_additions()
         self._note_changes()
         if self.uses.gradients is not None:

@@ -203,11 +203,16 @@ class Tenancy:
         edges = self._edges()
         return edges is not None and edges.lock.ends_alone()
 
+    def may_stand_back(self) -> bool:
+        """See `Tenant.may_stand_back`."""
+        edges = self._edges()
+        return edges is not None and edges.may_stand_back()
+
     # What the scheduler asks
 
-    def make_room(self, nbytes: int) -> bool:
+    def make_room(self, nbytes: int, *, by_ends: bool = False) -> bool:
         """See `Neighbours.make_room`."""
-        return self.shared.make_room(self.number, nbytes)
+        return self.shared.make_room(self.number, nbytes, by_ends=by_ends)
 
     def beside_passes(self, nbytes: int) -> AbstractContextManager[bool]:
         """See `Neighbours.beside_passes`."""

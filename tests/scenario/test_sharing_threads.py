@@ -3,6 +3,7 @@
 import random
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from copy import deepcopy
 
 import pytest
 import torch
@@ -14,11 +15,13 @@ import stagehand
 from architectures.trees import assert_bitwise_equal
 from stagehand.errors import DeadlockError
 from stagehand.residency.scheduler import Scheduler
+from stagehand.residency.shared import SharedDevice
 from stagehand.tenancy import Tenancy
 
 __all__ = ["crowd"]
 
 DEPTHS = (2, 3, 5, 8)
+ONE = LAYER_BYTES
 STEPS = 20
 _PATIENCE = 60  # seconds until a thread gives up
 
@@ -250,3 +253,91 @@ def test_nothing_is_taken_of_a_model_whose_backward_ends_in_its_caller(
     assert not any(answers)
     for model in models:
         runtime_of(model).shutdown()
+
+
+@pytest.mark.parametrize("bystanders", [0, 1])
+@pytest.mark.parametrize("place", ["cpu", "hpu"])
+def test_a_forward_without_room_lets_a_backward_go_first_that_waits_for_its_model(
+    crowd, place, bystanders, monkeypatch
+):
+    """Autograd's thread has the room, in the backward of another model, and goes on
+    with this one's. Who else waits for room is not refused meanwhile."""
+    some = crowd(place, [4, 5, 6], 2 * ONE)
+    resident = [deepcopy(model).to(place) for model in some.plain[:2]]
+    threads, errors, wait = [], [], SharedDevice._wait
+    waits = [threading.Event() for _ in range(1 + bystanders)]
+
+    def noted(device, seat):
+        for number, thread in enumerate(threads):
+            if threading.current_thread() is thread:
+                waits[number].set()
+        wait(device, seat)
+
+    def begin(*_):
+        for number in range(1 + bystanders):
+            run = guarded(lambda number=2 * number: some.run(number), errors)
+            threads.append(threading.Thread(target=run, daemon=True))
+            threads[-1].start()
+            assert waits[number].wait(_PATIENCE)
+
+    def go_back(models, hook=None):
+        between = models[0](batch().to(place))
+        if hook is not None:
+            between.register_hook(hook)
+        models[1](between).sum().backward()
+
+    go_back(resident)
+    monkeypatch.setattr(SharedDevice, "_wait", noted)
+    go_back(some.models[:2], begin)
+    for thread in threads:
+        thread.join(_PATIENCE)
+        assert not thread.is_alive()
+    assert errors == []
+    for streamed, plain in zip(some.models, resident, strict=False):
+        for one, other in zip(streamed.parameters(), plain.parameters(), strict=True):
+            assert_bitwise_equal(one.grad.cpu(), other.grad.cpu(), "gradient")
+
+
+@pytest.mark.parametrize("place", ["cpu", "hpu"])
+def test_room_that_ends_with_another_threads_pass_is_waited_for_in_mid_pass(
+    crowd, place, monkeypatch
+):
+    """Two passes of this thread use a block each at once, and only one was left room
+    for, as where autograd goes back through two models by turns."""
+    some = crowd(place, [4, 5, 6], [ONE, 2 * ONE, 2 * ONE])
+    inside, goes_on, errors = threading.Event(), threading.Event(), []
+    wait = SharedDevice._await
+
+    def stop(*_):
+        inside.set()
+        assert goes_on.wait(_PATIENCE)
+
+    def awaits(device, seats):
+        goes_on.set()
+        return wait(device, seats)
+
+    def use(*_):
+        hooks.pop().remove()
+        some.runtimes[1].before_block("3.0")
+
+    def nest(*_):
+        hooks.pop().remove()
+        some.run(2)
+        some.runtimes[1].after_block("3.0")
+
+    hook = some.models[0][2].register_forward_pre_hook(stop)
+    hooks = [
+        some.models[2][3].register_forward_pre_hook(use),
+        some.models[1][1].register_forward_pre_hook(nest),
+    ]
+    run = guarded(lambda: some.run(0), errors)
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    assert inside.wait(_PATIENCE)
+    hook.remove()
+    monkeypatch.setattr(SharedDevice, "_await", awaits)
+    some.run(1)
+    thread.join(_PATIENCE)
+    assert not thread.is_alive()
+    assert errors == []
+    some.run(0, 1, 2)

@@ -43,6 +43,9 @@ class Tenant:
     def ends_alone(self):
         return False
 
+    def may_stand_back(self):
+        return False
+
     def give_up(self, keep_bytes, *, leaves=False):
         return False  # another thread has its lock
 

@@ -364,3 +364,39 @@ def test_inner_call_that_comes_when_the_owner_is_about_to_go_on_is_waited_for(
         turn.await_inner_calls()
     assert not asked
     assert not turn.inner_calls
+
+
+def test_who_stands_back_has_its_turn_behind_those_who_wait_for_it():
+    model, had = Model(), []
+
+    def wait():
+        with model.turn:
+            had.append("who waited")
+
+    thread = threading.Thread(target=wait, daemon=True)
+    with model.turn:
+        thread.start()
+        while awaited_by(thread) is not model.turn:
+            threading.Event().wait(0.001)
+        first = model.turn.waiting()
+    assert first == {thread}
+    model.turn.stand_back(first)
+    with model.turn:
+        had.append("who stood back")
+    thread.join(timeout=PATIENCE)
+    assert had == ["who waited", "who stood back"]
+    assert model.turn.owner is None
+
+
+def test_two_that_stand_back_do_not_wait_for_each_other():
+    model = Model()
+    threads = [
+        threading.Thread(target=lambda: model.turn.stand_back(threads), daemon=True)
+        for _ in "ab"
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=PATIENCE)
+        assert not thread.is_alive()
+    assert model.turn.owner is None

@@ -10,7 +10,7 @@ from stagehand.frames import awaits_thread, frames_of
 from stagehand.torch_private import is_autograds, waits_for_backward
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
 
 __all__ = [
     "HERE",
@@ -79,6 +79,8 @@ class Turn:
         self._sorting = False  # the owner is back and may be closing what it had left
         self.inner_calls: set[int] = set()
         """Calls of autograd that go on beside the owner, until `dismiss`."""
+        self._standing_back: set[Any] = set()
+        """Threads that take it only behind others; see `stand_back`."""
         self._letting_in = threading.Lock()
         self._dismissed = threading.Event()
 
@@ -118,8 +120,34 @@ class Turn:
                 return False
             return True
 
-    def _wait(self, me: Any, task: int | None) -> bool:
-        while not self._take(me):
+    def waiting(self) -> set[Any]:
+        """Return the threads that wait for it, but for those that stand back."""
+        waiting = {thread for thread, turn in _waits.copy().items() if turn is self}
+        return waiting - self._standing_back
+
+    def stand_back(self, first: Collection[Any]) -> None:
+        """Wait until threads have had the turn that this one has just given back.
+
+        For one that could not use it, for what it needs may be theirs.
+
+        Args:
+            first: Those that were `waiting`.
+
+        Raises:
+            DeadlockError: If one of them waits for this thread.
+        """
+        me = HERE.thread
+        self._standing_back.add(me)
+        try:
+            self._wait(me, None, first)
+            self.release()
+        finally:
+            self._standing_back.discard(me)
+            with _waits_lock:
+                _waits.pop(me, None)
+
+    def _wait(self, me: Any, task: int | None, first: Collection[Any] = ()) -> bool:
+        while not self.waiting().isdisjoint(first) or not self._take(me):
             if task is not None and self._lets_in(me, task):
                 return False
             self._note_wait(me, in_backward=task is not None)

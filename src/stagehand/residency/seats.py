@@ -65,6 +65,9 @@ class Tenant(Protocol):
     def ends_alone(self) -> bool:
         """Return whether its pass ends even if the thread that has its lock waits."""
 
+    def may_stand_back(self) -> bool:
+        """Return whether it lets others go first if it is refused room to begin."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Holding:
@@ -367,6 +370,15 @@ class Seats:
             for other in self.others(seat)
             if other.running and other.runs_elsewhere() and other.held > other.limit
         ]
+
+    def ending(self, seat: Seat) -> list[Seat]:
+        """Return others that hold something in a pass of another thread: when that has
+        ended, they can be asked for it. Of those that wait to begin one, all is asked.
+        """
+        found = [o for o in self.others(seat) if o.runs_elsewhere() and o.held]
+        for other in found:
+            other.asked = other.waits
+        return [other for other in found if not other.gave]
 
     def missing(self, nbytes: int) -> int:
         """Return how much others must give up before a tenant can have more bytes."""

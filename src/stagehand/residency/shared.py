@@ -288,12 +288,19 @@ class SharedDevice:
                 self._ask(other, kept)
         return self._free(seat, limit - seat.held + self._seats.promised(seat))
 
-    def make_room(self, number: int, nbytes: int) -> bool:
+    def make_room(self, number: int, nbytes: int, *, by_ends: bool = False) -> bool:
         """Let other tenants give up so many bytes, which one needs in mid-pass.
 
         Its own account has room for them, but the device has not. If another thread has
         the lock of a tenant that could give some up, or begins a pass in which it may
         hold less than it does, wait for it, if that can end.
+
+        Args:
+            number: Which tenant needs them.
+            nbytes: How many.
+            by_ends: Whether a pass is to wait for the ends of others, too, that other
+                threads run. Two passes of one thread may need more together than was
+                left for the second: autograd goes back through two models by turns.
 
         Returns:
             Whether they are free now.
@@ -310,6 +317,8 @@ class SharedDevice:
                 if self._end_left(seat):
                     continue
                 later = [*self._refusing, *self._seats.shrinking(seat)]
+                if by_ends and seat.running:  # between passes nobody needs it now
+                    later += self._seats.ending(seat)
                 if not (may_wait and later and self._await(later)):
                     return False
 
@@ -384,7 +393,9 @@ class SharedDevice:
             # A circle: others may wait for what this tenant has, as it does for theirs.
             waiting = [seat, *(other for other in busy if other.waits)]
             if all(one.gave or one.held <= self._seats.least(one) for one in waiting):
-                raise self._seats.no_room(seat)
+                backs = [one for one in waiting if one.tenant.may_stand_back()]
+                if seat in backs or not backs:
+                    raise self._seats.no_room(seat)
             for one in waiting:
                 one.asked = True
         seat.thread, seat.waits = HERE.thread, True

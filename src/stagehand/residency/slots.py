@@ -31,8 +31,13 @@ def _keep_limit(nbytes: int) -> None:
 class Neighbours(Protocol):
     """Whoever else holds memory of the device."""
 
-    def make_room(self, nbytes: int) -> bool:
-        """Let others give up so many bytes; return whether they are free."""
+    def make_room(self, nbytes: int, *, by_ends: bool = False) -> bool:
+        """Let others give up so many bytes; return whether they are free.
+
+        Args:
+            nbytes: How many are needed now.
+            by_ends: Whether to wait until passes have ended that other threads run.
+        """
 
     def beside_passes(self, nbytes: int) -> AbstractContextManager[bool]:
         """Take so many bytes between passes, if no pass of others was promised them."""
@@ -153,17 +158,15 @@ class SlotMemory:
 
     def _lease(self, nbytes: int, block: Block) -> Lease:
         """Return memory that others, or this model's idle slots, have to give up."""
-        for _ in range(_ROUNDS):  # another thread may take what was freed
-            if not self.make_room(nbytes):
-                break
+        lease = self._lease_of_others(nbytes, block)
+        if lease is None:
+            self._free_idle()
             lease = self._arena.acquire_nowait(nbytes, block.name)
-            if lease is not None:
-                return lease
-        self._free_idle()
-        lease = self._arena.acquire_nowait(nbytes, block.name)
         if lease is None:
             self.widen(self.account.held_bytes + nbytes)
             lease = self._arena.acquire_nowait(nbytes, block.name)
+        if lease is None:
+            lease = self._lease_of_others(nbytes, block, by_ends=True)
         if lease is not None:
             return lease
         others = "" if self.neighbours is None else self.neighbours.name_them()
@@ -178,6 +181,19 @@ class SlotMemory:
             needed_bytes=needed,
             limit_bytes=limit,
         )
+
+    def _lease_of_others(
+        self, nbytes: int, block: Block, *, by_ends: bool = False
+    ) -> Lease | None:
+        """Return memory that others give up, see `Neighbours.make_room`, if they do."""
+        others, lease = self.neighbours, None
+        for _ in range(_ROUNDS):  # another thread may take what was freed
+            if others is None or not others.make_room(nbytes, by_ends=by_ends):
+                break
+            lease = self._arena.acquire_nowait(nbytes, block.name)
+            if lease is not None:
+                break
+        return lease
 
     def refuse(
         self, blocks: Sequence[Block], error: StagehandOOMError, more: Sequence[Block]

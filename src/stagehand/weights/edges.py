@@ -27,7 +27,7 @@ import torch
 from stagehand.core.trees import moved_to
 from stagehand.core.turn import HERE, Turn, host_while, runs_library
 from stagehand.core.workers import raise_kept
-from stagehand.errors import DeadlockError, StagehandError
+from stagehand.errors import DeadlockError, StagehandError, StagehandOOMError
 from stagehand.frames import Call
 from stagehand.torch_private import (
     at_end_of_backward,
@@ -216,6 +216,10 @@ class Edges:
         """Whether this thread is in no pass, or in one that an interrupt has ended."""
         return self._is_left() if self.inside() else not in_backward()
 
+    def may_stand_back(self) -> bool:
+        """Whether a forward that has not got its room yet may let others go first."""
+        return self._backward is None and bool(self.lock.waiting())
+
     @property
     def is_busy(self) -> bool:
         """Whether a pass is under way, in whichever thread."""
@@ -321,14 +325,26 @@ class Edges:
                 entry.context.__enter__()
             moved: tuple[Any, Any] = moved_to((args, kwargs), self.device)
             return moved
-        except BaseException:
-            if entry not in self._stack:  # there is nothing to leave
-                self.lock.release()
+        except StagehandOOMError:
+            first = self._take_back(entry)
+            if not first or self.inside():
                 raise
-            if len(self._stack) == 1 and self._stack[0].module is module:
-                call_unseen(self._listener.abort_pass)
-            self.leave(module)  # the module's own end hook finds nothing to end
+        except BaseException:
+            self._take_back(entry)
             raise
+        self.lock.stand_back(first)  # what is missing may be theirs
+        return self.enter(module, args, kwargs, frame)
+
+    def _take_back(self, entry: _Frame) -> set[Any]:
+        """Undo an entry that has failed; return the threads that wait for the turn."""
+        first = self.lock.waiting()
+        if entry not in self._stack:  # there is nothing to leave
+            self.lock.release()
+            return set()
+        if len(self._stack) == 1:
+            call_unseen(self._listener.abort_pass)
+        self.leave(entry.module)  # the module's own end hook finds nothing to end
+        return first
 
     def await_failure(self) -> bool:
         """Wait for the end of a backward of this thread that has raised, if one has.
@@ -379,7 +395,7 @@ class Edges:
     def _is_there(self, value: Any) -> bool:
         return type(value) is torch.Tensor and value.device == self.device
 
-    def leave(self, module: nn.Module) -> None:
+    def leave(self, module: nn.Module | None) -> None:
         """End the latest entry, if it is this module's."""
         if not self.inside() or self._stack[-1].module is not module or in_backward():
             return
