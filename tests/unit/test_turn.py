@@ -366,7 +366,8 @@ def test_inner_call_that_comes_when_the_owner_is_about_to_go_on_is_waited_for(
     assert not turn.inner_calls
 
 
-def test_who_stands_back_has_its_turn_behind_those_who_wait_for_it():
+def test_who_stands_back_has_its_turn_behind_those_who_wait_for_it(monkeypatch):
+    monkeypatch.setattr(turns, "_LOOK_SECONDS", PATIENCE / MANY)
     model, had = Model(), []
 
     def wait():
@@ -388,7 +389,8 @@ def test_who_stands_back_has_its_turn_behind_those_who_wait_for_it():
     assert model.turn.owner is None
 
 
-def test_two_that_stand_back_do_not_wait_for_each_other():
+def test_two_that_stand_back_do_not_wait_for_each_other(monkeypatch):
+    monkeypatch.setattr(turns, "_LOOK_SECONDS", PATIENCE / MANY)
     model = Model()
     threads = [
         threading.Thread(target=lambda: model.turn.stand_back(threads), daemon=True)
