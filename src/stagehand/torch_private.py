@@ -28,6 +28,8 @@ These are as old as all versions that are supported:
 - `torch.autograd.Variable._execution_engine.queue_callback`: learn that a backward pass
   is over.
 - `torch.ops.aten._to_copy`: the operator of all casts, autocast's included.
+- `torch._ops.{OpOverload,OpOverloadPacket}`, and the `_schema` of the former: which
+  arguments does an operator write to?
 - `torch.utils._python_dispatch.TorchDispatchMode`: see every operator of a thread. It
   is put on this thread's stack directly: entering it also sets flags that are seen by
   all threads.
@@ -103,6 +105,7 @@ from types import FrameType
 from typing import Any, Protocol, TypeVar
 
 import torch
+from torch._ops import OpOverload, OpOverloadPacket
 from torch.autograd.function import BackwardCFunction
 from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
@@ -159,6 +162,7 @@ __all__ = [
     "replace_saved_hooks",
     "reserved_on",
     "running_data_parallel",
+    "schemas_of",
     "sequence_number",
     "sharing_versions",
     "show_hooks",
@@ -648,6 +652,16 @@ def call_unseen(call: Callable[..., _Result], *args: Any) -> _Result:
         return call(*args)
     with without_modes(but_sanitizer=True):
         return call(*args)
+
+
+def schemas_of(function: Callable[..., Any]) -> list[Any]:
+    """Return what an operator of `torch.ops` says of its arguments, or, for each of
+    several of one name, what these say; a function of `torch` says nothing."""
+    overloads = [function]
+    if isinstance(function, OpOverloadPacket):
+        names = function.overloads()  # type: ignore[no-untyped-call]
+        overloads = [getattr(function, name) for name in names]
+    return [each._schema for each in overloads if isinstance(each, OpOverload)]
 
 
 def is_on_top(mode: TorchFunctionMode) -> bool:

@@ -737,6 +737,23 @@ def scaled_in_a_list(weight):
     torch._foreach_mul_([weight.data], 0.9)
 
 
+@torch.library.custom_op("stagehand_tests::shrink", mutates_args={"values"})
+def shrink(values: torch.Tensor) -> None:
+    values.mul_(0.9)
+
+
+def shrunk_by_an_operator(weight):
+    shrink(weight.data)
+
+
+def shrunk_by_its_name(weight):
+    torch.ops.stagehand_tests.shrink(values=weight.data)
+
+
+def scaled_by_an_overload(weight):
+    torch.ops.aten.mul_.Scalar(weight.data, 0.9)
+
+
 def set_anew(weight):
     torch.nn.init.constant_(weight.data, 0.05)
 
@@ -774,6 +791,7 @@ class Edited(nn.Module):
     [
         *(clamped, with_another_row, scaled, scaled_into_itself, scaled_in_a_list),
         *(set_anew, rectified, with_other_bits),
+        *(shrunk_by_an_operator, shrunk_by_its_name, scaled_by_an_overload),
     ],
 )
 def test_what_a_forward_writes_through_data_is_kept(sim, setting, edit, times, trains):

@@ -16,6 +16,7 @@ from stagehand.torch_private import (
     is_on_top,
     mode_below,
     remove_hooks,
+    schemas_of,
     take_off,
 )
 
@@ -199,6 +200,10 @@ def _written(
     if is_named_so or name in _WRITING or kwargs.get("inplace") is True:
         # `torch.nn.init` gives all that it was given by name.
         places += [] if name in _RESHAPING else [*args, *kwargs.values()][:1]
+    for schema in schemas_of(func):
+        for number, argument in enumerate(schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                places += [*args[number : number + 1], kwargs.get(argument.name)]
     return [each for _, each in tensors_in(places)]
 
 
