@@ -58,7 +58,6 @@ class Passing(PassListener):
 
     Args:
         model: The streamed model.
-        known: Refers to it, for what lives as long as its runtime.
         sites: The modules that read streamed blocks.
         tables: The modules that look rows up on the host.
         parts: Of the runtime.
@@ -74,8 +73,6 @@ class Passing(PassListener):
         edges: Where the model is entered and left.
         uses: What happens at sites, and in autograd.
         hooks: On the model.
-        rows: Looks rows up in tables on the host.
-        strays: Weights that are read by others than their module.
         tenancy: The place on the device.
         placing: What is on the device around uses.
         steps_by_hand: Whether the user says where steps begin.
@@ -83,8 +80,7 @@ class Passing(PassListener):
 
     def __init__(
         self,
-        model: nn.Module,
-        known: ModelRef,
+        model: ModelRef,
         sites: Sequence[tuple[nn.Module, Block]],
         tables: Sequence[nn.Module],
         parts: Parts,
@@ -97,30 +93,31 @@ class Passing(PassListener):
         measure: Measure,
         guards: Guards,
     ) -> None:
-        self._model = known
+        self._model = model
         self._parts = parts
         self._settings = settings
         self._wires = wires
+        self._host_memory = host_memory
         self._measure = measure
         self._guards = guards
-        scheduler, device = parts.scheduler, parts.device
+        whole, scheduler, device = model.check(), parts.scheduler, parts.device
         self.edges = edges = Edges(self, device.torch_device, parts.weights.name)
-        self.uses = uses = Uses(known, parts, edges)
+        self.uses = uses = Uses(model, parts, edges)
         self._saved = uses.saved
         self.hooks = SiteHooks(edges, scheduler, uses)
-        self.rows = RowGather(
-            model,
+        self._rows = RowGather(
+            whole,
             measure.telemetry.counters,
             uses.owners,
             edges,
             scheduler,
             uses.follow,
         )
-        self.strays = Strays(
-            model,
+        self._strays = Strays(
+            whole,
             [site for site, _ in sites],
             uses.owners,
-            self.rows,
+            self._rows,
             edges,
             scheduler,
             spare=self.hooks.spare,
@@ -132,14 +129,14 @@ class Passing(PassListener):
         self._readers = readers_of(sites, tables)
         self.tenancy = Tenancy(parts, edges, model)
         self.placing = Placing(
-            known,
+            model,
             parts,
             settings,
             edges=edges,
             tenancy=self.tenancy,
             uses=uses,
             hooks=self.hooks,
-            strays=self.strays,
+            strays=self._strays,
             readers=self._readers,
             additions=additions,
             wires=wires,
@@ -159,13 +156,10 @@ class Passing(PassListener):
             scheduler.tell_of_leave(weakly(self._note_leave))
 
     def install(
-        self,
-        model: nn.Module,
-        finding: Finding,
-        sites: Sequence[tuple[nn.Module, Block]],
+        self, finding: Finding, sites: Sequence[tuple[nn.Module, Block]]
     ) -> None:
         """Hook the model, so that its passes are heard of."""
-        tables = [table for table, _ in finding.gathered]
+        model, tables = self._model.check(), [table for table, _ in finding.gathered]
         self.hooks.add_model(model, {site for site, _ in sites}, tables, self.placing)
         experts = Experts(
             self._parts.scheduler, self.edges.device, self._settings.experts
@@ -177,7 +171,7 @@ class Passing(PassListener):
             block.unseen = block.unseen or _is_read_unseen(site)
             self._add_look(site, block.name)
         for table, group in finding.gathered:
-            self.hooks.add_gather(table, self.rows.mode)
+            self.hooks.add_gather(table, self._rows.mode)
             self._add_look(table, group.name)
 
     def _add_look(self, module: nn.Module, block: str) -> None:
@@ -186,8 +180,12 @@ class Passing(PassListener):
             self.hooks.add_look(module, look)
 
     def let_go(self) -> None:
-        """The model was collected: keep nothing of it."""
+        """The model was collected: leave its memory to whoever has tensors there."""
+        if self.uses.gradients is not None:
+            self.uses.gradients.close()
+        self._host_memory.close()
         self._readers.clear()
+        self._parts.masters.let_go(self._parts.blocks)
 
     def _note_leave(self) -> None:
         """Let modules that read what stays begin a pass, too, for it is away now."""
@@ -222,6 +220,7 @@ class Passing(PassListener):
 
     def check(self) -> None:
         """See `PassListener.check`."""
+        self._model.check()  # a part of it may be left, which goes on with its hooks
         self._parts.device.refuse_capture("a pass of a streamed model")
         exports = torch.compiler.is_exporting()
         if exports or torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
@@ -326,10 +325,8 @@ class Passing(PassListener):
         if by_module:  # no forward may have looked since users changed the model
             self.placing.take_additions()
             self._note_changes()
-        if (
-            by_module or not self.uses.took_gradients
-        ):  # all of it may be in a checkpoint
-            self._watch()
+        if by_module or not self.uses.took_gradients:
+            self._watch()  # all of the forward may have been in a checkpoint
         self.placing.begin_uses(goes_back=self._saved.backward is not None)
         # Autograd goes on in streams that need not wait for the one of this node.
         self._parts.scheduler.await_fixed()
@@ -408,11 +405,11 @@ class Passing(PassListener):
         with ExitStack() as stack:  # an interrupt leaves none of them entered
             if self._settings.inference_mode:
                 stack.enter_context(torch.no_grad())
-            if function_modes() and self.strays.may_fuse():
+            if function_modes() and self._strays.may_fuse():
                 stack.enter_context(unwatched())  # by models around this one
-            stack.callback(take_off, self.rows.mode)
-            watch = self.strays.begin(module, kwargs)
-            again = self.strays.begin_again
+            stack.callback(take_off, self._rows.mode)
+            watch = self._strays.begin(module, kwargs)
+            again = self._strays.begin_again
             self._saved.watch = None if watch is None else weakref.WeakMethod(again)
             for _ in range(2):  # again what an interrupt has left
                 stack.callback(self._saved.leave_hooks)
@@ -438,7 +435,7 @@ class Passing(PassListener):
             self.tenancy.end(failed=self._has_failed())
             self._handled = None
         self._measure.end_pass()
-        self.strays.end(failed=failed)
+        self._strays.end(failed=failed)
         if not self.uses.took_gradients:
             self._await_reads()
 
@@ -453,7 +450,7 @@ class Passing(PassListener):
         self._saved.site = None
         self._measure.stopwatch.forget()
         self._parts.scheduler.recover()
-        self.strays.end(failed=True)
+        self._strays.end(failed=True)
 
     def put_back(self, pushed: object) -> None:
         """See `PassListener.put_back`."""

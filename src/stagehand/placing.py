@@ -91,10 +91,9 @@ class Placing:
         self._measure = measure
         self.ready = False
         """Whether `prepare` was done since the device was last cleared."""
-        self.hands_over = False
-        """Whether another model is expected to run next."""
         self.marked_bytes = settings.budget_bytes
         """What watermarks leave of the budget."""
+        self._hands_over = False  # another model is expected to run next
         self._resumes = False  # what stays was here before all was brought home
 
     # Between passes
@@ -306,7 +305,7 @@ class Placing:
                 weights.set_limit(share)
         if taken:
             if self._edges.is_busy:
-                self.hands_over = self._tenancy.begin()
+                self._hands_over = self._tenancy.begin()
                 self.make_room()  # others were promised what it does not leave
                 self._parts.steering.steer()
             self.place_rest()
@@ -334,14 +333,14 @@ class Placing:
             may_drop: Whether what has left this model may leave the device for it.
         """
         try:
-            self.hands_over = self._tenancy.begin()
+            self._hands_over = self._tenancy.begin()
         except StagehandOOMError:
             additions = self._additions()
             if additions is None or not may_drop or self._parts.scheduler.in_use:
                 raise
             if not additions.drop_gone():
                 raise
-            self.hands_over = self._tenancy.begin()
+            self._hands_over = self._tenancy.begin()
 
     def begin_uses(self, *, goes_back: bool) -> None:
         """Make all ready for the uses of a pass: room, pinned memory, files, plan.
@@ -365,7 +364,7 @@ class Placing:
         if measure.stopwatch.is_over():
             parts.steering.note(*measure.collect())
             parts.steering.learns = parts.loader.pin_on is None
-        parts.scheduler.begin_pass(goes_back=goes_back, hands_over=self.hands_over)
+        parts.scheduler.begin_pass(goes_back=goes_back, hands_over=self._hands_over)
         if not parts.scheduler.in_use and parts.steering.steer():
             if parts.weights.overdraft_bytes:
                 parts.device_arena.trim()  # what was kept for reuse under the old limit

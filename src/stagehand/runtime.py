@@ -104,7 +104,6 @@ class Runtime(Sharing, Storing, Conduct):
         additions = Additions(model, parts, self._wires, self._home)
         self._additions = weakref.ref(additions)  # see `Moves`
         self._passing = Passing(
-            model,
             self._model,
             sites,
             [table for table, _ in finding.gathered],
@@ -121,7 +120,8 @@ class Runtime(Sharing, Storing, Conduct):
         self._uses = self._passing.uses
         self._placing = self._passing.placing
         self._tenancy = self._passing.tenancy
-        ends = weakly(self._let_go)
+        # Not of this object, which may go sooner: who has the model need not have it.
+        ends = weakly(self._passing.let_go)
         self._finalizer = weakref.finalize(
             model, _end, self._uses.saved, parts, telemetry, ends
         )
@@ -155,7 +155,7 @@ class Runtime(Sharing, Storing, Conduct):
         sites: Sequence[tuple[nn.Module, Block]],
         additions: Additions,
     ) -> None:
-        self._passing.install(model, finding, sites)
+        self._passing.install(finding, sites)
         # The handle comes first, so that a copy of the model begins with it.
         own = {k: v for k, v in model.__dict__.items() if k != HANDLE}
         all_of_it = {HANDLE: self, **own, "_apply": Moves(self._placing, additions)}
@@ -554,14 +554,6 @@ class Runtime(Sharing, Storing, Conduct):
                 parts.keep_pool = keep_pool
         if lost is not None:
             raise lost
-
-    def _let_go(self) -> None:
-        """The model was collected: leave its memory to whoever has tensors there."""
-        if self._uses.gradients is not None:
-            self._uses.gradients.close()
-        self._host_memory.close()
-        self._passing.let_go()
-        self._parts.masters.let_go(self._parts.blocks)
 
     def _sum_up(self) -> None:
         self._passing.end_step()

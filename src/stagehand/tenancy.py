@@ -14,10 +14,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from contextlib import AbstractContextManager
 
-    from torch import nn
-
     from stagehand.assembly import Parts
     from stagehand.residency.seats import Holding
+    from stagehand.weak_refs import ModelRef
     from stagehand.weights.edges import Edges
 
 __all__ = ["Tenancy"]
@@ -40,7 +39,7 @@ class Tenancy:
         model: Is not dropped while others have it give up or load something.
     """
 
-    def __init__(self, parts: Parts, edges: Edges, model: nn.Module) -> None:
+    def __init__(self, parts: Parts, edges: Edges, model: ModelRef) -> None:
         self.account = parts.weights
         self.name = parts.weights.name
         self.shared = parts.shared
@@ -48,7 +47,7 @@ class Tenancy:
         """What the present pass may take."""
         self._parts = parts
         self._edges = weakref.ref(edges)
-        self._model = weakref.ref(model)
+        self._model = model
         self._left = False
         self._begins = False  # a pass that has used nothing yet
         self._claim: Claim  # of this basis

@@ -733,6 +733,22 @@ def test_a_dropped_model_takes_its_memory_along_though_its_runtime_is_kept(sim, 
     assert runtime.report().passes
 
 
+def test_a_dropped_model_gives_its_leases_back_though_its_runtime_went_before(sim):
+    """Its gradients stayed leased: what lets go of them was a method of the runtime,
+    and not of what the hooks of a part that is kept keep."""
+    model = stagehand.layer(stack(), vram_budget=BUDGET, device="hpu")
+    model(batch()).sum().backward()
+    part = model[2]
+    runtime = weakref.ref(runtime_of(model))
+    del model._stagehand_layer_runtime
+    assert runtime() is None
+    del model
+    gc.collect()
+    assert live_leases() == 0
+    with pytest.raises(stagehand.ClosedError):
+        part(batch())
+
+
 def test_a_weight_of_a_dropped_model_stays_readable(sim):
     model = stagehand.layer(stack(), vram_budget=BUDGET, device="hpu")
     with torch.no_grad():

@@ -667,7 +667,7 @@ def test_the_budget_named_for_what_is_read_elsewhere_counts_what_others_keep(sim
     runtime_of(model).set_budget(named)
     assert_passes_equal(model, expected, batch())
     assert any(block.read_elsewhere for block in blocks_of(model))
-    assert runtime_of(model)._passing.strays._known
+    assert runtime_of(model)._passing._strays._known
     for one in (first, model):
         runtime_of(one).shutdown()
 

@@ -668,7 +668,7 @@ def test_weights_that_only_some_passes_read_are_found_in_the_first_of_these(
     stagehand.layer(model.to("cpu"), vram_budget=5 * LAYER_BYTES)
     for mood in (first, *MOODS, *MOODS):
         assert_bitwise_equal(run(*mood).detach(), expected[mood], str(mood))
-    strays = model._stagehand_layer_runtime._passing.strays
+    strays = model._stagehand_layer_runtime._passing._strays
     with torch.no_grad():
         assert strays.begin(model, {}) is None, "it is watched once"
     model._stagehand_layer_runtime.shutdown()
@@ -702,7 +702,7 @@ def test_weights_that_only_passes_with_an_argument_read_are_found_in_the_first(
     with torch.no_grad():
         expected = [model.to("hpu")(x, **kind) for kind in kinds]
         stagehand.layer(model.to("cpu"), vram_budget=layers * LAYER_BYTES)
-        strays = model._stagehand_layer_runtime._passing.strays
+        strays = model._stagehand_layer_runtime._passing._strays
         for kind, outputs in zip(kinds, expected, strict=True):
             found = model(x, **kind)
             assert found.device == outputs.device
@@ -756,7 +756,7 @@ def test_a_weight_that_later_passes_read_is_found_where_they_are_done_again(
             generate()
         for number in range(3):
             assert_bitwise_equal(generate(), expected, f"generation {number}")
-        strays = model._stagehand_layer_runtime._passing.strays
+        strays = model._stagehand_layer_runtime._passing._strays
         for _ in range(25):
             generate()
         assert strays.begin(model, {}) is None, "it is not watched for ever"
@@ -794,7 +794,7 @@ def test_passes_are_watched_as_long_as_there_is_no_room_for_what_was_found(
     runtime.set_budget(3 * LAYER_BYTES)
     for _ in range(3):
         assert_bitwise_equal(model(x), expected, "with room")
-    assert runtime._passing.strays.begin(model, {}) is None, "there is room"
+    assert runtime._passing._strays.begin(model, {}) is None, "there is room"
     runtime.shutdown()
 
 
@@ -887,7 +887,7 @@ def test_a_pass_fails_by_what_it_raises_not_by_what_is_being_handled(sim, fails)
         with torch.no_grad(), contextlib.suppress(ZeroDivisionError):
             model(x)
     assert told == [fails]
-    assert bool(runtime._passing.strays._known) != fails  # its strays are known, or not
+    assert bool(runtime._passing._strays._known) != fails  # they are known, or not
     assert runtime._passing._handled is None
     runtime.shutdown()
 
