@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, ParamSpec
+from typing import TYPE_CHECKING, Any, ParamSpec
 
 from stagehand.errors import ClosedError
 
@@ -59,11 +59,14 @@ def weakly(
 
     After that it calls `otherwise`, or does nothing.
     """
-    known = weakref.WeakMethod(call)
+    method: Any = call
+    owner, function = weakref.ref(method.__self__), method.__func__
 
     def called(*args: _P.args, **kwargs: _P.kwargs) -> None:
-        call = known() or otherwise
-        if call is not None:
-            call(*args, **kwargs)
+        living = owner()
+        if living is not None:
+            function(living, *args, **kwargs)
+        elif otherwise is not None:
+            otherwise(*args, **kwargs)
 
     return called
