@@ -88,7 +88,8 @@ Without one of these, something is missing:
   has computed, and its weights with that? Without it, rows of experts that a call does
   not read are not there for such hooks.
 
-Tried with torch 2.10 (on Python 3.10), 2.11 (3.12), 2.13 (3.11) and 2.15 (3.13).
+Tried with torch 2.10 (on Python 3.10), 2.11 (3.12), 2.13 (3.11), 2.14 (3.12) and 2.15
+(3.13).
 """
 
 import sys
