@@ -38,10 +38,6 @@ class Storing:
     _placing: Placing
     _model: ModelRef
 
-    def park(self) -> None:
-        """Bring every tensor home to the host."""
-        raise NotImplementedError
-
     def at_shutdown(self, call: Callable[[nn.Module], None]) -> None:
         """Call something at the end."""
         raise NotImplementedError
@@ -80,31 +76,32 @@ class Storing:
         check_value("scratch_dir", scratch_dir, str | Path | None)
         if not isinstance(directory, Checkpoint | Compact):
             check_value("directory", directory, str | Path)
-        self.park()
-        if not isinstance(directory, Checkpoint | Compact):
-            check_key_map(model, key_map)
-            directory = Checkpoint.open(directory)
-        opened = directory
-        if isinstance(opened, Checkpoint):
-            refuse_quantized(opened)
-        with self._scratch(scratch_dir) as folder_for:
+        with self._placing.at_rest():  # nobody moves a block meanwhile
+            self._placing.park()
+            if not isinstance(directory, Checkpoint | Compact):
+                check_key_map(model, key_map)
+                directory = Checkpoint.open(directory)
+            opened = directory
             if isinstance(opened, Checkpoint):
-                opened = expand(opened, folder_for) or opened
-            compact = opened if isinstance(opened, Compact) else None
-            plain = opened.plain if isinstance(opened, Compact) else opened
-            try:
-                files, count = back_by_files(self._parts, model, plain, key_map)
-            except BaseException:
-                if compact is not None:
-                    compact.files.close()
-                raise
-        if compact is not None:
-            self._files.add_compact(compact.files)
-        self._files.replace_plain(files)
-        if compact is not None:
-            wire_blocks(self._parts, self._wires, compact, model, key_map)
-        self._placing.place_between_passes()
-        return count
+                refuse_quantized(opened)
+            with self._scratch(scratch_dir) as folder_for:
+                if isinstance(opened, Checkpoint):
+                    opened = expand(opened, folder_for) or opened
+                compact = opened if isinstance(opened, Compact) else None
+                plain = opened.plain if isinstance(opened, Compact) else opened
+                try:
+                    files, count = back_by_files(self._parts, model, plain, key_map)
+                except BaseException:
+                    if compact is not None:
+                        compact.files.close()
+                    raise
+            if compact is not None:
+                self._files.add_compact(compact.files)
+            self._files.replace_plain(files)
+            if compact is not None:
+                wire_blocks(self._parts, self._wires, compact, model, key_map)
+            self._placing.place_between_passes()
+            return count
 
     def convert_registry_to_squareq_backed(
         self,
@@ -141,24 +138,25 @@ class Storing:
         check_value("path", path, str | Path)
         check_value("manifest", manifest, str | Path | None)
         check_value("scratch_dir", scratch_dir, str | Path | None)
-        self.park()
-        slab = SquareQ.open(path, manifest)
-        try:
-            with self._scratch(scratch_dir) as folder_for:
-                files, count = quantized_model(
-                    self._parts,
-                    self._wires,
-                    model,
-                    slab,
-                    lambda name: key_of(name, key_map),
-                    folder_for,
-                )
-        except BaseException:
-            slab.files.close()
-            raise
-        self._files.add_compact(slab.files, files)
-        self._placing.place_between_passes()
-        return count
+        with self._placing.at_rest():
+            self._placing.park()
+            slab = SquareQ.open(path, manifest)
+            try:
+                with self._scratch(scratch_dir) as folder_for:
+                    files, count = quantized_model(
+                        self._parts,
+                        self._wires,
+                        model,
+                        slab,
+                        lambda name: key_of(name, key_map),
+                        folder_for,
+                    )
+            except BaseException:
+                slab.files.close()
+                raise
+            self._files.add_compact(slab.files, files)
+            self._placing.place_between_passes()
+            return count
 
     @contextmanager
     def _scratch(

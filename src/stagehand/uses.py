@@ -42,6 +42,7 @@ class Uses:
     Attributes:
         owners: The streamed block of each parameter, by the parameter's id.
         saved: What graphs save of weights.
+        push_hooks: See `SavedTensors.push_hooks`.
         kept: Views of weights that functions keep without saving them.
         casts: Autocast's.
         gradients: Brings gradients to the host; None if they are made there.
@@ -63,6 +64,7 @@ class Uses:
             weakly(self._turn_back),
             parts.device,
         )
+        self.push_hooks = self.saved.push_hooks
         self.kept = KeptViews(self.saved)
         self.casts = Casts(parts.device, parts.scheduler, weakly(self._follow_cast))
         self.gradients = None if parts.device.is_host else self._made_gradients(parts)
@@ -83,10 +85,6 @@ class Uses:
         )
 
     # Sites
-
-    def push_hooks(self) -> object:
-        """Begin the call of an edge with gradients; see `SavedTensors.push_hooks`."""
-        return self.saved.push_hooks()
 
     def track(self, block: Block, reader: Reader) -> object:
         """Begin a site's call, with gradients or under autocast.

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import itertools
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,8 +27,10 @@ from scenario.small import (
     runtime_of,
     stack,
 )
+from stagehand import storing
 from stagehand.core.device import AcceleratorDevice
 from stagehand.core.transfer import TransferEngine
+from stagehand.core.turn import awaited_by
 from stagehand.errors import StagehandWarning
 from stagehand.residency import masters
 from stagehand.residency.lane_loader import LaneLoader
@@ -100,6 +103,29 @@ def test_threads_that_wait_for_the_device_have_made_it_theirs(sim, folder, monke
             model(batch()).sum().backward()
         runtime_of(model).shutdown()
     assert {"reader", "adder", "pinner"} == claimed == kinds - {"file"}
+
+
+def test_a_pass_of_another_thread_waits_until_weights_come_from_files(
+    sim, folder, monkeypatch
+):
+    """It began in the middle, and had some blocks of either kind."""
+    model = stagehand.layer(stack(DEPTH), vram_budget=3 * LAYER_BYTES, device="hpu")
+    runtime, back = runtime_of(model), storing.back_by_files
+    expected, ran, waits = run(model), [], []
+    other = threading.Thread(target=lambda: ran.append(run(model)))
+
+    def in_the_middle(*given):
+        other.start()
+        while awaited_by(other) is None and other.is_alive():
+            time.sleep(0.001)
+        waits.append(not ran)
+        return back(*given)
+
+    monkeypatch.setattr(storing, "back_by_files", in_the_middle)
+    runtime.convert_registry_to_file_backed_sharded(folder)
+    other.join(timeout=120)
+    assert waits == [True]
+    assert_bitwise_equal(ran, [expected], "output")
 
 
 # What is kept in host memory.
