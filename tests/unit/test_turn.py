@@ -4,11 +4,13 @@ Mostly without threads: `HERE` is told which one calls, and what is called in th
 of a wait does what other threads would do then.
 """
 
+import itertools
 import threading
 from contextlib import contextmanager
 
 import pytest
 
+from interrupts import interrupted_at
 from stagehand.core import turn as turns
 from stagehand.core.turn import HERE, Turn, awaited_by, host_while
 from stagehand.errors import DeadlockError
@@ -393,7 +395,7 @@ def test_two_that_stand_back_do_not_wait_for_each_other(monkeypatch):
     monkeypatch.setattr(turns, "_LOOK_SECONDS", PATIENCE / MANY)
     model = Model()
     threads = [
-        threading.Thread(target=lambda: model.turn.stand_back(threads), daemon=True)
+        threading.Thread(target=lambda: model.turn.stand_back({*threads}), daemon=True)
         for _ in "ab"
     ]
     for thread in threads:
@@ -402,3 +404,31 @@ def test_two_that_stand_back_do_not_wait_for_each_other(monkeypatch):
         thread.join(timeout=PATIENCE)
         assert not thread.is_alive()
     assert model.turn.owner is None
+
+
+def test_an_interrupt_of_who_stands_back_keeps_the_turn_from_nobody(monkeypatch):
+    monkeypatch.setattr(turns, "_LOOK_SECONDS", PATIENCE / MANY)
+    for number in itertools.count(1):
+        model, had = Model(), []
+
+        def wait(model=model, had=had):
+            with model.turn:
+                had.append(1)
+
+        threads = [threading.Thread(target=wait, daemon=True) for _ in "ab"]
+        with model.turn:
+            threads[0].start()
+            while awaited_by(threads[0]) is not model.turn:
+                threading.Event().wait(0.001)
+        try:
+            with interrupted_at(number, Turn.stand_back, Turn._wait, Turn._take):
+                model.turn.stand_back({threads[0]})
+            break
+        except KeyboardInterrupt:
+            assert threading.current_thread() not in model.turn.waiting()
+        model.left = True  # what has the turn is no pass
+        threads[1].start()
+        for thread in threads:
+            thread.join(timeout=PATIENCE)
+        assert had == [1, 1]
+    assert number > 5

@@ -10,7 +10,7 @@ from stagehand.frames import awaits_thread, frames_of
 from stagehand.torch_private import is_autograds, waits_for_backward
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Callable
 
 __all__ = [
     "HERE",
@@ -79,8 +79,6 @@ class Turn:
         self._sorting = False  # the owner is back and may be closing what it had left
         self.inner_calls: set[int] = set()
         """Calls of autograd that go on beside the owner, until `dismiss`."""
-        self._standing_back: set[Any] = set()
-        """Threads that take it only behind others; see `stand_back`."""
         self._letting_in = threading.Lock()
         self._dismissed = threading.Event()
 
@@ -121,11 +119,14 @@ class Turn:
             return True
 
     def waiting(self) -> set[Any]:
-        """Return the threads that wait for it, but for those that stand back."""
-        waiting = {thread for thread, turn in _waits.copy().items() if turn is self}
-        return waiting - self._standing_back
+        """Return the threads that wait for it, but for those that stand back.
 
-    def stand_back(self, first: Collection[Any]) -> None:
+        Nor those that an interrupt has left in the list of who waits.
+        """
+        waiting = [thread for thread, turn in _waits.copy().items() if turn is self]
+        return {thread for thread in waiting if _acquires(thread)}
+
+    def stand_back(self, first: set[Any]) -> None:
         """Wait until threads have had the turn that this one has just given back.
 
         For one that could not use it, for what it needs may be theirs.
@@ -137,17 +138,15 @@ class Turn:
             DeadlockError: If one of them waits for this thread.
         """
         me = HERE.thread
-        self._standing_back.add(me)
         try:
             self._wait(me, None, first)
             self.release()
         finally:
-            self._standing_back.discard(me)
             with _waits_lock:
                 _waits.pop(me, None)
 
-    def _wait(self, me: Any, task: int | None, first: Collection[Any] = ()) -> bool:
-        while not self.waiting().isdisjoint(first) or not self._take(me):
+    def _wait(self, me: Any, task: int | None, first: set[Any] | None = None) -> bool:
+        while (first and first & self.waiting()) or not self._take(me):
             if task is not None and self._lets_in(me, task):
                 return False
             self._note_wait(me, in_backward=task is not None)
@@ -318,6 +317,12 @@ def host_while(goes_on: Callable[[], bool], changed: threading.Event) -> None:
             changed.clear()
     finally:
         _hosts.discard(me)
+
+
+def _acquires(thread: Any) -> bool:
+    """Return whether a thread is inside of `Turn.acquire`."""
+    code = Turn.acquire.__code__
+    return any(frame.f_code is code for frame in frames_of(thread.ident or 0))
 
 
 def runs_library(thread: Any) -> bool:

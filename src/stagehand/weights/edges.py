@@ -306,34 +306,38 @@ class Edges:
         self.await_failure()
         if not self.inside():
             self._listener.check()
-        entry = _Frame(module, frame)
-        self.lock.acquire()
-        try:
-            self._close_dead()
-            self.lock.sorted()
-            if self.inner_calls:
-                self.lock.await_inner_calls()
-            self._recount()
-            self._raise_unsaid()
-            self._listener.check_hooks()
-            self._stack.append(entry)
-            if len(self._stack) > 1:
-                return None
-            self.thread = HERE.thread
-            entry.context = call_unseen(self._listener.begin_pass, module, kwargs)
-            if entry.context is not None:
-                entry.context.__enter__()
-            moved: tuple[Any, Any] = moved_to((args, kwargs), self.device)
-            return moved
-        except StagehandOOMError:
-            first = self._take_back(entry)
-            if not first or self.inside():
+        while True:
+            entry = _Frame(module, frame)
+            self.lock.acquire()
+            try:
+                return self._enter(entry, args, kwargs)
+            except StagehandOOMError:
+                first = self._take_back(entry)
+                if not first or self.inside():
+                    raise
+            except BaseException:
+                self._take_back(entry)
                 raise
-        except BaseException:
-            self._take_back(entry)
-            raise
-        self.lock.stand_back(first)  # what is missing may be theirs
-        return self.enter(module, args, kwargs, frame)
+            self.lock.stand_back(first)  # what is missing may be theirs
+
+    def _enter(self, entry: _Frame, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        """Do as `enter` says, with the turn."""
+        self._close_dead()
+        self.lock.sorted()
+        if self.inner_calls:
+            self.lock.await_inner_calls()
+        self._recount()
+        self._raise_unsaid()
+        self._listener.check_hooks()
+        self._stack.append(entry)
+        if len(self._stack) > 1:
+            return None
+        self.thread = HERE.thread
+        entry.context = call_unseen(self._listener.begin_pass, entry.module, kwargs)
+        if entry.context is not None:
+            entry.context.__enter__()
+        moved: tuple[Any, Any] = moved_to((args, kwargs), self.device)
+        return moved
 
     def _take_back(self, entry: _Frame) -> set[Any]:
         """Undo an entry that has failed; return the threads that wait for the turn."""
