@@ -94,8 +94,9 @@ PLAN: dict[int, dict[str, tuple[str, ...]]] = {
             *("weak_refs", "config", "report", "budget_errors", "assembly", "wires"),
             "foreign",
             *("additions", "measure", "files"),
-            *("moves", "decoding", "compact", "quantized_layers", "host_memory"),
-            *("tenancy", "kept_views", "uses", "placing", "data_parallel", "passing"),
+            *("decoding", "compact", "quantized_layers", "host_memory"),
+            *("tenancy", "kept_views", "uses", "placing", "moves", "data_parallel"),
+            "passing",
             *("sharing", "storing"),
             *("conducted", "runtime", "modes", "loading", "pipelines"),
         )

@@ -3,42 +3,17 @@
 from __future__ import annotations
 
 from types import MethodType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from stagehand.errors import ConfigError
 
+if TYPE_CHECKING:
+    from stagehand.placing import Placing
+
 __all__ = ["Moves"]
-
-
-class _Parkable(Protocol):
-    """What is needed: the model, its device, and to bring all of it home and back."""
-
-    @property
-    def model(self) -> nn.Module:
-        """The model; an error if it is not streamed any more."""
-
-    @property
-    def torch_device(self) -> torch.device:
-        """Where it computes."""
-
-    @property
-    def runs(self) -> bool:
-        """Whether this thread is in a pass."""
-
-    def park(self) -> None:
-        """Bring every tensor home."""
-
-    def place(self) -> None:
-        """Bring what always stays to the device."""
-
-    def resume(self) -> None:
-        """Bring it back after all tensors were brought home to be pickled."""
-
-    def end_copy(self) -> None:
-        """Bring it back after all tensors were brought home to be copied."""
 
 
 class Moves:
@@ -54,7 +29,7 @@ class Moves:
             and where one of them knows the whole, the model would never be dropped.
     """
 
-    def __init__(self, placing: _Parkable, additions: object) -> None:
+    def __init__(self, placing: Placing, additions: object) -> None:
         self._placing = placing
         self._additions = additions
 

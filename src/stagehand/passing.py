@@ -270,7 +270,7 @@ class Passing(PassListener):
         self.uses.took_gradients = takes_gradients
         parts = self._parts
         parts.trains = parts.trains or takes_gradients
-        self.placing.begin_uses(goes_back=self._saved.backward is not None)
+        self.placing.begin_uses()
         self.hooks.drop_edges(module)
         return self._pass_context(module, kwargs)
 
@@ -327,7 +327,7 @@ class Passing(PassListener):
             self._note_changes()
         if by_module or not self.uses.took_gradients:
             self._watch()  # all of the forward may have been in a checkpoint
-        self.placing.begin_uses(goes_back=self._saved.backward is not None)
+        self.placing.begin_uses()
         # Autograd goes on in streams that need not wait for the one of this node.
         self._parts.scheduler.await_fixed()
 

@@ -342,13 +342,10 @@ class Placing:
                 raise
             self._hands_over = self._tenancy.begin()
 
-    def begin_uses(self, *, goes_back: bool) -> None:
-        """Make all ready for the uses of a pass: room, pinned memory, files, plan.
-
-        Args:
-            goes_back: Whether it is a backward.
-        """
+    def begin_uses(self) -> None:
+        """Make all ready for the uses of a pass: room, pinned memory, files, plan."""
         parts, measure = self._parts, self._measure
+        goes_back = self._uses.saved.backward is not None
         trains = self._uses.took_gradients
         if trains and self._wires.must_leave() is not None:
             self.clear_device()
