@@ -221,6 +221,10 @@ class Tenancy:
         """See `Neighbours.budget_for`."""
         return self.shared.budget_for(self.number, nbytes)
 
+    def are_there(self) -> bool:
+        """See `Neighbours.are_there`."""
+        return self.shared.has_others(self.number)
+
     def are_busy(self) -> bool:
         """See `Neighbours.are_busy`."""
         return self.shared.are_others_busy(self.number)

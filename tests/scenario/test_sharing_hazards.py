@@ -8,7 +8,7 @@ from copy import deepcopy
 
 import pytest
 import torch
-from small import LAYER_BYTES, WIDTH, batch, run_resident, runtime_of
+from small import LAYER_BYTES, WIDTH, batch, run_resident, runtime_of, stack
 from test_sharing import crowd, guarded, in_threads, varied, wide_model
 from torch import nn
 
@@ -101,6 +101,33 @@ def test_an_edit_of_what_always_stays_is_not_lost_to_another_model(sim, when):
     with torch.no_grad():
         assert_bitwise_equal(model(batch()), run_resident(plain, "hpu", batch()), "out")
     runtime_of(model).shutdown()
+
+
+@pytest.mark.parametrize("place", ["cpu", "hpu"])
+@pytest.mark.parametrize("latest", ["a pass", "a block by hand"])
+def test_an_edit_that_goes_on_while_another_model_takes_the_room_is_not_lost(
+    sim, latest, place
+):
+    """As an optimizer's step is beside another thread's pass: it has read where the
+    weights are, and writes there after the other model's pass has begun.
+    """
+    plain = stack(4)
+    model, other = stack(4), stack(4)
+    for each in (model, other):
+        stagehand.layer(each, vram_budget=6 * LAYER_BYTES, device=place)
+    with torch.no_grad():
+        model(batch())
+        if latest != "a pass":
+            runtime_of(model).before_block("2.0")
+            runtime_of(model).after_block("2.0")
+        where = [parameter.data for parameter in model.parameters()]
+        in_threads(lambda: other(batch()))
+        for tensor in (*where, *(p.data for p in plain.parameters())):
+            tensor.mul_(2)
+        output = model(batch())
+    assert_bitwise_equal(output, run_resident(plain, place, batch()), "out")
+    for each in (model, other):
+        runtime_of(each).shutdown()
 
 
 # Threads

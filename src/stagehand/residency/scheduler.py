@@ -107,7 +107,7 @@ class Scheduler:
         self.fixed: Collection[int] = ()
         """Blocks that are read without a use, by index."""
         self._gave_way = False  # blocks that stay have left, for other models
-        self._takes_turns = False  # other models run between passes
+        self._shares = False  # other models may take its memory between passes
         # Bound since before this pass, so that users may have edited them in place.
         self._lingered: Collection[Block] = ()
         self._tell_of_leave: Callable[[], None] = _nobody
@@ -438,9 +438,9 @@ class Scheduler:
             if block.trains and not block.bound and block.is_changed():
                 self._mover.note_readers(block, block.slot)
                 self._forget_stale(block, block.slot)
-        self._takes_turns = self._takes_turns or hands_over
-        if self._takes_turns:
-            self._lingered = {b for b in bound if b.index not in self.fixed}
+        self._shares = self._has_neighbours()
+        if self._shares:
+            self._lingered = {b for b in bound if not self._lingers(b)}
         stream = self._device.current_stream()
         for index in self.fixed:  # nobody tells of their uses
             block = self.blocks[index]
@@ -468,14 +468,14 @@ class Scheduler:
 
         So an edit between passes changes the truth, and a copy that is still on the
         device is compared with a sample before it is used again. What stays keeps
-        pointing to the device, unless other models run between passes: these may take
-        its memory, and then it points to the host as well. What did not yet, when this
-        pass began, may have been edited on the device, and is brought home now.
+        pointing to the device, unless there are other models: these may take its memory
+        in another thread, while users edit it. Then it points to the host as well. What
+        did not yet, when this pass began, may have been edited on the device, and is
+        brought home now.
         """
         if self._loader.pin_on is not None:
             self._loader.pin_on()  # what stays is bound now
         stream = self._device.current_stream()
-        binds, fixed = not self._takes_turns, self.fixed
         lingered, self._lingered = self._lingered, ()
         if self.stopwatch is not None:
             self.stopwatch.end_pass(stream)
@@ -485,8 +485,8 @@ class Scheduler:
             block = slot.occupant
             if block is None:
                 continue
-            if block.stays and not block.trains and (binds or block.index in fixed):
-                if block.bound and block.index in fixed:
+            if self._lingers(block):
+                if block.bound and block.index in self.fixed:
                     # Any stream may have read it, without a use: all have come here.
                     self._engine.await_filled(slot, stream)
                 continue  # an edit between passes reaches it where it is
@@ -505,6 +505,12 @@ class Scheduler:
                 _seal(block)
         self._seal_staged()
         self._mover.passed += 1  # uses outside of passes must notice edits, too
+
+    def _lingers(self, block: Block) -> bool:
+        """Whether a block points to the device between passes, if it is there."""
+        if not block.stays or block.trains:
+            return False
+        return not self._shares or block.index in self.fixed
 
     def _seal_staged(self) -> None:
         for block in self._loader.staged():
@@ -543,6 +549,10 @@ class Scheduler:
     def budget_for(self, nbytes: int) -> int:
         """Return the smallest budget with which so many bytes can be had."""
         return self._memory.budget_for(nbytes)
+
+    def _has_neighbours(self) -> bool:
+        neighbours = self._memory.neighbours
+        return neighbours is not None and neighbours.are_there()
 
     def others_are_busy(self) -> bool:
         """Whether another thread runs one of these models: there may be room later."""
@@ -635,13 +645,13 @@ class Scheduler:
         """Between passes, do what the end of a pass does: let tensors that train or
         stream point to the host, while their copies remain on the device."""
         stream = self._device.current_stream()
+        self._shares = self._has_neighbours()
         self._loader.note_reads()
         for slot in self._memory.slots:
             block = slot.occupant
             if block is None:
                 continue
-            stays = block.stays and not block.trains
-            if block.bound and not (block.uses or stays):
+            if block.bound and not (block.uses or self._lingers(block)):
                 self._engine.release(slot, stream)
                 if not block.leave():
                     self._evict(block)

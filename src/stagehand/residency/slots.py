@@ -45,6 +45,9 @@ class Neighbours(Protocol):
     def budget_for(self, nbytes: int) -> int:
         """Return the smallest budget with which so many bytes can be had."""
 
+    def are_there(self) -> bool:
+        """Whether there are any."""
+
     def are_busy(self) -> bool:
         """Whether another thread runs any of them."""
 
