@@ -223,7 +223,7 @@ class Tenancy:
 
     def are_there(self) -> bool:
         """See `Neighbours.are_there`."""
-        return self.shared.has_others(self.number)
+        return self.shared.has_several()
 
     def are_busy(self) -> bool:
         """See `Neighbours.are_busy`."""

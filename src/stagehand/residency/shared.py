@@ -354,11 +354,9 @@ class SharedDevice:
             seat = self._seats.get(number)
             return nbytes if seat is None else self._seats.budget_for(seat, nbytes)
 
-    def has_others(self, number: int) -> bool:
-        """Whether there is any other tenant than this one."""
-        with self._lock:
-            self._let_go()
-            return any(seat.number != number for seat in self._seats.all())
+    def has_several(self) -> bool:
+        """Whether there is more than one tenant. It waits for nobody."""
+        return len(self._seats) > 1
 
     def are_others_busy(self, number: int) -> bool:
         """Whether another thread is in any other tenant than this one."""
