@@ -7,6 +7,7 @@ import time
 import weakref
 from contextlib import ExitStack
 from copy import deepcopy
+from functools import partial
 
 import pytest
 import torch
@@ -370,7 +371,7 @@ def test_a_reservation_that_does_not_fit_is_refused_with_what_is_missing(crowd):
     message = str(caught.value)
     assert "8.71 KB are missing" in message  # 3 + 4 + 1 of 6 layers
     assert "13.06 KB reserved for Sequential, PRIMARY" in message
-    assert "4.36 KB that another model needs to run" in message
+    assert "4.36 KB that other models need to run" in message
     assert caught.value.needed_bytes == 8 * LAYER_BYTES
     assert second._tenancy.why == "not held"
     some.run(0, 1, 2, 0, 1, 2)
@@ -487,6 +488,52 @@ def test_a_kept_model_leaves_the_others_what_they_need_to_run(crowd):
     with first.keep_resident():
         some.run(0, 0, 1, 2, 0, 1, 2)
         assert first._parts.weights.limit_bytes == BUDGET - LAYER_BYTES
+
+
+@pytest.mark.parametrize("hold", ["keep", "PRIMARY", "SECONDARY", "guest"])
+def test_who_holds_room_leaves_the_others_what_they_train_beside_who_runs(crowd, hold):
+    """Norms that train stay on the device, beside their optimizer's state: then what
+    two models need by turns is more than the largest of what each needs.
+    """
+    some = crowd("hpu", [9])
+    held = some.runtimes[0]
+    trained = [nn.Sequential(nn.LayerNorm(WIDTH), *varied(3, n)) for n in (1, 2)]
+    for model in trained:
+        model[1:].requires_grad_(False)
+    plain = [deepcopy(model).to("hpu") for model in trained]
+    for model in trained:
+        stagehand.layer(model, vram_budget=BUDGET, device="hpu")
+    some.models += trained
+
+    def step(model, optimizer):
+        model(batch().to("hpu")).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    steps = [
+        partial(step, model, torch.optim.AdamW(model[0].parameters(), foreach=False))
+        for model in (*trained, *plain)
+    ]
+    with ExitStack() as stack:
+        for number in range(3):
+            for each in steps:
+                each()
+            some.run(0)
+            if number:
+                continue
+            if hold == "keep":
+                stack.enter_context(held.keep_resident())
+            elif hold == "guest":
+                host = runtime_of(trained[0])
+                host.reserve_for_resident()
+                stack.enter_context(host.as_guest(some.models[0]))
+            else:
+                held.reserve_for_resident(priority=stagehand.ResidentPriority[hold])
+    del some.models[1:]
+    for model, other in zip(trained, plain, strict=True):
+        runtime_of(model).shutdown()
+        expected = {name: value.cpu() for name, value in other.state_dict().items()}
+        assert_bitwise_equal(model.state_dict(), expected, "weights")
 
 
 def test_keeping_a_model_without_blocks_warns_and_does_nothing(sim, caplog):

@@ -217,9 +217,31 @@ def test_a_guest_that_is_refused_is_none():
     seats, guest, there = seated(0, 40)
     seats.reserve(there, ResidentPriority.PRIMARY, asked_for=True)
     guest.tenant.claims(floor=70)
-    with pytest.raises(StagehandOOMError, match="reserved for b"):
+    with pytest.raises(StagehandOOMError, match=r"b holds 40 B.*reserved, PRIMARY"):
         seats.begin_guest(guest)
     assert seats.holds.guests == frozenset()
+
+
+def test_a_guest_is_refused_what_others_train_and_cannot_give_up():
+    seats, guest, *_ = seated(0, 48, 48, bound=48)
+    with pytest.raises(StagehandOOMError, match=r"6 B are missing: b holds 48 B.*; c"):
+        seats.begin_guest(guest)
+    assert seats.holds.guests == frozenset()
+
+
+@pytest.mark.parametrize("hold", ["kept", "reserved"])
+def test_who_holds_room_leaves_the_others_all_that_they_need_by_turns(hold):
+    seats, holds, *others = seated(0, 8, 8)
+    for number, seat in enumerate(others):
+        seat.tenant.claims(floor=10, bound=8 - number)
+    holds.tenant.claims(weights=200)
+    seats.renew()
+    if hold == "kept":
+        seats.keep(holds.number)
+        assert seats.share_of(holds).kept == 100 - 8 - 7 - 3
+    else:
+        reserved = seats.reserve(holds, ResidentPriority.PRIMARY, asked_for=True)
+        assert reserved == 100 - 8 - 7 - 3
 
 
 def test_a_reservation_that_gives_way_keeps_nobody_from_joining():

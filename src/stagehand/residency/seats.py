@@ -17,7 +17,7 @@ from stagehand.residency.turns import Turns
 from stagehand.units import format_at_least, format_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     import torch
 
@@ -294,7 +294,7 @@ class Seats:
         kept = sorted(self.holds.kept - fixed.keys())
         others = claims.keys() - fixed.keys() - set(kept)
         room = self.account.limit_bytes - sum(fixed.values())
-        room -= max((claims[number].floor for number in others), default=0)
+        room -= _needed(claims[number] for number in others)
         for place, number in enumerate(kept):
             later = sum(claims[other].floor for other in kept[place + 1 :])
             claim = claims[number]
@@ -415,12 +415,11 @@ class Seats:
         seat.claim = claim = seat.tenant.claim()
         cap = self.account.limit_bytes
         reserved = self._reserved_bytes(but=seat.number)
-        others = [
-            other.claim.floor
+        floor = _needed(
+            other.claim
             for other in self.others(seat)
             if other.number not in self.holds.reserved
-        ]
-        floor = max(others, default=0)
+        )
         wanted = claim.weights
         if wanted > claim.budget:
             wanted = max(claim.floor, min(claim.budget, cap - reserved - floor))
@@ -429,7 +428,7 @@ class Seats:
         if missing > 0:
             text = self._reservations(but=seat.number)
             if firm and floor:
-                needs = f"{format_at_least(floor)} that another model needs to run"
+                needs = f"{format_at_least(floor)} that other models need to run"
                 text = f"{text}; {needs}" if text else needs
             raise self._refusal(seat, missing, text, wanted)
         reservation = Reservation(nbytes=wanted, priority=priority, asked_for=asked_for)
@@ -446,17 +445,19 @@ class Seats:
         """See `SharedDevice.begin_guest`."""
         seat.claim = seat.tenant.claim()
         stay = self.holds.reserved.keys() | self.holds.held
-        taken = sum(
-            self.share_of(other).kept
-            for other in self.others(seat)
+        taken = {
+            other: self.share_of(other).kept
             if other.number in stay
-        )
-        missing = seat.claim.floor + taken - self.account.limit_bytes
+            else min(other.claim.bound, other.held)
+            for other in self.others(seat)
+        }
+        missing = seat.claim.floor + sum(taken.values()) - self.account.limit_bytes
         self.holds.begin_guest(seat.number)
         self._shares = None
         if missing > 0:
             self.end_guest(seat.number)
-            raise self._refusal(seat, missing, self._reservations())
+            holders = "; ".join(str(self.holding(o)) for o, n in taken.items() if n)
+            raise self._refusal(seat, missing, holders)
 
     def end_guest(self, number: int) -> bool:
         """End what `begin_guest` began; return whether it is no guest any more."""
@@ -525,3 +526,12 @@ class Seats:
             needed_bytes=cap + missing,
             limit_bytes=cap,
         )
+
+
+def _needed(claims: Iterable[Claim]) -> int:
+    """Return what models need to run by turns, beside what others cannot give up."""
+    turn = bound = 0
+    for claim in claims:
+        turn = max(turn, claim.floor - claim.bound)
+        bound += claim.bound
+    return turn + bound
