@@ -356,8 +356,9 @@ class Runtime(Sharing, Storing, Conduct):
     def set_budget(self, vram_budget: int | str) -> None:
         """Change the device bytes for weights.
 
-        What is there beyond them leaves at once; in the middle of a pass, when the next
-        one begins. Of block mode on an accelerator, the high watermark stays the most.
+        What is there beyond them leaves at once, and so does what other models have
+        beyond the largest budget; in the middle of a pass, when the next one begins. Of
+        block mode on an accelerator, the high watermark stays the most.
 
         Args:
             vram_budget: As in `stagehand.layer`. A share, such as "80%", is one of what
@@ -377,6 +378,7 @@ class Runtime(Sharing, Storing, Conduct):
             self._tenancy.renew()
             if not self._edges.is_busy:
                 self._tenancy.give_up(nbytes)
+                self._tenancy.keep_to_cap()
 
     def park(self) -> None:
         """Bring every tensor home to the host and free all device memory.

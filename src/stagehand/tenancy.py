@@ -77,6 +77,10 @@ class Tenancy:
         """The budget has changed."""
         self.shared.renew()
 
+    def keep_to_cap(self) -> None:
+        """See `SharedDevice.keep_to_cap`."""
+        self.shared.keep_to_cap()
+
     def begin(self) -> bool:
         """A pass begins: others make room for it.
 

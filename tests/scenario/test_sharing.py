@@ -490,6 +490,33 @@ def test_a_kept_model_leaves_the_others_what_they_need_to_run(crowd):
         assert first._parts.weights.limit_bytes == BUDGET - LAYER_BYTES
 
 
+@pytest.mark.parametrize("kept", [(0,), (0, 1), (0, 1, 2)])
+@pytest.mark.parametrize("reserved", [False, True])
+def test_kept_models_leave_the_others_room_where_not_all_can_run_beside_each_other(
+    crowd, kept, reserved
+):
+    some = crowd("hpu", [9, 8, 7], 3 * LAYER_BYTES // 2)
+    with ExitStack() as holds:
+        for number in kept:
+            holds.enter_context(some.runtimes[number].keep_resident())
+        if reserved:
+            some.runtimes[0].reserve_for_resident(
+                priority=stagehand.ResidentPriority.SECONDARY
+            )
+        some.run(0, 1, 2, 2, 1, 0, 0, 1, 2)
+
+
+@places
+def test_a_smaller_budget_lets_the_other_models_give_up_what_is_above_it(crowd, place):
+    some = crowd(place, [3, 3, 3], [9 * LAYER_BYTES, LAYER_BYTES, LAYER_BYTES])
+    some.runtimes[1].set_budget(4 * LAYER_BYTES)
+    some.run(1, 0, 1, 0)
+    held = some.device.ledger.device.held_bytes
+    some.runtimes[0].set_budget(4 * LAYER_BYTES)
+    assert held > 4 * LAYER_BYTES >= some.device.ledger.device.held_bytes
+    some.run(0, 1, 2)
+
+
 @pytest.mark.parametrize("hold", ["keep", "PRIMARY", "SECONDARY", "guest"])
 def test_who_holds_room_leaves_the_others_what_they_train_beside_who_runs(crowd, hold):
     """Norms that train stay on the device, beside their optimizer's state: then what

@@ -229,6 +229,29 @@ def test_a_guest_is_refused_what_others_train_and_cannot_give_up():
     assert seats.holds.guests == frozenset()
 
 
+def test_kept_tenants_leave_each_other_and_the_others_what_they_need():
+    """Of 100: one that needs 60 runs beside those that are kept, by turns."""
+    seats, first, second, runs = seated(0, 0, 0)
+    for seat in (first, second, runs):
+        seat.tenant.claims(floor=60, weights=100)
+    seats.renew()
+    seats.keep(first.number)
+    assert seats.share_of(first).kept == 40
+    seats.keep(second.number)
+    assert seats.share_of(first).kept + seats.share_of(second).kept == 40
+    assert [seats.limit_now(seat) for seat in (first, second, runs)] == [60, 60, 60]
+
+
+def test_a_reservation_that_gives_way_to_others_leaves_guests_what_they_need():
+    seats, guest, asks = seated(0, 0)
+    guest.tenant.claims(floor=70)
+    seats.begin_guest(guest)
+    with pytest.raises(StagehandOOMError, match=r"70 B that other models need to run"):
+        seats.reserve(asks, ResidentPriority.SECONDARY, asked_for=True)
+    seats.end_guest(guest.number)
+    assert seats.reserve(asks, ResidentPriority.SECONDARY, asked_for=True) == 40
+
+
 @pytest.mark.parametrize("hold", ["kept", "reserved"])
 def test_who_holds_room_leaves_the_others_all_that_they_need_by_turns(hold):
     seats, holds, *others = seated(0, 8, 8)

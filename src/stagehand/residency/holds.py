@@ -78,8 +78,12 @@ class Holds:
     @property
     def held(self) -> frozenset[int]:
         """Tenants of which nobody may take anything."""
-        firm = {who for who, held in self._reserved.items() if held.is_firm}
-        return frozenset(self._keeps) | firm
+        return self.kept | self.firm
+
+    @property
+    def firm(self) -> frozenset[int]:
+        """Tenants with a reservation of which nobody may take."""
+        return frozenset(who for who, held in self._reserved.items() if held.is_firm)
 
     def keep(self, who: int) -> None:
         """Begin a keep."""

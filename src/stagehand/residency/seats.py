@@ -17,7 +17,7 @@ from stagehand.residency.turns import Turns
 from stagehand.units import format_at_least, format_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterator, Mapping
 
     import torch
 
@@ -284,22 +284,20 @@ class Seats:
     def _fixed_bytes(self, claims: dict[int, Claim]) -> dict[int, int]:
         """Return the bytes that reserved and kept tenants have for themselves.
 
-        One that is kept without a reservation leaves the others what they need to run.
+        One that is kept leaves each other one what that needs to run, unless it was
+        reserved, PRIMARY.
         """
-        reserved = self.holds.reserved
+        kept = sorted(self.holds.kept - self.holds.firm)
         fixed = {
             number: min(held.nbytes, claims[number].budget)
-            for number, held in reserved.items()
+            for number, held in self.holds.reserved.items()
+            if number not in kept
         }
-        kept = sorted(self.holds.kept - fixed.keys())
-        others = claims.keys() - fixed.keys() - set(kept)
-        room = self.account.limit_bytes - sum(fixed.values())
-        room -= _needed(claims[number] for number in others)
-        for place, number in enumerate(kept):
-            later = sum(claims[other].floor for other in kept[place + 1 :])
+        fixed.update((number, claims[number].floor) for number in kept)
+        for number in kept:
             claim = claims[number]
-            fixed[number] = max(claim.floor, min(claim.most, room - later))
-            room -= fixed[number]
+            room = self.account.limit_bytes - _needed(claims, fixed, but=number)
+            fixed[number] = max(claim.bound, min(claim.most, room))
         return fixed
 
     def limit_now(self, seat: Seat) -> int:
@@ -415,20 +413,23 @@ class Seats:
         seat.claim = claim = seat.tenant.claim()
         cap = self.account.limit_bytes
         reserved = self._reserved_bytes(but=seat.number)
-        floor = _needed(
-            other.claim
+        claims = {
+            other.number: other.claim
             for other in self.others(seat)
             if other.number not in self.holds.reserved
-        )
+        }
+        needed = _needed(claims, {}, but=seat.number)
         wanted = claim.weights
         if wanted > claim.budget:
-            wanted = max(claim.floor, min(claim.budget, cap - reserved - floor))
-        firm = priority is ResidentPriority.PRIMARY
-        missing = wanted + reserved + (floor if firm else 0) - cap
+            wanted = max(claim.floor, min(claim.budget, cap - reserved - needed))
+        if priority is not ResidentPriority.PRIMARY:  # it gives way, but not to guests
+            guests = {n: claims[n] for n in claims.keys() & self.holds.guests}
+            needed = _needed(guests, {}, but=seat.number)
+        missing = wanted + reserved + needed - cap
         if missing > 0:
             text = self._reservations(but=seat.number)
-            if firm and floor:
-                needs = f"{format_at_least(floor)} that other models need to run"
+            if needed:
+                needs = f"{format_at_least(needed)} that other models need to run"
                 text = f"{text}; {needs}" if text else needs
             raise self._refusal(seat, missing, text, wanted)
         reservation = Reservation(nbytes=wanted, priority=priority, asked_for=asked_for)
@@ -528,10 +529,18 @@ class Seats:
         )
 
 
-def _needed(claims: Iterable[Claim]) -> int:
-    """Return what models need to run by turns, beside what others cannot give up."""
-    turn = bound = 0
-    for claim in claims:
-        turn = max(turn, claim.floor - claim.bound)
-        bound += claim.bound
-    return turn + bound
+def _needed(claims: Mapping[int, Claim], fixed: Mapping[int, int], *, but: int) -> int:
+    """Return what models need, all but one, so that each can run in its turn.
+
+    Args:
+        claims: By model.
+        fixed: What some keep meanwhile; the others, what they cannot give up.
+        but: The one.
+    """
+    turn = whole = 0
+    for number, claim in claims.items():
+        if number != but:
+            stays = fixed.get(number, claim.bound)
+            turn = max(turn, claim.floor - stays)
+            whole += stays
+    return turn + whole

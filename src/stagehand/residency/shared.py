@@ -172,6 +172,15 @@ class SharedDevice:
         with self._lock:
             self._seats.renew()
 
+    def keep_to_cap(self) -> None:
+        """Let tenants that do not run give up what is above the cap: it has sunk."""
+        with self._lock:
+            seats = self._seats
+            for seat in seats.all():
+                excess = seats.missing(0)
+                if excess > 0 and not (seat.running or seat.runs_elsewhere()):
+                    self._ask(seat, max(seats.share_of(seat).kept, seat.held - excess))
+
     # Passes
 
     def begin(self, number: int) -> tuple[int, bool]:
