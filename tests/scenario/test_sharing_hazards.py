@@ -130,6 +130,40 @@ def test_an_edit_that_goes_on_while_another_model_takes_the_room_is_not_lost(
         runtime_of(each).shutdown()
 
 
+@pytest.mark.parametrize("place", ["cpu", "hpu"])
+@pytest.mark.parametrize(
+    "then", ["a block by hand", "one around a pass", "a load ahead", "a move"]
+)
+def test_edits_of_a_model_that_was_alone_come_home_when_another_one_has_joined(
+    sim, then, place
+):
+    """Until then what stays is on the device between passes, where `.data` moves no
+    version counter; whatever comes next sends it home.
+    """
+    plain, model, other = stack(4), stack(4), stack(4)
+    stagehand.layer(model, vram_budget=6 * LAYER_BYTES, device=place)
+    runtime = runtime_of(model)
+    with torch.no_grad():
+        model(batch())
+        for parameter in (*plain.parameters(), *model.parameters()):
+            parameter.data.mul_(2)
+        stagehand.layer(other, vram_budget=12 * LAYER_BYTES, device=place)
+        if then == "a load ahead":
+            runtime._tenancy.warm()
+        elif then == "a move":
+            model.to(place)
+        else:
+            runtime.before_block("2.0")
+            if then == "one around a pass":
+                model(batch())
+            runtime.after_block("2.0")
+        runtime._tenancy.give_up(0)
+        output = model(batch())
+    assert_bitwise_equal(output, run_resident(plain, place, batch()), "out")
+    for each in (model, other):
+        runtime_of(each).shutdown()
+
+
 # Threads
 
 

@@ -492,10 +492,10 @@ class Scheduler:
                 continue  # an edit between passes reaches it where it is
             if block.bound:
                 self._engine.release(slot, stream)
-            if block.uses:
-                continue
             if block in lingered:
                 self._mover.take_home(block)
+            if block.uses:
+                continue
             if block.bound and not block.leave():
                 self._evict(block)
                 continue
@@ -645,7 +645,7 @@ class Scheduler:
         """Between passes, do what the end of a pass does: let tensors that train or
         stream point to the host, while their copies remain on the device."""
         stream = self._device.current_stream()
-        self._shares = self._has_neighbours()
+        shared, self._shares = self._shares, self._has_neighbours()
         self._loader.note_reads()
         for slot in self._memory.slots:
             block = slot.occupant
@@ -653,6 +653,8 @@ class Scheduler:
                 continue
             if block.bound and not (block.uses or self._lingers(block)):
                 self._engine.release(slot, stream)
+                if block.stays and not shared:  # users may have edited it there
+                    self._mover.take_home(block)
                 if not block.leave():
                     self._evict(block)
                     continue
