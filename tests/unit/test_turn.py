@@ -391,6 +391,21 @@ def test_who_stands_back_has_its_turn_behind_those_who_wait_for_it(monkeypatch):
     assert model.turn.owner is None
 
 
+def test_who_stands_back_lets_nobody_go_first_twice(monkeypatch):
+    """Of threads that have the turn by turns, for ever, one waits at any time."""
+    monkeypatch.setattr(turns, "_LOOK_SECONDS", 0.001)
+    model, threads, looks = Model(), ["a", "b"], []
+
+    def waiting():
+        looks.append(threads[len(looks) % 2])
+        assert len(looks) < MANY
+        return {looks[-1]}
+
+    monkeypatch.setattr(model.turn, "waiting", waiting)
+    model.turn.stand_back({*threads})
+    assert len(looks) == 2
+
+
 def test_two_that_stand_back_do_not_wait_for_each_other(monkeypatch):
     monkeypatch.setattr(turns, "_LOOK_SECONDS", PATIENCE / MANY)
     model = Model()

@@ -139,14 +139,14 @@ class Turn:
         """
         me = HERE.thread
         try:
-            self._wait(me, None, first)
+            self._wait(me, None, first.copy())
             self.release()
         finally:
             with _waits_lock:
                 _waits.pop(me, None)
 
     def _wait(self, me: Any, task: int | None, first: set[Any] | None = None) -> bool:
-        while (first and first & self.waiting()) or not self._take(me):
+        while (first and self._are_waiting(first)) or not self._take(me):
             if task is not None and self._lets_in(me, task):
                 return False
             self._note_wait(me, in_backward=task is not None)
@@ -155,6 +155,14 @@ class Turn:
             if self._take_over_if_forgotten(me):
                 return True
         return True
+
+    def _are_waiting(self, threads: set[Any]) -> bool:
+        """Whether any of some threads still waits for the turn.
+
+        Takes out those that do not: they have had it, and may come again and again.
+        """
+        threads &= self.waiting()
+        return bool(threads)
 
     def move_here(self) -> bool:
         """Make this thread the owner, to end what the present one has entered.
