@@ -460,6 +460,14 @@ class Passing(PassListener):
         """See `PassListener.in_use`."""
         return bool(self._parts.scheduler.in_use)
 
+    def uses_by_hand(self) -> int:
+        """See `PassListener.uses_by_hand`."""
+        return self._parts.scheduler.uses_by_hand
+
+    def end_by_hand(self) -> None:
+        """See `PassListener.end_by_hand`."""
+        self._parts.scheduler.end_by_hand()
+
 
 def _is_read_unseen(site: nn.Module) -> bool:
     """Whether backward through a site may read weights without unpacking a handle.

@@ -124,13 +124,14 @@ class Placing:
             )
         with self._edges.lock:
             self._parts.scheduler.release_fetched()
-            if used := self._parts.scheduler.in_use:
-                if not self._hooks.find_lost():
-                    raise ConfigError(
-                        f"block {used[0]!r} is in use: call after_block() before the"
-                        " model is moved, copied or given back"
-                    )
-                self._parts.scheduler.recover()  # no hook was left to end these uses
+            scheduler = self._parts.scheduler
+            if scheduler.in_use and self._hooks.find_lost():
+                scheduler.recover()  # no hook was left to end these uses
+            if used := scheduler.in_use:
+                raise ConfigError(
+                    f"block {used[0]!r} is in use: call after_block() before the"
+                    " model is moved, copied or given back"
+                )
             yield
 
     def park(self) -> None:

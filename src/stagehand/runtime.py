@@ -264,14 +264,17 @@ class Runtime(Sharing, Storing, Conduct):
             StagehandOOMError: If blocks in use leave no room for it.
             CheckpointError: If its file cannot be read.
         """
-        block = self._block(block_id)
+        block, scheduler = self._block(block_id), self._parts.scheduler
         self._edges.take_lock()
+        begun = block.by_hand
         try:
             if not self._placing.ready:
                 self._placing.prepare()
-            self._parts.scheduler.before(block)
+            scheduler.before_by_hand(block)
             self._uses.casts.fill(block)
         except BaseException:
+            if block.by_hand > begun:
+                scheduler.after_by_hand(block)
             self._edges.lock.release()
             raise
 
@@ -287,13 +290,13 @@ class Runtime(Sharing, Storing, Conduct):
             ConfigError: If there is no such block, or it is not in use.
         """
         block = self._block(block_id)
-        if not block.uses:
+        if not block.by_hand:
             raise ConfigError(
                 f"block {block_id!r} is not in use: call before_block() first, once"
                 " for each after_block()"
             )
         try:
-            self._parts.scheduler.after(block)
+            self._parts.scheduler.after_by_hand(block)
             if not self._edges.is_busy:
                 self._parts.scheduler.rest()
         finally:

@@ -62,6 +62,7 @@ class Block(Residency):
         "begins",
         "bindings",
         "bound",
+        "by_hand",
         "casts",
         "changes",
         "clean_versions",
@@ -170,6 +171,8 @@ class Block(Residency):
         """The slot that the plan gives to the block."""
         self.slot: Slot | None = None
         """The slot that holds the block now."""
+        self.by_hand = 0
+        """How many of its uses users have begun: no end of a pass ends them."""
         self.bound = False
         """Whether the tensors point into the slot."""
         self.addresses: list[int] = []

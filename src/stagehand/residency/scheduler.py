@@ -332,18 +332,38 @@ class Scheduler:
         if block is not None:
             self.after(block)
 
+    def before_by_hand(self, block: Block) -> None:
+        """Call `before` for a use that only `after_by_hand` ends, or `end_by_hand`."""
+        self.before(block)
+        block.by_hand += 1
+
+    def after_by_hand(self, block: Block) -> None:
+        """End what `before_by_hand` began."""
+        block.by_hand -= 1
+        self.after(block)
+
+    @property
+    def uses_by_hand(self) -> int:
+        """How many uses by hand go on."""
+        return sum(block.by_hand for block in self.blocks)
+
+    def end_by_hand(self) -> None:
+        """Let `recover` end uses by hand, too: the thread that began them is gone."""
+        for block in self.blocks:
+            block.by_hand = 0
+
     def recover(self) -> None:
         """End uses whose end was not told, and mend moves that were not finished.
 
-        An interrupt skips hooks, and comes between any two lines.
+        An interrupt skips hooks, and comes between any two lines. Uses by hand go on.
         """
         self.fetched = None
         self._mend()
         stream = self._device.current_stream()
         for slot in self._memory.slots:
             block = slot.occupant
-            if block is not None and block.uses:
-                block.uses = 0
+            if block is not None and block.uses > block.by_hand:
+                block.uses = block.by_hand
                 self._engine.release(slot, stream)
 
     def _mend(self) -> None:

@@ -79,6 +79,13 @@ class PassListener:
         """Whether blocks are in use, in a pass or by hand."""
         raise NotImplementedError
 
+    def uses_by_hand(self) -> int:
+        """How many uses by hand go on, which hold the lock."""
+        raise NotImplementedError
+
+    def end_by_hand(self) -> None:
+        """End these with the pass that is aborted next: their thread is gone."""
+
     def begin_backward(self, *, by_module: bool) -> None:
         """Autograd begins to go back through the model.
 
@@ -313,7 +320,7 @@ class Edges:
                 return self._enter(entry, args, kwargs)
             except StagehandOOMError:
                 first = self._take_back(entry)
-                if not first or self.inside():
+                if not first or self.lock.owner is HERE.thread:
                     raise
             except BaseException:
                 self._take_back(entry)
@@ -598,8 +605,9 @@ class Edges:
             self._set_aside(dead)
         if dead or not (self._stack or self.thread is None):
             self._abort()
-            # Uses by hand were ended, too. Passes remain, readings, and this call.
-            self.lock.recount(len(self._stack) + self._count_readings() + 1)
+            # Passes remain, uses by hand, readings, and this call.
+            count = len(self._stack) + self._listener.uses_by_hand()
+            self.lock.recount(count + self._count_readings() + 1)
         if self._unclosed and not in_backward():  # whose end would undo what this does
             left = self._unclosed.get(HERE.thread, [])
             while left:  # what an interrupt leaves of this is left to the next
@@ -663,6 +671,7 @@ class Edges:
             return
         if self._stack:
             self._set_aside(len(self._stack))
+        self._listener.end_by_hand()
         self._abort()
 
     def _abort(self) -> None:
