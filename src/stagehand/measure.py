@@ -78,6 +78,11 @@ class Measure:
             self._pass_began = None
             self.passes += 1
 
+    def forget_pass(self) -> None:
+        """Count no pass: it was left, or refused before it had begun."""
+        self._pass_began = None
+        self.stopwatch.forget()
+
     def collect(self) -> tuple[list[UseTime], list[CopyTime]]:
         """Read the stopwatch and add its times to the open step."""
         uses, copies = self.stopwatch.resolve()

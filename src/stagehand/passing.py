@@ -145,6 +145,7 @@ class Passing(PassListener):
             measure=measure,
         )
         self.steps_by_hand = False
+        self._step_waits = False  # was begun for a forward that was refused then
         self._steps = Steps(parts.loader.await_reads, weakly(self._note_inside))
         self._averaging = Averaging()
         self._leaves = 0  # how often what stays may have left the device
@@ -203,6 +204,7 @@ class Passing(PassListener):
 
     def end_step(self) -> None:
         """Record the open step, if there is one."""
+        self._step_waits = False
         parts = self._parts
         if self._measure.timed:
             parts.steering.note(*self._measure.collect())
@@ -249,11 +251,12 @@ class Passing(PassListener):
     ) -> AbstractContextManager[Any] | None:
         """See `PassListener.begin_pass`."""
         self._handled = sys.exc_info()[1]
-        # First: where it fails, this may be called again.
         self.placing.begin_tenancy(may_drop=True)
         self.uses.casts.forget()
-        if not self.steps_by_hand and self.hooks.is_model(module):
+        is_step = not self.steps_by_hand and self.hooks.is_model(module)
+        if is_step and not self._step_waits:
             self.begin_step()
+        self._step_waits = is_step
         self._tell(Phase.FORWARD)
         self._measure.begin_pass()
         takes_gradients = self._takes_gradients()
@@ -272,7 +275,9 @@ class Passing(PassListener):
         parts.trains = parts.trains or takes_gradients
         self.placing.begin_uses()
         self.hooks.drop_edges(module)
-        return self._pass_context(module, kwargs)
+        context = self._pass_context(module, kwargs)
+        self._step_waits = False
+        return context
 
     def _note_changes(self) -> None:
         """Mark blocks as changed that may have been, since the latest pass, unseen.
@@ -448,7 +453,7 @@ class Passing(PassListener):
         self._handled = None
         self._failed = True
         self._saved.site = None
-        self._measure.stopwatch.forget()
+        self._measure.forget_pass()
         self._parts.scheduler.recover()
         self._strays.end(failed=True)
 

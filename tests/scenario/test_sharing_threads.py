@@ -13,6 +13,7 @@ from torch import nn
 
 import stagehand
 from architectures.trees import assert_bitwise_equal
+from stagehand.core.turn import awaited_by
 from stagehand.errors import DeadlockError
 from stagehand.residency.scheduler import Scheduler
 from stagehand.residency.shared import SharedDevice
@@ -296,6 +297,33 @@ def test_a_forward_without_room_lets_a_backward_go_first_that_waits_for_its_mode
     for streamed, plain in zip(some.models, resident, strict=False):
         for one, other in zip(streamed.parameters(), plain.parameters(), strict=True):
             assert_bitwise_equal(one.grad.cpu(), other.grad.cpu(), "gradient")
+
+
+@pytest.mark.parametrize("place", ["cpu", "hpu"])
+def test_a_forward_that_is_refused_late_and_tried_again_is_one_step(
+    crowd, place, monkeypatch
+):
+    """What it had begun before it let another thread's forward go first is its own."""
+    some = crowd(place, [4], 2 * ONE)
+    threads, errors, recall = [], [], Scheduler.recall
+
+    def refuse(scheduler):
+        if threads:
+            return recall(scheduler)
+        run = guarded(lambda: some.run(0), errors)
+        threads.append(threading.Thread(target=run, daemon=True))
+        threads[0].start()
+        while awaited_by(threads[0]) is None:
+            threading.Event().wait(0.001)
+        raise stagehand.StagehandOOMError("no", needed_bytes=1, limit_bytes=0)
+
+    monkeypatch.setattr(Scheduler, "recall", refuse)
+    some.run(0)
+    threads[0].join(_PATIENCE)
+    assert not threads[0].is_alive()
+    assert errors == []
+    measure = some.runtimes[0]._measure
+    assert (measure.clock.step, measure.passes) == (2, 2)
 
 
 @pytest.mark.parametrize("place", ["cpu", "hpu"])
