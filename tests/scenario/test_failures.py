@@ -899,7 +899,7 @@ def test_shutdown_gives_back_what_a_file_that_changed_does_not_hold_any_more(
     place, tmp_path, change
 ):
     """What is on the device, edited or not; the rest is named, for it may be lost."""
-    other, model = streamed_stack(place), streamed_stack(place, **always_read(place))
+    model = streamed_stack(place, **always_read(place))
     plain, path = stack(), save(stack(), tmp_path)
     runtime = runtime_of(model)
     runtime.convert_registry_to_file_backed_sharded(tmp_path)
@@ -908,6 +908,7 @@ def test_shutdown_gives_back_what_a_file_that_changed_does_not_hold_any_more(
     with torch.no_grad():
         for each in (plain, model):
             each.get_parameter(edited).mul_(2)
+    other = streamed_stack(place)  # not before: then the host's weights were edited
     here = {b for b in blocks_of(model) if b.state is BlockState.GPU_READY}
     away = [b for b in blocks_of(model) if b not in here]
     change(path)
