@@ -7,6 +7,7 @@ from copy import deepcopy
 
 import pytest
 import torch
+from torch import nn
 
 import stagehand
 from architectures.trees import assert_bitwise_equal
@@ -218,5 +219,25 @@ def test_threads_that_read_a_model_at_once_get_copies_of_what_stays_for_a_graph(
         assert {tensor.device.type for tensor in state.values()} == {"cpu"}
         for name, parameter in run.model.named_parameters():
             assert_bitwise_equal(state[name], parameter.detach().cpu(), name)
+    del held
+    end(run)
+
+
+def test_copies_of_what_stays_for_a_graph_are_one_for_each_tensor(sim):
+    """What others have put into the same state dict is left as it is."""
+
+    def make():
+        model = net()
+        model.head.weight = model.entry.weight
+        return model
+
+    run = start(make, FEW[1])
+    held = run.loss()
+    other = nn.Linear(2, 2, device="hpu")
+    state = nn.ModuleDict({"other": other, "model": run.model}).state_dict()
+    assert state["other.weight"].device.type == "hpu"
+    one, tied = state["model.entry.weight"], state["model.head.weight"]
+    assert one.device.type == "cpu"
+    assert one.data_ptr() == tied.data_ptr()
     del held
     end(run)
