@@ -547,6 +547,7 @@ class Runtime(Sharing, Storing, Conduct):
             for call in reversed(self._at_shutdown):
                 rest.callback(call, model)
             self._close_files(rest)
+            rest.callback(self._tenancy.keep_to_cap)  # it may have had the largest one
             rest.callback(parts.close)
             if (additions := self._additions()) is not None:
                 rest.callback(additions.take_home_unseen, self._home)

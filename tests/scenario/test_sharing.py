@@ -517,6 +517,20 @@ def test_a_smaller_budget_lets_the_other_models_give_up_what_is_above_it(crowd, 
     some.run(0, 1, 2)
 
 
+@places
+def test_who_is_shut_down_leaves_the_others_within_the_largest_budget_of_theirs(
+    crowd, place
+):
+    some = crowd(place, [3, 3, 3], [9 * LAYER_BYTES, 4 * LAYER_BYTES, 4 * LAYER_BYTES])
+    some.run(0, 1, 2)
+    some.runtimes[0].park()
+    ledger = some.device.ledger.device
+    held = ledger.held_bytes
+    some.runtimes[0].shutdown()
+    assert held > ledger.limit_bytes == 4 * LAYER_BYTES >= ledger.held_bytes
+    some.run(1, 2)
+
+
 @pytest.mark.parametrize("hold", ["keep", "PRIMARY", "SECONDARY", "guest"])
 def test_who_holds_room_leaves_the_others_what_they_train_beside_who_runs(crowd, hold):
     """Norms that train stay on the device, beside their optimizer's state: then what

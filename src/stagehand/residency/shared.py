@@ -174,7 +174,10 @@ class SharedDevice:
 
     def keep_to_cap(self) -> None:
         """Let tenants that do not run give up what is above the cap: it has sunk."""
+        if self._is_inside():  # this thread is in the middle of something here
+            return
         with self._lock:
+            self._let_go()
             seats = self._seats
             for seat in seats.all():
                 excess = seats.missing(0)
