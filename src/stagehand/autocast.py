@@ -245,7 +245,8 @@ class Casts:
         dtype = torch.get_autocast_dtype(self._place.type)
         makes = reader.cast_to.get(id(weight)) is dtype and weight.dim() == 2
         find = _saved_cast if makes else _kept_cast
-        cast = find(weight, _no_rows(weight, dtype, self._place))
+        with without_modes():
+            cast = find(weight, _no_rows(weight, dtype, self._place))
         if cast is None:
             return False
         reader.cast_to[id(weight)] = cast.dtype
@@ -281,10 +282,9 @@ class _Finding(DispatchMode):  # type: ignore[no-untyped-call]
 
 def _kept_cast(weight: torch.Tensor, no_rows: torch.Tensor) -> torch.Tensor | None:
     """Return the cast of a matrix that autocast keeps and that requires gradients."""
-    with torch.no_grad(), without_modes():
-        finding = _Finding(weight)
-        with dispatching(finding), suppress(_KnownError):
-            torch.matmul(no_rows, weight)
+    finding = _Finding(weight)
+    with torch.no_grad(), dispatching(finding), suppress(_KnownError):
+        torch.matmul(no_rows, weight)
     return finding.cast
 
 
@@ -302,7 +302,6 @@ def _saved_cast(weight: torch.Tensor, no_rows: torch.Tensor) -> torch.Tensor | N
 
     with (
         torch.enable_grad(),
-        without_modes(),
         saved_tensors_hooks(save, _never),
         suppress(_KnownError),
     ):

@@ -1088,6 +1088,23 @@ def test_regions_that_keep_some_results_hear_of_no_casts(sim, make):
     runtime_of(model).shutdown()
 
 
+def test_recomputes_that_end_inside_of_a_layer_hear_of_no_casts(sim):
+    """What they had not come to save was looked for in sight of the region."""
+
+    class Linears(KeepsProducts):
+        def forward(self, x):
+            keeping = partial(create_selective_checkpoint_contexts, keep_products)
+            for linear, tanh in self.layers:
+                x = tanh(checkpoint(linear, x, use_reentrant=False, context_fn=keeping))
+            return x
+
+    model = Linears()
+    expected = gradients(deepcopy(model).to("hpu"))
+    stagehand.layer(model, vram_budget=2 * LAYER_BYTES)
+    assert_equal_gradients(gradients(model), expected)
+    runtime_of(model).shutdown()
+
+
 def test_regions_that_keep_what_is_large_do_not_count_what_casts_become(sim):
     """The first cast that is emptied was one more operator of the region's forward."""
     model = stack(4)
