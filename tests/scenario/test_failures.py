@@ -241,6 +241,27 @@ class Going(nn.Module):
         return self.parts(x)
 
 
+def test_a_block_whose_end_fails_is_in_use_no_more(place, monkeypatch):
+    """PyTorch drops what hooks raise where the module has raised, and goes on."""
+    model = stagehand.layer(stack(), vram_budget=BUDGET, device=place)
+    uses = runtime_of(model)._uses
+
+    def fail(*_, **__):
+        raise RuntimeError("the end")
+
+    def run():
+        with torch.autocast(place, torch.bfloat16):
+            model(batch())
+
+    monkeypatch.setattr(uses.casts, "end", fail)
+    with pytest.raises(RuntimeError, match="the end"):
+        run()
+    monkeypatch.undo()
+    assert runtime_of(model)._parts.scheduler.in_use == []
+    run()
+    runtime_of(model).shutdown()
+
+
 def test_a_part_that_a_hook_keeps_from_beginning_ends_no_pass_around_it(place):
     def stop(*_):
         raise Stop

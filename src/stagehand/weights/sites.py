@@ -268,19 +268,21 @@ class _SiteEnd(_SiteHook):
         if edges.inner_calls and edges.inside():
             edges.lock.await_inner_calls()
         block, pushed = self._block, edges.pushed
-        if pushed and pushed[-1][0] is module:
-            if pushed[-1][1] is None:  # mostly
-                del pushed[-1]
-            else:
-                edges.end_pushed()
-            self._untrack(block, self._reader, output)
-        if block.uses:
-            block.uses -= 1  # as `Scheduler.after` does
-        if block.runs:
-            self._drop_rows(block)
-        stack = edges._stack
-        if len(stack) == 1 and stack[0].module is module:
-            edges.leave(module)
+        try:
+            if pushed and pushed[-1][0] is module:
+                if pushed[-1][1] is None:  # mostly
+                    del pushed[-1]
+                else:
+                    edges.end_pushed()
+                self._untrack(block, self._reader, output)
+        finally:  # PyTorch drops what is raised here where the site has raised
+            if block.uses:
+                block.uses -= 1  # as `Scheduler.after` does
+            if block.runs:
+                self._drop_rows(block)
+            stack = edges._stack
+            if len(stack) == 1 and stack[0].module is module:
+                edges.leave(module)
 
 
 class _Look(Hook):
