@@ -296,7 +296,8 @@ class Seats:
         fixed.update((number, claims[number].floor) for number in kept)
         for number in kept:
             claim = claims[number]
-            room = self.account.limit_bytes - _needed(claims, fixed, but=number)
+            others = {n: other for n, other in claims.items() if n != number}
+            room = self.account.limit_bytes - _needed(others, fixed)
             fixed[number] = max(claim.bound, min(claim.most, room))
         return fixed
 
@@ -418,13 +419,13 @@ class Seats:
             for other in self.others(seat)
             if other.number not in self.holds.reserved
         }
-        needed = _needed(claims, {}, but=seat.number)
+        needed = _needed(claims, {})
         wanted = claim.weights
         if wanted > claim.budget:
             wanted = max(claim.floor, min(claim.budget, cap - reserved - needed))
         if priority is not ResidentPriority.PRIMARY:  # it gives way, but not to guests
             guests = {n: claims[n] for n in claims.keys() & self.holds.guests}
-            needed = _needed(guests, {}, but=seat.number)
+            needed = _needed(guests, {})
         missing = wanted + reserved + needed - cap
         if missing > 0:
             text = self._reservations(but=seat.number)
@@ -529,18 +530,16 @@ class Seats:
         )
 
 
-def _needed(claims: Mapping[int, Claim], fixed: Mapping[int, int], *, but: int) -> int:
-    """Return what models need, all but one, so that each can run in its turn.
+def _needed(claims: Mapping[int, Claim], fixed: Mapping[int, int]) -> int:
+    """Return what models need so that each can run in its turn.
 
     Args:
         claims: By model.
-        fixed: What some keep meanwhile; the others, what they cannot give up.
-        but: The one.
+        fixed: What some keep while others run; the rest keep what they cannot give up.
     """
     turn = whole = 0
     for number, claim in claims.items():
-        if number != but:
-            stays = fixed.get(number, claim.bound)
-            turn = max(turn, claim.floor - stays)
-            whole += stays
+        stays = fixed.get(number, claim.bound)
+        turn = max(turn, claim.floor - stays)
+        whole += stays
     return turn + whole
