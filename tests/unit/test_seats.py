@@ -1,6 +1,7 @@
 """Who may take what from whom: the books of a shared device."""
 
 import threading
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 
 from stagehand.core.device import HostDevice
 from stagehand.core.ledger import Account, SubAccount
+from stagehand.core.turn import HERE
 from stagehand.errors import StagehandOOMError
 from stagehand.residency.holds import ResidentPriority
 from stagehand.residency.seats import Seats
@@ -295,3 +297,76 @@ def test_who_waits_keeps_what_cannot_leave_and_more_at_ease():
     assert (seats.least(waits), seats.at_ease(waits)) == (5, 15)
     seats.keep(waits.number)
     assert seats.least(waits) == seats.share_of(waits).kept == 40
+
+
+@contextmanager
+def as_thread(thread):
+    own, HERE.thread = HERE.thread, thread
+    try:
+        yield
+    finally:
+        HERE.thread = own
+
+
+def shared_by(names, held):
+    """A device of 100 bytes, and tenants by name with the numbers of their places."""
+    shared = SharedDevice(HostDevice())
+    whole, tenants = shared.ledger.device, {}
+    for name, nbytes in zip(names, held, strict=True):
+        tenant = Tenant(name, whole, budget=100, held=0)
+        tenants[name] = shared.new_number(), tenant
+        shared.join(*tenants[name])
+        tenant._grant = tenant.account.grant(nbytes, "slots")
+    return shared, tenants
+
+
+def test_a_lock_that_is_released_in_the_middle_of_a_look_refuses_no_pass(monkeypatch):
+    shared, tenants = shared_by(("asks", "has"), (0, 95))
+    number, has = tenants["asks"][0], tenants["has"][1]
+    owners = iter([threading.Thread()] * 2)  # it is asked for more of it twice
+    monkeypatch.setattr(has, "owner", lambda: next(owners, None))
+
+    def give_up(keep_bytes, *, leaves=False):
+        has._grant.release()
+        return True
+
+    waits = lambda _: monkeypatch.setattr(has, "give_up", give_up)  # noqa: E731
+    monkeypatch.setattr(shared._changed, "wait", waits)
+    limit, _ = shared.begin(number)
+    assert limit >= 10
+
+
+def test_who_waits_for_room_that_is_there_by_now_is_no_part_of_a_circle(monkeypatch):
+    """Its thread was told, and has not looked since: it will end what others need."""
+    names = ("outer", "inner", "ends", "asks")
+    shared, tenants = shared_by(names, (10, 0, 40, 0))
+    numbers = {name: number for name, (number, _) in tenants.items()}
+    waiting, waited = threading.Thread(), []
+    for name, thread in (("outer", waiting), ("ends", threading.Thread())):
+        seat = shared._seats[numbers[name]]
+        seat.running, seat.thread, seat.limit = True, thread, seat.held
+    tenants["inner"][1].claims(floor=70)
+    tenants["asks"][1].claims(floor=95)
+    for number, tenant in tenants.values():
+        shared._seats[number].claim = tenant.claim()
+
+    def end(name):
+        shared.end(numbers[name], failed=True)
+        tenants[name][1]._grant.release()
+        monkeypatch.setattr(tenants[name][1], "give_up", lambda *_: True)
+
+    def wait(_):
+        waited.append(HERE.thread)
+        if len(waited) == 1:  # of "inner"
+            end("ends")
+            with as_thread(threading.main_thread()):
+                assert shared.begin(numbers["asks"])[0] >= 95
+                shared.end(numbers["asks"], failed=True)
+        else:  # the other thread has looked, and gone on
+            shared._seats[numbers["inner"]].end_wait()
+            end("outer")
+
+    monkeypatch.setattr(shared._changed, "wait", wait)
+    with as_thread(waiting):
+        assert shared.begin(numbers["inner"])[0] >= 70
+    assert waited == [waiting, threading.main_thread()]

@@ -96,8 +96,8 @@ class Seat:
     """One tenant's place at the device."""
 
     __slots__ = (
-        *("asked", "claim", "gave", "leaves", "limit", "number", "running", "tenant"),
-        *("thread", "waits"),
+        *("asked", "claim", "gave", "heard", "leaves", "limit", "number", "refusing"),
+        *("running", "tenant", "thread", "waits"),
     )
 
     def __init__(self, number: int, tenant: Tenant) -> None:
@@ -111,6 +111,8 @@ class Seat:
         self.waits = False  # for room
         self.asked = False  # to give up, while it waits, all that it can
         self.gave = False  # all that, when it was asked
+        self.heard = 0  # how much had changed on the device when it looked last
+        self.refusing: list[Seat] = []  # that another thread had then
 
     @property
     def held(self) -> int:
@@ -137,6 +139,7 @@ class Seat:
         """Note that it waits no more: it has its room, or an error."""
         self.waits = self.asked = self.gave = False
         self.thread = None
+        self.refusing = []
 
 
 class Seats:

@@ -82,6 +82,7 @@ class SharedDevice:
         self._seats = Seats(self.ledger.device, device.torch_device)
         self._gone: deque[int] = deque()  # numbers of tenants to be forgotten
         self._refusing: list[Seat] = []  # that gave nothing: another thread has them
+        self._news = 0  # how often something has changed for those who wait
         # By thread that waits in `_await`: the tenants that it waits for.
         self._awaited: dict[AnyThread, list[Seat]] = {}
 
@@ -165,7 +166,12 @@ class SharedDevice:
         """Forget tenants that have left."""
         while self._gone:
             if self._seats.forget(self._gone.popleft()):
-                self._changed.notify_all()
+                self._tell()
+
+    def _tell(self) -> None:
+        """Let those who wait look again: there may be room."""
+        self._news += 1
+        self._changed.notify_all()
 
     def renew(self) -> None:
         """Set the cap anew, for a tenant's budget has changed."""
@@ -243,7 +249,7 @@ class SharedDevice:
                 self._send_off(seat)
             elif len(self._seats) > 1 and not failed:
                 self._hand_over(seat)
-            self._changed.notify_all()
+            self._tell()
 
     def _send_off(self, seat: Seat) -> bool:
         """Make a former guest leave the device: now, or when its pass ends.
@@ -358,7 +364,7 @@ class SharedDevice:
         finally:
             with self._lock:
                 seat.thread = None
-                self._changed.notify_all()
+                self._tell()
 
     def budget_for(self, number: int, nbytes: int) -> int:
         """Return the smallest budget that lets a tenant have so many bytes."""
@@ -400,9 +406,11 @@ class SharedDevice:
             return
         others = self._seats.others(seat)
         busy = [other for other in others if other.runs_elsewhere()]
-        if len(self._threads_in(self._refusing, but=HERE.thread)) < len(self._refusing):
+        refusing = self._threads_in(self._refusing, but=HERE.thread)
+        if len(refusing) < len(self._refusing):
             return  # a lock was released meanwhile: ask again
-        threads = self._threads_in(others, but=HERE.thread)
+        # Or in the middle of this: so who was seen to have one counts.
+        threads = self._threads_in(others, but=HERE.thread) or refusing
         if not threads:
             raise self._seats.no_room(seat)
         if self._are_stuck(threads):
@@ -416,6 +424,7 @@ class SharedDevice:
                 one.asked = True
         seat.thread, seat.waits = HERE.thread, True
         self._give_while_waiting(seat)
+        seat.heard, seat.refusing = self._news, [*self._refusing]
         self._changed.wait(_LOOK_SECONDS)
 
     def _end_left(self, seat: Seat) -> bool:
@@ -453,7 +462,7 @@ class SharedDevice:
         if seat.held > keep and not gave:
             seat.tenant.give_up(keep)
             self._awaited.clear()  # they may have what they need now
-            self._changed.notify_all()
+            self._tell()
 
     def _are_stuck(self, threads: list[AnyThread]) -> bool:
         """Whether there are some threads, and all wait for this one."""
@@ -479,14 +488,23 @@ class SharedDevice:
             return len(threads) == len(awaited) and all(
                 self._is_stuck(t, stuck) for t in threads
             )
-        if any(seat.waits and seat.thread is thread for seat in seats):
+        waiting = [seat for seat in seats if seat.waits and seat.thread is thread]
+        if waiting:
             others = self._threads_in(seats, but=thread)
-            return all(self._is_stuck(t, stuck) for t in others)
+            return not any(map(self._may_go_on, waiting)) and all(
+                self._is_stuck(t, stuck) for t in others
+            )
         return any(
             self._is_stuck(t, stuck)
             for t in threading.enumerate()
             if t is not thread and why_waits(thread, t)
         )
+
+    def _may_go_on(self, seat: Seat) -> bool:
+        """Whether there may be room by now for a tenant that waits: its thread has been
+        told, or whose lock it wanted is free, and it has not looked since."""
+        refusing = self._threads_in(seat.refusing, but=seat.thread)
+        return seat.heard != self._news or len(refusing) < len(seat.refusing)
 
     def _threads_in(self, seats: Iterable[Seat], *, but: AnyThread) -> list[AnyThread]:
         """Return the threads that are in some tenants, except one."""
