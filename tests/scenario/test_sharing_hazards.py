@@ -76,6 +76,10 @@ def let_go_when_asked(runtime, over, monkeypatch):
     monkeypatch.setattr(runtime._tenancy, "give_up", asked)
 
 
+def interrupt(*_, **__):
+    raise KeyboardInterrupt
+
+
 def wait_until(happens):
     """For what another thread does next, and tells nobody."""
     while not happens():
@@ -561,9 +565,6 @@ def test_a_block_by_hand_goes_on_when_a_pass_inside_of_it_was_interrupted(crowd)
     some = crowd("hpu", [4], 40 * LAYER_BYTES)
     (runtime,) = some.runtimes
 
-    def interrupt(*_):
-        raise KeyboardInterrupt
-
     runtime.before_block("2.0")
     with (
         some.models[0][3][0].register_forward_pre_hook(interrupt),
@@ -581,9 +582,6 @@ def test_a_block_by_hand_goes_on_when_a_pass_inside_of_it_was_interrupted(crowd)
 def test_a_block_by_hand_of_a_thread_that_died_in_a_pass_is_in_use_no_more(crowd):
     some = crowd("hpu", [4], 40 * LAYER_BYTES)
     (runtime,) = some.runtimes
-
-    def interrupt(*_):
-        raise KeyboardInterrupt
 
     def die():
         runtime.before_block("2.0")
@@ -621,9 +619,6 @@ def test_a_model_that_was_left_by_an_interrupt_closes_no_circle(crowd):
     """Who waits for it takes it over."""
     some = crowd("hpu", [4, 5], 40 * LAYER_BYTES)
     first, second = some.runtimes
-
-    def interrupt(*_):
-        raise KeyboardInterrupt
 
     hook = some.models[0][2][0].register_forward_pre_hook(interrupt)
     with pytest.raises(KeyboardInterrupt):
@@ -1288,9 +1283,6 @@ def test_a_pass_whose_end_was_interrupted_is_waited_for_by_nobody(
     some.run(0, 1, 0)
     first = some.runtimes[0]
 
-    def interrupt(*_, **__):
-        raise KeyboardInterrupt
-
     with monkeypatch.context() as patch:
         patch.setattr(SharedDevice, "end", interrupt)
         with pytest.raises(KeyboardInterrupt):
@@ -1346,9 +1338,6 @@ def test_an_interrupt_where_a_turn_is_taken_over_leaves_one_thread_in_the_model(
     some.run(0, 1)
     first, turn_of = some.models[0], some.runtimes[0]._edges.lock
     owners = []
-
-    def interrupt(*_):
-        raise KeyboardInterrupt
 
     def leave():
         handle = first[2][0].register_forward_pre_hook(interrupt)
@@ -1436,9 +1425,6 @@ def test_a_wait_that_was_interrupted_is_no_wait_any_more(crowd, monkeypatch):
     some = crowd("hpu", [6, 7], 2 * ONE)
     first, second = some.runtimes
     some.run(0, 1)
-
-    def interrupt(*_, **__):
-        raise KeyboardInterrupt
 
     def hold():
         second.before_block("1.0")

@@ -1,11 +1,11 @@
 """Who may take what from whom: the books of a shared device."""
 
 import threading
-from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
 import torch
+from test_turn import as_thread
 
 from stagehand.core.device import HostDevice
 from stagehand.core.ledger import Account, SubAccount
@@ -297,15 +297,6 @@ def test_who_waits_keeps_what_cannot_leave_and_more_at_ease():
     assert (seats.least(waits), seats.at_ease(waits)) == (5, 15)
     seats.keep(waits.number)
     assert seats.least(waits) == seats.share_of(waits).kept == 40
-
-
-@contextmanager
-def as_thread(thread):
-    own, HERE.thread = HERE.thread, thread
-    try:
-        yield
-    finally:
-        HERE.thread = own
 
 
 def shared_by(names, held):
