@@ -28,6 +28,7 @@ from stagehand.core.turn import awaited_by
 from stagehand.errors import DeadlockError
 from stagehand.passing import Passing
 from stagehand.residency import shared
+from stagehand.residency.mover import Mover
 from stagehand.residency.shared import SharedDevice
 from stagehand.torch_private import is_autograds
 from stagehand.weights import edges
@@ -174,6 +175,31 @@ def test_edits_of_a_model_that_was_alone_come_home_when_another_one_has_joined(
     assert_bitwise_equal(output, run_resident(plain, place, batch()), "out")
     for each in (model, other):
         runtime_of(each).shutdown()
+
+
+def test_memory_is_not_freed_under_who_has_read_a_weight_while_it_was_asked_for(
+    sim, monkeypatch
+):
+    """A thread between two passes may do so until the weight points to the host."""
+    models = [nn.Sequential(nn.LayerNorm(WIDTH), *varied(6, 0)) for _ in range(2)]
+    for model in models:
+        stagehand.layer(model, vram_budget=4 * LAYER_BYTES, device="hpu")
+    first = models[0][0].weight
+    vacate, read = Mover.vacate, []
+
+    def vacated(self, block, slot):
+        if any(t is first for t in block.tensors):
+            in_threads(lambda: read.append(first.data.clone()))
+        vacate(self, block, slot)
+
+    monkeypatch.setattr(Mover, "vacate", vacated)
+    with torch.no_grad():
+        models[0](batch())
+        runtime_of(models[0])._tenancy.give_up(0)
+    assert read[0].device.type == "hpu"
+    assert first.device.type == "cpu"
+    for model in models:
+        runtime_of(model).shutdown()
 
 
 # Threads

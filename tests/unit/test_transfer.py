@@ -193,6 +193,15 @@ def free_after_read(rig):
     rig.buffer = None
 
 
+def free_after_a_read_behind_its_release(rig):
+    """By a thread between two passes, while another model asks for the memory."""
+    rig.load(1)
+    rig.use(rig.main)
+    rig.buffer.sum()
+    rig.engine.retire(rig.slot)
+    rig.buffer = None
+
+
 def reuse_by_another_slot_after_read(rig):
     rig.load(1)
     rig.use(rig.main)
@@ -378,6 +387,7 @@ HAZARDS = (
     free_by_a_holder_on_the_stream_that_read_before_it_came_home,
     *(read_after_reload_by_the_same_stream, read_by_a_second_stream, free_after_read),
     *(reuse_by_another_slot_after_read, free_by_a_holder_after_it_read),
+    free_after_a_read_behind_its_release,
     load_after_reads_without_a_use,
     free_by_a_holder_on_a_stream_that_read_without_a_use,
     *(free_by_a_holder_of_what_was_in_no_slot, read_what_another_stream_has_written),
@@ -405,14 +415,15 @@ GUARDS = {
     ),
     ("save", "stream.wait_event(slot._filled)"): (save_after_load,),
     ("save", "stream.wait_event(slot._drained)"): (save_after_write,),
-    ("retire", "self.h2d.stream.wait_event(slot._drained)"): (
+    ("retire", "self.h2d.stream.wait_event(self._ready)"): (
         *(free_after_read, reuse_by_another_slot_after_read),
+        free_after_a_read_behind_its_release,
     ),
     ("disown", "buffer.record_stream(stream)"): (
         *(free_by_a_holder_after_it_read, free_by_a_holder_on_the_stream_that_read),
         free_by_a_holder_of_what_was_in_no_slot,
     ),
-    ("disown", "streams |= "): (
+    ("_readers", "streams |= "): (
         free_by_a_holder_on_the_stream_that_read,
         free_by_a_holder_on_a_stream_that_read_without_a_use,
     ),
@@ -437,6 +448,7 @@ GUARDS = {
         change_the_host_behind_what_came_home,
     ),
     # Marks that later waits rely on.
+    ("retire", "self._ready.record(stream)"): (free_after_read,),
     ("_send_home", "self._ready.record(maker)"): (carry_home_what_a_stream_makes,),
     ("_mark_of", "done.record(lane.stream)"): (send_a_group_home_and_bring_it_back,),
     ("carry_home", "self._ready.record(stream)"): (

@@ -676,10 +676,22 @@ class TransferEngine:
         return done
 
     def retire(self, slot: Slot) -> None:
-        """Order all that touches the slot before the next use of its memory."""
-        if slot._reader is not None:
-            self.h2d.stream.wait_event(slot._drained)
+        """Order all that touches the slot before the next use of its memory.
+
+        Also what came after the slot was last released: a thread between two passes may
+        read a weight while another model asks for its room, and is done with it by now.
+        """
+        if not self.device.is_host:
+            for stream in self._readers(slot):
+                self._ready.record(stream)
+                self.h2d.stream.wait_event(self._ready)
         slot.seen_by = slot._seen_before = slot._reader = None
+
+    def _readers(self, slot: Slot) -> set[Stream]:
+        """Return the streams that may read a slot, or have read it."""
+        streams = {self.device.current_stream()}
+        streams |= {slot.seen_by, slot._seen_before, slot._reader} - {None}  # type: ignore[arg-type]
+        return streams
 
     def drain(self) -> None:
         """Block the host until both lanes are idle: no host memory is in use then."""
@@ -712,10 +724,10 @@ class TransferEngine:
         """
         if self.device.is_host:
             return
-        streams: set[Stream | None] = {self.device.current_stream()}
-        if slot is not None:
-            streams |= {slot.seen_by, slot._seen_before, slot._reader}
-        for stream in streams - {None}:
+        readers = (
+            {self.device.current_stream()} if slot is None else self._readers(slot)
+        )
+        for stream in readers:
             buffer.record_stream(stream)  # type: ignore[arg-type]
 
 
