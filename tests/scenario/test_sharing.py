@@ -517,6 +517,38 @@ def test_a_smaller_budget_lets_the_other_models_give_up_what_is_above_it(crowd, 
     some.run(0, 1, 2)
 
 
+@pytest.mark.parametrize(
+    ("priorities", "there"),
+    [
+        (("PRIMARY", "PRIMARY", "PRIMARY"), (4, 1, 1)),
+        (("SECONDARY", "SECONDARY", "PRIMARY"), (1, 1, 4)),
+        (("SECONDARY", "PRIMARY", "PRIMARY"), (1, 4, 1)),
+        (("PRIMARY", "SECONDARY", "SECONDARY"), (4, 1, 1)),
+    ],
+)
+def test_a_smaller_budget_cuts_the_reservations_that_are_newest_and_least_firm(
+    crowd, priorities, there
+):
+    """Until it is raised again, down to what each model needs to run."""
+    some = crowd("hpu", [4, 4, 4], 13 * LAYER_BYTES)
+    some.run(0, 1, 2)
+    for runtime, name in zip(some.runtimes, priorities, strict=True):
+        runtime.reserve_for_resident(priority=stagehand.ResidentPriority[name])
+    some.run(0, 1, 2)
+    ledger = some.device.ledger.device
+    assert ledger.held_bytes == 12 * LAYER_BYTES
+    for runtime in some.runtimes:
+        runtime.set_budget(6 * LAYER_BYTES)
+    held = [runtime._parts.weights.held_bytes for runtime in some.runtimes]
+    assert held == [number * LAYER_BYTES for number in there]
+    some.run(0, 1, 2, 2, 1, 0)
+    assert ledger.held_bytes <= ledger.limit_bytes == 6 * LAYER_BYTES
+    for runtime in some.runtimes:
+        runtime.set_budget(13 * LAYER_BYTES)
+    some.run(0, 1, 2)
+    assert ledger.held_bytes == 12 * LAYER_BYTES
+
+
 @places
 def test_who_is_shut_down_leaves_the_others_within_the_largest_budget_of_theirs(
     crowd, place

@@ -291,11 +291,9 @@ class Seats:
         reserved, PRIMARY.
         """
         kept = sorted(self.holds.kept - self.holds.firm)
-        fixed = {
-            number: min(held.nbytes, claims[number].budget)
-            for number, held in self.holds.reserved.items()
-            if number not in kept
-        }
+        held = self.holds.reserved
+        alone = {who: held[who] for who in held if who not in kept}
+        fixed = self._there_for(alone, claims)
         fixed.update((number, claims[number].floor) for number in kept)
         for number in kept:
             claim = claims[number]
@@ -303,6 +301,22 @@ class Seats:
             room = self.account.limit_bytes - _needed(others, fixed)
             fixed[number] = max(claim.bound, min(claim.most, room))
         return fixed
+
+    def _there_for(
+        self, reserved: dict[int, Reservation], claims: dict[int, Claim]
+    ) -> dict[int, int]:
+        """Return what there is for reservations, oldest first: less than was reserved
+        where the cap has sunk below their sum.
+
+        The newest of those that give way is the first to be cut, and the oldest firm
+        one the last, each to what its model needs to run.
+        """
+        there = {n: min(held.nbytes, claims[n].budget) for n, held in reserved.items()}
+        newest_first = list(reversed(reserved))
+        for number in sorted(newest_first, key=lambda n: reserved[n].is_firm):
+            excess = sum(there.values()) - self.account.limit_bytes
+            there[number] -= max(0, min(excess, there[number] - claims[number].floor))
+        return there
 
     def limit_now(self, seat: Seat) -> int:
         """Return what a tenant may hold beside those who run, and those who stay."""
