@@ -460,10 +460,11 @@ class Placing:
         self._parts.device_arena.trim()  # what is kept for reuse counts, too
 
     def widen(self, nbytes: int) -> None:
-        """Let weights have so much in this pass: watermarks leave what cannot be done
-        without, within the budget."""
-        if self.marked_bytes < nbytes <= self._parts.budget_bytes:
-            self.marked_bytes = nbytes
+        """Let weights have so much in this pass, within the budget: watermarks leave
+        what cannot be done without, and other models what they keep while it runs."""
+        if nbytes <= self._parts.budget_bytes:
+            self.marked_bytes = max(self.marked_bytes, nbytes)
+            self._tenancy.widen(nbytes)
             self._parts.weights.set_limit(self._least_limit())
 
     def _least_limit(self) -> int:

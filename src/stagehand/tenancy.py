@@ -97,6 +97,10 @@ class Tenancy:
             self._begins = False
         return hands_over
 
+    def widen(self, nbytes: int) -> None:
+        """See `SharedDevice.widen`."""
+        self.limit_bytes = self.shared.widen(self.number, self.limit_bytes, nbytes)
+
     def go_on_here(self, move: Callable[[], bool]) -> None:
         """See `SharedDevice.go_on_here`."""
         self.shared.go_on_here(self.number, move)

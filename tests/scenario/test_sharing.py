@@ -549,6 +549,74 @@ def test_a_smaller_budget_cuts_the_reservations_that_are_newest_and_least_firm(
     assert ledger.held_bytes == 12 * LAYER_BYTES
 
 
+class Together(nn.Module):
+    """Reads the weights of three layers in one call, of which two make a plan."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(stack(3))
+
+    def forward(self, x):
+        return x @ torch.cat([layer[0].weight for layer in self.layers])[: x.shape[-1]]
+
+
+@pytest.fixture(params=["cpu", "hpu"])
+def together(sim, request):
+    """Makes such a model and another one, with calls that give the right outputs."""
+    made = []
+
+    def together(budget, others):
+        plain, other = Together(), varied(9, 0)
+        for each, nbytes in ((plain, budget), (other, others)):
+            expected = run_resident(each, request.param, batch())
+            stagehand.layer(each, vram_budget=nbytes, device=request.param)
+            made.append(each)
+
+            def call(model=each, expected=expected):
+                with torch.no_grad():
+                    assert_bitwise_equal(model(batch()), expected, "output")
+
+            yield call, runtime_of(each)
+
+    yield together
+    ledger = runtime_of(made[0])._tenancy.shared.ledger.device
+    assert ledger.peak_bytes <= ledger.limit_bytes
+    for model in made:
+        runtime_of(model).shutdown()
+
+
+together_only = pytest.mark.filterwarnings(
+    "ignore:.*every call is watched:stagehand.StagehandWarning"
+)
+
+
+@together_only
+def test_what_one_call_reads_at_once_takes_what_others_would_keep(together):
+    (run, _), (run_other, _) = together(3 * LAYER_BYTES, 3 * LAYER_BYTES)
+    for _ in range(3):
+        run_other()
+        run()
+
+
+@together_only
+@pytest.mark.parametrize("is_reserved", [False, True])
+def test_a_refusal_of_what_one_call_reads_at_once_names_a_budget_that_works(
+    together, is_reserved
+):
+    (run, runtime), (run_other, other) = together(LAYER_BYTES, 2 * LAYER_BYTES)
+    run_other()
+    beside = other.reserve_for_resident() if is_reserved else 0
+    assert beside == is_reserved * LAYER_BYTES
+    for _ in range(2):
+        run_other()
+        with pytest.raises(stagehand.StagehandOOMError) as caught:
+            run()
+        assert caught.value.needed_bytes == 3 * LAYER_BYTES + beside
+    runtime.set_budget(caught.value.needed_bytes)
+    run_other()
+    run()
+
+
 @places
 def test_who_is_shut_down_leaves_the_others_within_the_largest_budget_of_theirs(
     crowd, place

@@ -68,6 +68,23 @@ def test_a_guest_is_given_nothing_of_what_is_reserved_for_others(is_guest):
     assert givers == ([plain] if is_guest else [plain, reserved])
 
 
+def test_who_needs_more_in_mid_pass_is_promised_what_others_can_give_up():
+    shared = SharedDevice(HostDevice())
+    whole = shared.ledger.device
+    plain, held, asks = (
+        Tenant(name, whole, budget=100, held=0) for name in ("plain", "held", "asks")
+    )
+    numbers = [shared.new_number() for _ in range(3)]
+    for number, tenant in zip(numbers, (plain, held, asks), strict=True):
+        shared.join(number, tenant)
+    plain._grant = plain.account.grant(35, "slots")
+    shared.reserve(numbers[1], ResidentPriority.PRIMARY)  # 40 bytes
+    assert shared.widen(numbers[2], 20, 50) == 50
+    assert shared.widen(numbers[2], 50, 90) == 60
+    assert shared.widen(numbers[2], 70, 90) == 70
+    assert shared.widen(shared.new_number(), 20, 50) == 20  # it has left
+
+
 def test_what_who_has_left_held_does_not_count_for_those_who_stay():
     """A grant that is released late, say behind the last copy, changes nothing then."""
     whole = Account("device", 100)

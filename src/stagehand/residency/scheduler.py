@@ -247,8 +247,8 @@ class Scheduler:
             for block in begun:
                 self.after(block)
             if isinstance(error, StagehandOOMError) and len(blocks) > 1:
-                more = blocks[len(begun) + 1 :]
-                raise self._memory.refuse(blocks, error, more) from None
+                missing = blocks[len(begun) :]
+                raise self._memory.refuse(blocks, error, missing) from None
             raise
 
     def after(self, block: Block) -> None:

@@ -325,7 +325,11 @@ class Seats:
         limit = min(self.share_of(seat).limit, cap - taken)
         if limit >= seat.claim.floor:
             return limit
-        return min(seat.claim.floor, cap - sum(self._hard(seat).values()))
+        return min(seat.claim.floor, self.most(seat))
+
+    def most(self, seat: Seat) -> int:
+        """Return what a tenant could hold if others gave up all that they can."""
+        return self.account.limit_bytes - sum(self._hard(seat).values())
 
     def promised(self, seat: Seat) -> int:
         """Return how many bytes others, who run, may still take by their limits."""

@@ -217,6 +217,27 @@ class SharedDevice:
             seat.limit, seat.running, seat.thread = limit, True, HERE.thread
             return limit, seats.coming(seat) is not None
 
+    def widen(self, number: int, limit: int, nbytes: int) -> int:
+        """Let a tenant hold so much in the pass that it is in, as far as that is there.
+
+        That takes what others would keep while it runs, for nothing but what it cannot
+        do without: which blocks one call reads at once is known only then.
+
+        Args:
+            number: Which tenant.
+            limit: What it may hold so far.
+            nbytes: What it needs to hold.
+
+        Returns:
+            The new limit, no less than the old one.
+        """
+        with self._lock:
+            seat = self._seats.get(number)
+            if seat is None:
+                return limit
+            seat.limit = max(limit, min(nbytes, self._seats.most(seat)))
+            return seat.limit
+
     def go_on_here(self, number: int, move: Callable[[], bool]) -> None:
         """Let this thread end a tenant's pass that began in another one.
 

@@ -174,7 +174,7 @@ class SlotMemory:
             return lease
         others = "" if self.neighbours is None else self.neighbours.name_them()
         used = [s.occupant.name for s in self.slots if s.occupant and s.occupant.uses]
-        needed, limit = self.account.limit_for(nbytes), self.account.limit_bytes
+        needed, limit = self._budget_with(nbytes), self.account.limit_bytes
         raise StagehandOOMError(
             f"block {block.name!r} needs {format_bytes(nbytes)} of device memory while"
             f" {', '.join(map(repr, used[:5])) or 'what stays'} is in use, and of"
@@ -184,6 +184,18 @@ class SlotMemory:
             needed_bytes=needed,
             limit_bytes=limit,
         )
+
+    def _budget_with(self, first: int, *more: int) -> int:
+        """Return the smallest budget that has room for what was refused.
+
+        Args:
+            first: Bytes that were asked for.
+            more: That would have been asked for after them.
+        """
+        own, all_of_it = self.account.held_bytes + first, first + sum(more)
+        if own <= self.account.limit_bytes:  # others have given up what they can
+            return self.account.limit_for(all_of_it)
+        return self.budget_for(self.account.held_bytes + all_of_it)
 
     def _lease_of_others(
         self, nbytes: int, block: Block, *, by_ends: bool = False
@@ -199,16 +211,19 @@ class SlotMemory:
         return lease
 
     def refuse(
-        self, blocks: Sequence[Block], error: StagehandOOMError, more: Sequence[Block]
+        self,
+        blocks: Sequence[Block],
+        error: StagehandOOMError,
+        missing: Sequence[Block],
     ) -> StagehandOOMError:
         """Return what is to be raised where one of several blocks found no room.
 
         Args:
             blocks: All that are to be there at once.
             error: What was raised for one of them.
-            more: Those behind it.
+            missing: That one, and those behind it.
         """
-        needed = error.needed_bytes + sum(block.slot_nbytes for block in more)
+        needed = self._budget_with(*(block.slot_nbytes for block in missing))
         at_once = sum(block.slot_nbytes for block in blocks)
         return StagehandOOMError(
             f"blocks {', '.join(repr(block.name) for block in blocks[:5])} are read in"
