@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+import stagehand
 from stagehand import kept_views
 from stagehand.core.terms import nodes_of
 from training import (
@@ -806,6 +807,68 @@ def test_what_a_forward_writes_through_data_is_kept(sim, setting, edit, times, t
         return model
 
     assert_trains_equally(build, train, setting)
+
+
+class Normed(nn.Module):
+    """Has the running statistics of its batch norm in parameters, not in buffers."""
+
+    def __init__(self, norm):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
+        start = torch.zeros(WIDTH), torch.ones(WIDTH)
+        self.mean, self.var = (nn.Parameter(t, requires_grad=False) for t in start)
+        self.norm = norm
+
+    def forward(self, x):
+        return self.norm(x @ self.weight, self.mean, self.var, self.training)
+
+
+def by_name(x, mean, var, training):
+    named = {"running_var": var, "running_mean": mean, "training": training}
+    return torch.native_batch_norm(
+        x, weight=None, bias=None, momentum=0.1, eps=1e-5, **named
+    )[0]
+
+
+def of_modules(x, mean, var, training):
+    return nn.functional.batch_norm(x, mean, var, training=training)
+
+
+def of_torch(x, mean, var, training):
+    return torch.batch_norm(x, None, None, mean, var, training, 0.1, 1e-5, False)
+
+
+def as_an_operator(x, mean, var, training):
+    norm = torch.ops.aten.native_batch_norm
+    norm = norm.default if training else norm
+    return norm(x, None, None, mean, var, training, 0.1, 1e-5)[0]
+
+
+@over([*FEW, Setting("cpu", "layers", "smallest")])
+@pytest.mark.parametrize("norm", [of_modules, of_torch, by_name, as_an_operator])
+def test_running_statistics_in_parameters_are_kept(sim, setting, norm):
+    """PyTorch's batch norm moves no version counter of theirs."""
+
+    @built
+    def build():
+        model = Net(depth=0)
+        model.blocks = nn.ModuleList(Normed(norm) for _ in range(4))
+        return model
+
+    assert_trains_equally(build, train, setting)
+
+
+@pytest.mark.parametrize("norm", [of_modules, of_torch, by_name, as_an_operator])
+def test_running_statistics_that_are_only_read_do_not_cross_the_link_back(sim, norm):
+    model = nn.Sequential(*(Normed(norm) for _ in range(4))).eval()
+    budget = 2 * sum(p.nbytes for p in model[0].parameters())
+    stagehand.layer(model, vram_budget=budget, device="hpu")
+    with torch.no_grad():
+        for _ in range(3):
+            model(torch.randn(5, WIDTH))
+    runtime = model._stagehand_layer_runtime
+    assert runtime.report().saved_bytes == 0
+    runtime.shutdown()
 
 
 class Centred(nn.Linear):

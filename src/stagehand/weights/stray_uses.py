@@ -200,6 +200,8 @@ def _written(
     if is_named_so or name in _WRITING or kwargs.get("inplace") is True:
         # `torch.nn.init` gives all that it was given by name.
         places += [] if name in _RESHAPING else [*args, *kwargs.values()][:1]
+    if name.partition(".")[0] in _BATCH_NORMS:
+        places += _statistics(func, args, kwargs)
     for schema in schemas_of(func):
         for number, argument in enumerate(schema.arguments):
             if argument.alias_info is not None and argument.alias_info.is_write:
@@ -207,6 +209,26 @@ def _written(
     return [each for _, each in tensors_in(places)]
 
 
+def _statistics(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> list[Any]:
+    """Return the running statistics of a batch norm, if it changes them.
+
+    It moves no version counter of theirs, and its schema does not tell, either.
+    """
+    if not kwargs.get("training", next(iter(args[5:]), False)):
+        return []
+    first = 1 if func is nn.functional.batch_norm else 3
+    named = [kwargs.get(name) for name in ("running_mean", "running_var")]
+    return [*args[first : first + 2], *named]
+
+
+_BATCH_NORMS = frozenset(
+    {
+        *("batch_norm", "native_batch_norm", "_native_batch_norm_legit"),
+        *("_batch_norm_impl_index", "_batch_norm_with_update", "cudnn_batch_norm"),
+    }
+)
 _WRITING = frozenset(
     {
         *("__iadd__", "__iand__", "__idiv__", "__ifloordiv__", "__ilshift__"),
