@@ -15,7 +15,7 @@ from stagehand.core.transfer import Priority, Slot, TransferEngine
 from stagehand.errors import OrphanedParameterError, StagehandInternalError
 from stagehand.residency.blocks import values_of
 from stagehand.residency.loader import Loader, has_sample, pageable
-from stagehand.torch_private import use_count_of
+from stagehand.torch_private import storage_key, use_count_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -35,6 +35,8 @@ __all__ = ["Mover"]
 _HOST_STAGED, _PREFETCHING = BlockState.HOST_STAGED, BlockState.PREFETCHING
 _GPU_READY, _SPECULATIVE = BlockState.GPU_READY, Priority.SPECULATIVE
 _CRITICAL, _ARRIVED, _DROPPED = Priority.CRITICAL, ARRIVED[-1], DROPPED[-1]
+
+_FOR_A_WHILE = "for a while by a larger one, which wrote over others of the block"
 
 
 def _nothing() -> None:
@@ -383,7 +385,15 @@ class Mover:
             self._engine.release(slot, stream)
         elif slot is not None:  # a load may still read the host tensors
             self._engine.finish_load(slot)
+        overruns = bound and slot is not None and _overruns(block, slot)
         given, refused = _assigned(block)
+        if overruns and slot is not None:  # what it has cannot be told from what it had
+            key, refused = slot.storage_key, refused or [_FOR_A_WHILE]
+            given = {
+                n: value for n, value in given.items() if storage_key(value) != key
+            }
+            self.vacate(block, slot)
+            self._memory.abandon(slot)
         try:
             self._write(block, given, slot if bound else None, stream)
         except BaseException:  # as if it was assigned just now
@@ -404,12 +414,12 @@ class Mover:
         Args:
             block: All its tensors point to where they belong.
             given: The values, by the tensors' numbers.
-            slot: The slot to which it is bound, if it is.
+            slot: The slot to which it is bound, if it is, or was until now.
             stream: The current stream.
         """
         held = block.held_hosts(given)
-        moves = slot is not None and (held or _has_more_users(slot, block))
-        if moves:  # whoever holds the old memory keeps the values of now
+        if block.slot is slot is not None and (held or _has_more_users(slot, block)):
+            # Whoever holds the old memory keeps the values of now.
             self.evict(block, verify=True)
         if held:
             self.leave_hosts(block, held)
@@ -421,7 +431,7 @@ class Mover:
         block.mark_changed()
         if slot is None:
             return
-        if not moves:
+        if block.slot is slot:
             self._engine.note_write(slot, stream)
         else:
             block.versions = block.read_versions()
@@ -432,6 +442,17 @@ class Mover:
 def _has_more_users(slot: Slot, block: Block) -> bool:
     """Whether anybody but the block's tensors refers to the memory of a slot."""
     return use_count_of(slot.storage_key) > slot.alone + len(block.tensors)
+
+
+def _overruns(block: Block, slot: Slot) -> bool:
+    """Whether a tensor has grown in place over those behind it in its slot, or has had
+    all of the slot's memory made anew, as large as that tensor.
+    """
+    return slot.storage.data_ptr() != slot.address or any(
+        values_of(tensor).nbytes > place.nbytes
+        and storage_key(values_of(tensor)) == slot.storage_key
+        for tensor, place in block.pairs()
+    )
 
 
 def _is_resized(block: Block) -> bool:
