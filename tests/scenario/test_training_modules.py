@@ -809,18 +809,38 @@ def test_what_a_forward_writes_through_data_is_kept(sim, setting, edit, times, t
     assert_trains_equally(build, train, setting)
 
 
-class Normed(nn.Module):
-    """Has the running statistics of its batch norm in parameters, not in buffers."""
+class Statistics(nn.Module):
+    """Has the running statistics of a batch norm in parameters, not in buffers."""
+
+    def __init__(self):
+        super().__init__()
+        start = torch.zeros(WIDTH), torch.ones(WIDTH)
+        self.mean, self.var = (nn.Parameter(t, requires_grad=False) for t in start)
+
+
+class Normed(Statistics):
+    """Reads its own statistics."""
 
     def __init__(self, norm):
         super().__init__()
         self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
-        start = torch.zeros(WIDTH), torch.ones(WIDTH)
-        self.mean, self.var = (nn.Parameter(t, requires_grad=False) for t in start)
         self.norm = norm
 
     def forward(self, x):
         return self.norm(x @ self.weight, self.mean, self.var, self.training)
+
+
+class NormedByAnother(nn.Module):
+    """Reads those of another module."""
+
+    def __init__(self, norm):
+        super().__init__()
+        self.linear, self.statistics = nn.Linear(WIDTH, WIDTH), Statistics()
+        self.norm = norm
+
+    def forward(self, x):
+        known = self.statistics
+        return self.norm(self.linear(x), known.mean, known.var, self.training)
 
 
 def by_name(x, mean, var, training):
@@ -845,14 +865,16 @@ def as_an_operator(x, mean, var, training):
 
 
 @over([*FEW, Setting("cpu", "layers", "smallest")])
+@pytest.mark.filterwarnings("ignore:.*every call is watched:stagehand.StagehandWarning")
+@pytest.mark.parametrize("kind", [Normed, NormedByAnother])
 @pytest.mark.parametrize("norm", [of_modules, of_torch, by_name, as_an_operator])
-def test_running_statistics_in_parameters_are_kept(sim, setting, norm):
+def test_running_statistics_in_parameters_are_kept(sim, setting, norm, kind):
     """PyTorch's batch norm moves no version counter of theirs."""
 
     @built
     def build():
         model = Net(depth=0)
-        model.blocks = nn.ModuleList(Normed(norm) for _ in range(4))
+        model.blocks = nn.ModuleList(kind(norm) for _ in range(4))
         return model
 
     assert_trains_equally(build, train, setting)

@@ -130,21 +130,17 @@ class StrayUses:
     ) -> Any:
         """Let the call have what it reads, and note what it writes."""
         written = [] if is_dynamo_compiling() else _written(func, args, kwargs)
-        before = call_unseen(self._scheduler.versions_under, written) if written else {}
-        found = self._with_weights(func, args, kwargs)
-        if before:
-            self._scheduler.note_edits(before)
-        return found
 
-    def _with_weights(
-        self,
-        func: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-    ) -> Any:
-        """Bring what the call reads, pass it on, and let go of what was brought."""
+        def call() -> Any:
+            if not written:
+                return func(*args, **kwargs)
+            before = call_unseen(self._scheduler.versions_under, written)
+            found = func(*args, **kwargs)
+            self._scheduler.note_edits(before)
+            return found
+
         if self._rows.busy or _is_harmless(func):
-            return func(*args, **kwargs)
+            return call()
         read: dict[Block, torch.Tensor] = {}
         for value in (*args, *kwargs.values()):
             self._look_at(value, read)
@@ -152,10 +148,10 @@ class StrayUses:
             self._note_read()
             read = {block: weight for block, weight in read.items() if not block.uses}
         if all(map(self._is_at_hand, read)) or self._edges.is_torn():
-            return func(*args, **kwargs)
+            return call()
         call_unseen(self._bring, read)
         try:
-            return func(*args, **kwargs)
+            return call()
         finally:
             for block in read:
                 self._scheduler.after(block)
