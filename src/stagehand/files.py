@@ -29,20 +29,29 @@ class WeightFiles:
 
     def __init__(self) -> None:
         self.plain: FileSet | None = None
+        self._former: list[FileSet] = []
         self._compact: list[FileSet] = []
 
     def replace_plain(self, files: FileSet) -> None:
-        """Let go of the plain files for others."""
-        if self.plain is not None:
-            self.plain.close()
+        """Let go of the plain files for others.
+
+        As soon as no block is read from them: what is in none of the streamed blocks
+        stays where it was.
+        """
+        former = [*self._former, *([] if self.plain is None else [self.plain])]
         self.plain = files
+        self._former = [each for each in former if each.readers]
+        for each in former:
+            if not each.readers:
+                each.close()
 
     def add_compact(self, *sets: FileSet) -> None:
         """Have more files, which hold weights in a smaller form."""
         self._compact += sets
 
     def _all(self) -> list[FileSet]:
-        return [*self._compact, *([] if self.plain is None else [self.plain])]
+        plain = [] if self.plain is None else [self.plain]
+        return [*self._compact, *self._former, *plain]
 
     def check(self) -> None:
         """Do nothing if every file is what it was.

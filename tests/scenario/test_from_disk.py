@@ -20,6 +20,7 @@ from architectures.trees import assert_bitwise_equal
 from interrupts import interrupted_at
 from scenario.small import (
     LAYER_BYTES,
+    WIDTH,
     assert_passes_equal,
     batch,
     blocks_of,
@@ -126,6 +127,34 @@ def test_a_pass_of_another_thread_waits_until_weights_come_from_files(
     other.join(timeout=120)
     assert waits == [True]
     assert_bitwise_equal(ran, [expected], "output")
+
+
+@pytest.mark.parametrize("place", ["cpu", "hpu"])
+def test_other_files_leave_what_is_no_block_of_theirs_in_the_first_ones(
+    sim, tmp_path, place
+):
+    """Only blocks that stream are read from others; the first ones were closed."""
+
+    def build():
+        norm = nn.LayerNorm(WIDTH)
+        torch.nn.init.uniform_(norm.weight, generator=torch.Generator().manual_seed(0))
+        return nn.Sequential(norm, *stack(DEPTH))
+
+    plain, folders = build(), [tmp_path / name for name in ("first", "other", "last")]
+    for folder in folders:
+        folder.mkdir()
+        save_file(plain.state_dict(), folder / "model.safetensors")
+    options = {"vram_budget": 4 * LAYER_BYTES, "device": place}
+    model = stagehand.load(build, folders[0], **options)
+    runtime, files = runtime_of(model), []
+    for folder in folders[1:]:
+        files.append(runtime._files.plain)
+        runtime.convert_registry_to_file_backed_sharded(folder)
+        runtime.park()
+        assert_bitwise_equal(run(model), run_resident(plain, place, batch()), "output")
+    assert [each._closed for each in files] == [False, True]
+    runtime.shutdown()
+    assert files[0]._closed
 
 
 # What is kept in host memory.

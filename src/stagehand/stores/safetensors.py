@@ -64,6 +64,7 @@ class SafetensorsStore:
         self._layout = layout
         self._extents = list(extents)
         self._files = files
+        files.readers.add(self)
         self._edited: set[int] = set()
         self._hosts = _host_tensors(layout, self._extents, files)
         self._parts = self._find_parts()
