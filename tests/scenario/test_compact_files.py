@@ -162,6 +162,19 @@ def test_loaded_model_gives_the_bits_of_the_reference(opened, files, place, form
     assert_bitwise_equal(values(model), values(reference(files, form)), "state")
 
 
+def test_a_saved_model_from_packed_files_fails_no_other_models_pass(opened, files):
+    """It has nothing to stage with until its own, and was loaded ahead all the same."""
+    models = [load(files, "packed", "hpu") for _ in range(2)]
+    for model in models:
+        opened(model)
+    expected = expected_of(net(), "hpu")
+    for model in models * 3:
+        assert_passes_equal(model, expected, TOKENS.to("hpu"), passes=1)
+    models[1].state_dict()
+    for model in models:
+        assert_passes_equal(model, expected, TOKENS.to("hpu"), passes=1)
+
+
 @pytest.mark.parametrize("mode", ["layers", "blocks"])
 def test_packed_files_give_the_bits_of_the_model(opened, files, place, mode):
     model = net()

@@ -1494,6 +1494,34 @@ def test_what_always_stays_comes_with_the_next_pass_where_it_did_not_come_with_o
     runtime_of(model).shutdown()
 
 
+@pytest.mark.parametrize("place", ["cpu", "hpu"])
+def test_a_model_that_was_parked_comes_back_with_its_own_pass_only(sim, place):
+    """Another one's pass that ended brought it back, also under who edits it all."""
+    models = [nn.Sequential(nn.LayerNorm(WIDTH), *varied(6, seed)) for seed in range(2)]
+    expected = [run_resident(m, place, batch()) for m in models]
+    for model in models:
+        stagehand.layer(model, vram_budget=4 * LAYER_BYTES, device=place)
+    tenants = [runtime_of(model)._tenancy for model in models]
+
+    def run(*numbers):
+        for number in numbers:
+            with torch.no_grad():
+                output = models[number](batch())
+            assert_bitwise_equal(output, expected[number], f"model {number}")
+
+    run(*[0, 1] * 3)
+    runtime_of(models[1]).park()
+    run(0)
+    assert tenants[1].account.held_bytes == 0
+    assert models[1][0].weight.device.type == "cpu"
+    run(1)
+    tenants[1].give_up(0)
+    run(0)
+    assert tenants[1].account.held_bytes > 0
+    for model in models:
+        runtime_of(model).shutdown()
+
+
 @pytest.mark.parametrize("error", [stagehand.CheckpointError, None])
 def test_a_model_that_cannot_be_warmed_fails_no_other_models_pass(
     sim, monkeypatch, error

@@ -795,7 +795,7 @@ def test_edit_through_data_of_what_waits_for_the_next_pass_is_seen(rig_of, when)
         rig.run(*route)
     rig.readers.run()
     if when == "warmed":
-        rig.scheduler.park()
+        rig.scheduler.give_up(0, all_of_it=True)
         rig.scheduler.warm()
         assert any(block.slot and not block.stays for block in rig.blocks)
     rig.device.synchronize()

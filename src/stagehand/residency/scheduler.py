@@ -107,6 +107,7 @@ class Scheduler:
         self.fixed: Collection[int] = ()
         """Blocks that are read without a use, by index."""
         self._gave_way = False  # blocks that stay have left, for other models
+        self._parked = False  # all was brought home: it comes with the next pass
         self._shares = False  # other models may take its memory between passes
         # Bound since before this pass, so that users may have edited them in place.
         self._lingered: Collection[Block] = ()
@@ -443,6 +444,7 @@ class Scheduler:
             hands_over: Whether another model is expected to run next on the device:
                 nothing at all is loaded ahead for this one's next pass.
         """
+        self._parked = False
         self.release_fetched()
         self._ahead.end_at(hands_over=hands_over)
         self._latest = None  # so a pass notes the same uses, whatever came before it
@@ -651,9 +653,14 @@ class Scheduler:
     def warm(self) -> bool:
         """Between passes: load what the next one begins with, as its end would have.
 
+        Nothing if the model was parked: it has been left without memory to stage, and
+        users may want its tensors on one side.
+
         Returns:
             Whether anything had given way.
         """
+        if self._parked:
+            return False
         self._ahead.end_at(hands_over=False)
         came_back = self.recall()
         self._ahead.run_into_next_pass(self._device.current_stream())
@@ -800,6 +807,7 @@ class Scheduler:
     @_whole
     def park(self) -> None:
         """Bring everything home: all tensors point to the host, all memory is free."""
+        self._parked = True
         self.release_fetched()
         self._ahead.forget()
         for slot in self._memory.slots:
