@@ -317,7 +317,7 @@ def give_value(tensor: torch.Tensor, value: torch.Tensor) -> None:
             f"a {tensor.dtype} tensor of shape {list(tensor.shape)} has views, or is in"
             " a graph, which would not see the value that it is given: drop these first"
         )
-    _swap_values(tensor, value.detach().requires_grad_(tensor.requires_grad))
+    _swap_values(tensor, value.data.requires_grad_(tensor.requires_grad))
 
 
 def storage_use_count(storage: torch.UntypedStorage) -> int:

@@ -162,6 +162,26 @@ def test_loaded_model_gives_the_bits_of_the_reference(opened, files, place, form
     assert_bitwise_equal(values(model), values(reference(files, form)), "state")
 
 
+@pytest.mark.parametrize("form", ["packed", "quantized"])
+def test_a_weight_that_goes_home_after_an_edit_has_not_changed_again(
+    opened, files, place, form
+):
+    """Its host tensor was written, of whose version counter it had a share."""
+    model, x = load(files, form, place), []
+    opened(model)
+    plain = reference(files, form).to(place)
+    run(model, place)
+    for each in (model, plain):
+        each.layers[0].norm.weight.mul_(2)
+        hidden = each.embed(TOKENS.to(place)).requires_grad_()
+        output = each.layers[0](hidden)
+        if each is model:
+            runtime_of(model).park()
+        output.float().sum().backward()
+        x.append(hidden.grad)
+    assert_bitwise_equal(x[0], x[1], "gradient")
+
+
 def test_a_saved_model_from_packed_files_fails_no_other_models_pass(opened, files):
     """It has nothing to stage with until its own, and was loaded ahead all the same."""
     models = [load(files, "packed", "hpu") for _ in range(2)]
