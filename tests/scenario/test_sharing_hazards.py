@@ -1522,6 +1522,36 @@ def test_a_model_that_was_parked_comes_back_with_its_own_pass_only(sim, place):
         runtime_of(model).shutdown()
 
 
+@pytest.mark.parametrize("lacks", ["once", "for good"])
+def test_what_is_placed_as_another_pass_ends_is_not_refused_for_that_passes_room(
+    sim, monkeypatch, lacks
+):
+    """There was none for it, and then nobody who had any."""
+    models = [nn.Sequential(nn.LayerNorm(WIDTH), *varied(6, seed)) for seed in range(2)]
+    for model in models:
+        stagehand.layer(model, vram_budget=4 * LAYER_BYTES, device="hpu")
+    runtime, refused = runtime_of(models[0]), []
+    runtime.park()
+    load = Mover.load
+
+    def refuse(*given):
+        if not refused or lacks == "for good":
+            refused.append(given)
+            raise stagehand.StagehandOOMError("full", needed_bytes=2, limit_bytes=1)
+        return load(*given)
+
+    with monkeypatch.context() as patch, ExitStack() as stack:
+        patch.setattr(Mover, "load", refuse)
+        if lacks == "for good":
+            stack.enter_context(pytest.raises(stagehand.StagehandOOMError))
+        runtime.place()
+    assert models[0][0].weight.device.type == ("hpu" if lacks == "once" else "cpu")
+    for model in models:
+        with torch.no_grad():
+            model(batch())
+        runtime_of(model).shutdown()
+
+
 @pytest.mark.parametrize("error", [stagehand.CheckpointError, None])
 def test_a_model_that_cannot_be_warmed_fails_no_other_models_pass(
     sim, monkeypatch, error

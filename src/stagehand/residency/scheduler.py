@@ -755,12 +755,12 @@ class Scheduler:
             StagehandOOMError: If there is no room, whoever is there.
         """
         gave_way, self._gave_way = self._gave_way, True
-        there = False
+        there, blocks = False, list(blocks)
         try:
             there = self._place(blocks)
         except StagehandOOMError:
-            if not self.others_are_busy():
-                raise
+            if not self.others_are_busy():  # the one in the way may have just ended
+                there = self._place(blocks)
         if there:
             self._gave_way = gave_way
         else:
