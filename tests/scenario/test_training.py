@@ -175,6 +175,58 @@ def test_gradients_on_both_sides_are_clipped_to_one_norm(sim, setting, foreach):
     assert clipped[1].item() == pytest.approx(0.01, rel=1e-4)
 
 
+class OneRatio(torch.optim.Optimizer):
+    """Steps by one ratio of all weights and gradients, as LAMB and Prodigy do."""
+
+    def __init__(self, params):
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self):
+        weights = self.param_groups[0]["params"]
+        norms = [
+            torch.cat([t.flatten() for t in each]).norm()
+            for each in (weights, [w.grad for w in weights])
+        ]
+        ratio = norms[0] / norms[1]
+        for weight in weights:
+            weight.sub_(weight.grad * ratio, alpha=0.01)
+
+
+MIXED = [Setting("hpu", mode, "most") for mode in ("layers", "blocks")]
+"""Some of what trains is on the device between passes, and some on the host."""
+
+
+@over([*SOME, *MIXED])
+def test_an_optimizer_that_wants_one_side_has_it_by_a_hook(sim, setting):
+    def script(run):
+        optimizer = run.optimizer(OneRatio)
+        if run.runtime is not None:
+            optimizer.register_step_pre_hook(lambda *_: run.runtime.park())
+        train(run, optimizer=optimizer)
+
+    assert_trains_equally(net, script, setting)
+
+
+@over([*SOME, *MIXED])
+def test_lbfgs_has_one_side_by_its_closure(sim, setting):
+    def script(run):
+        optimizer = run.optimizer(torch.optim.LBFGS, lr=0.1, max_iter=4)
+
+        def closure(number):
+            optimizer.zero_grad()
+            loss = run.loss(number)
+            run.backward(loss)
+            if run.runtime is not None:
+                run.runtime.park()
+            return loss
+
+        for number in range(3):
+            run.note("loss", optimizer.step(partial(closure, number)))
+
+    assert_trains_equally(net, script, setting)
+
+
 @over(FEW)
 def test_gradients_that_the_user_keeps_keep_their_values(sim, setting):
     def script(run):
