@@ -295,12 +295,14 @@ class Runtime(Sharing, Storing, Conduct):
                 f"block {block_id!r} is not in use: call before_block() first, once"
                 " for each after_block()"
             )
+        begun = block.by_hand
         try:
             self._parts.scheduler.after_by_hand(block)
             if not self._edges.is_busy:
                 self._parts.scheduler.rest()
         finally:
-            self._edges.lock.release()
+            if block.by_hand < begun:  # or an interrupt lets it go on
+                self._edges.lock.release()
 
     @property
     def block_ids(self) -> tuple[str, ...]:

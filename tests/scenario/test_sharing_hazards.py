@@ -22,7 +22,7 @@ from torch import nn
 
 import stagehand
 from architectures.trees import assert_bitwise_equal
-from interrupts import interrupted_at
+from interrupts import interrupted_at, interrupted_at_call
 from stagehand.core import turn
 from stagehand.core.turn import awaited_by
 from stagehand.errors import DeadlockError
@@ -603,6 +603,38 @@ def test_a_block_by_hand_goes_on_when_a_pass_inside_of_it_was_interrupted(crowd)
     assert runtime._edges.lock.owner is None
     runtime.park()
     some.run(0)
+
+
+def test_a_block_by_hand_is_in_use_as_long_as_its_thread_has_the_lock(crowd):
+    """An interrupt where the use began left it without, for good; and one where it
+    ended gave the lock back, and let it go on."""
+    some = crowd("hpu", [4], 3 * LAYER_BYTES)
+    (runtime,) = some.runtimes
+    some.run(0, 0)
+    for number in itertools.count(1):
+        interrupted = False
+        try:
+            with interrupted_at_call(number, *_USING_BY_HAND):
+                runtime.before_block("2.0")
+                runtime.after_block("2.0")
+        except KeyboardInterrupt:
+            interrupted = True
+        if blocks_of(some.models[0])[2].by_hand:
+            assert runtime._edges.lock.owner is threading.current_thread()
+            runtime.after_block("2.0")
+        some.run(0)
+        assert runtime._edges.lock.owner is None, number
+        runtime.park()
+        some.run(0)
+        if not interrupted:
+            break
+    assert number > 40
+
+
+_USING_BY_HAND = {
+    *("stagehand.runtime", "stagehand.core.turn", "stagehand.weights.edges"),
+    *(f"stagehand.residency.{name}" for name in ("scheduler", "lookahead", "mover")),
+}
 
 
 def test_a_block_by_hand_of_a_thread_that_died_in_a_pass_is_in_use_no_more(crowd):

@@ -333,15 +333,21 @@ class Scheduler:
         if block is not None:
             self.after(block)
 
+    @_whole
     def before_by_hand(self, block: Block) -> None:
         """Call `before` for a use that only `after_by_hand` ends, or `end_by_hand`."""
-        self.before(block)
-        block.by_hand += 1
+        uses = block.uses
+        try:
+            self.before(block)
+            block.by_hand += 1
+        except BaseException:  # it may have begun: what is loaded ahead comes after it
+            block.uses = uses
+            raise
 
     def after_by_hand(self, block: Block) -> None:
         """End what `before_by_hand` began."""
-        block.by_hand -= 1
-        self.after(block)
+        # No call, such as `after`: no interrupt comes between.
+        block.uses, block.by_hand = block.uses - 1, block.by_hand - 1
 
     @property
     def uses_by_hand(self) -> int:
