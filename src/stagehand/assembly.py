@@ -274,7 +274,8 @@ class Parts:
         """Stop threads and free memory without bringing anything home. Idempotent."""
         with ExitStack() as rest:  # in reverse; all of it, whatever fails
             if self.leave is not None:
-                rest.callback(self.leave)
+                for _ in range(2):  # an interrupt may cut one short
+                    rest.callback(self.leave)
             rest.callback(self.workers.close)
             if not self.keep_pool:
                 rest.callback(self.pinned_arena.close)

@@ -809,19 +809,49 @@ _JOINING = {
 def test_an_interrupt_where_locks_are_taken_and_given_back_leaves_none_taken(crowd):
     """A condition gives its lock back in Python: backward, in another thread, hung."""
     some = crowd("hpu", [6], 4 * LAYER_BYTES)
-    free = []
-
-    def ask():
-        free.append(some.device._lock.acquire(blocking=False))
-        if free[-1]:
-            some.device._lock.release()
-
     for number in range(1, 30):
         with suppress(KeyboardInterrupt), interrupted_at(number, "threading"):
             some.run(0)
-        in_threads(ask)
-        assert all(free), number
+        assert is_free(some.device), number
     some.run(0)
+
+
+def is_free(device):
+    """Whether another thread can have the device's lock."""
+    free = []
+
+    def ask():
+        free.append(device._lock.acquire(blocking=False))
+        if free[-1]:
+            device._lock.release()
+
+    in_threads(ask)
+    return free[0]
+
+
+def test_an_interrupt_while_a_model_leaves_keeps_neither_its_place_nor_the_lock(crowd):
+    """All other threads hung; or its budget was everybody's for good."""
+    some = crowd("hpu", [6], 4 * LAYER_BYTES)
+    for number in itertools.count(1):
+        interrupted = False
+        model = stagehand.layer(stack(2), vram_budget=6 * LAYER_BYTES, device="hpu")
+        runtime = runtime_of(model)
+        try:
+            with interrupted_at_call(number, *_LEAVING):
+                runtime.shutdown()
+        except KeyboardInterrupt:
+            interrupted = True
+        assert is_free(some.device), number
+        runtime.shutdown()
+        assert len(some.device.holdings()) == 1, number
+        assert some.device.ledger.device.limit_bytes == 4 * LAYER_BYTES, number
+        if not interrupted:
+            break
+    assert number > 40
+    some.run(0)
+
+
+_LEAVING = {"stagehand.residency.shared", "stagehand.residency.seats"}
 
 
 class Topped(nn.Sequential):

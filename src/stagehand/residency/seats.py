@@ -198,15 +198,15 @@ class Seats:
 
     def forget(self, number: int) -> bool:
         """Take a tenant's place, and all that was held for it; False if it had none."""
-        seat = self._seats.pop(number, None)
-        if seat is None:
-            return False
-        seat.tenant.account.detach()
+        seat = self._seats.get(number)
+        if seat is not None:
+            seat.tenant.account.detach()
         self.holds.forget(number)
         self._turns.forget(number)
+        self._seats.pop(number, None)
         self._apart = False
         self.renew()
-        return True
+        return seat is not None
 
     def renew(self) -> None:
         """Set the cap anew, for tenants or their budgets have changed.

@@ -152,11 +152,16 @@ class SharedDevice:
         here, the tenant is forgotten at the next occasion.
         """
         self._gone.append(number)
-        if not self._is_inside() and self._lock.acquire(blocking=False):
-            try:
+        if self._is_inside():
+            return
+        try:  # at once: an interrupt may come as soon as the lock is taken
+            if self._lock.acquire(blocking=False):
                 self._let_go()
-            finally:
+        finally:
+            try:  # noqa: SIM105 - an interrupt may come where another call begins
                 self._lock.release()
+            except RuntimeError:
+                pass  # another thread has it
 
     def _is_inside(self) -> bool:
         """Whether this thread has the device's lock."""
@@ -165,8 +170,9 @@ class SharedDevice:
     def _let_go(self) -> None:
         """Forget tenants that have left."""
         while self._gone:
-            if self._seats.forget(self._gone.popleft()):
+            if self._seats.forget(self._gone[0]):
                 self._tell()
+            self._gone.popleft()  # at last: an interrupt leaves it to be done again
 
     def _tell(self) -> None:
         """Let those who wait look again: there may be room."""
