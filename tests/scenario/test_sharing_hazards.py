@@ -605,6 +605,28 @@ def test_a_block_by_hand_goes_on_when_a_pass_inside_of_it_was_interrupted(crowd)
     some.run(0)
 
 
+@places
+def test_a_block_by_hand_goes_on_where_its_module_was_not_even_entered(crowd, place):
+    """The module's end, which is told nevertheless, ended the use by hand."""
+    some = crowd(place, [4], 3 * LAYER_BYTES)
+    (runtime,) = some.runtimes
+
+    def fail(*_):
+        raise RuntimeError("as a user's hook may")
+
+    some.run(0, 0)
+    runtime.before_block("2.0")
+    hook = some.models[0][2][0].register_forward_pre_hook(fail, prepend=True)
+    with pytest.raises(RuntimeError, match="as a user's hook may"):
+        some.run(0)
+    hook.remove()
+    assert runtime._parts.scheduler.in_use == ["2.0"]
+    some.run(0)
+    runtime.after_block("2.0")
+    assert runtime._parts.scheduler.in_use == []
+    some.run(0)
+
+
 def test_a_block_by_hand_is_in_use_as_long_as_its_thread_has_the_lock(crowd):
     """An interrupt where the use began left it without, for good; and one where it
     ended gave the lock back, and let it go on."""

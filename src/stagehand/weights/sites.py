@@ -276,7 +276,7 @@ class _SiteEnd(_SiteHook):
                     edges.end_pushed()
                 self._untrack(block, self._reader, output)
         finally:  # PyTorch drops what is raised here where the site has raised
-            if block.uses:
+            if block.uses > block.by_hand:  # else a hook before ours has raised
                 block.uses -= 1  # as `Scheduler.after` does
             if block.runs:
                 self._drop_rows(block)
