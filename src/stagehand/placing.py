@@ -359,6 +359,7 @@ class Placing:
             self._pin_on()
         self._files.check()
         self._account(trains=goes_back and trains)
+        parts.engine.wake_wires()  # before slots that no plan knows take the room
         if measure.stopwatch.is_over():
             parts.steering.note(*measure.collect())
             parts.steering.learns = parts.loader.pin_on is None

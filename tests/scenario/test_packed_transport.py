@@ -618,6 +618,21 @@ def test_budget_can_be_lowered_while_another_model_has_the_decoders_memory(strea
         assert runtime_of(model)._parts.weights.held_bytes <= least
 
 
+def test_a_pass_has_its_decoders_memory_before_slots_take_the_room(streamed):
+    """Where a call needed more slots than the plan has, there was none left for it."""
+    model, other, x = net(), net(8), batch()
+    streamed(model, 8 * BLOCK)
+    run(model, x)
+    streamed(other, 8 * BLOCK, transport="plain")
+    run(other, x)
+    engine = runtime_of(model)._parts.engine
+    assert engine.wires is None
+    has_some = []
+    model.register_forward_pre_hook(lambda *_: has_some.append(bool(engine.wires)))
+    run(model, x)
+    assert has_some == [True]
+
+
 def test_pool_that_is_kept_holds_nothing_of_the_packed_bytes(streamed, sim):
     model, x = net(), batch()
     streamed(model)

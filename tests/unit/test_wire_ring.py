@@ -414,6 +414,12 @@ def test_ring_at_rest_holds_nothing_and_comes_back(sim):
     with pytest.raises(StagehandOOMError, match="decoded on the device"):
         rig.load(3)
     assert isinstance(rig.load(3, priority=Priority.SPECULATIVE), Denied)
+    rig.engine.wake_wires()
+    assert rig.engine.wires is None
+    rig.account.set_limit(3 * NBYTES + 2 * WIRE + SCRATCH)
+    rig.engine.wake_wires()
+    rig.engine.wake_wires()  # idempotent
+    assert rig.account.held_bytes == 3 * NBYTES + 2 * WIRE + SCRATCH
     rig.close()
 
 

@@ -15,6 +15,7 @@ were made before, so each slot owns two events for life.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -375,6 +376,12 @@ class TransferEngine:
         wires, self.wires = self.wires, None
         if wires is not None:
             wires.close()
+
+    def wake_wires(self) -> None:
+        """Have that memory again now, if it was given back and there is room."""
+        if self.wires is None and self._new_wires is not None:
+            with suppress(StagehandOOMError):  # then the load that needs it says so
+                self.wires = self._new_wires()
 
     def close_wires(self) -> None:
         """Give that memory back for good. Idempotent."""
