@@ -1,6 +1,6 @@
 """Lets a model's streamed weights come from safetensors files."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +15,7 @@ from stagehand.residency.blocks import Block
 from stagehand.stores.checkpoint import Checkpoint, Extent, KeyMap, key_of
 from stagehand.stores.files import FileSet
 from stagehand.stores.safetensors import SafetensorsStore, read_tensor
+from stagehand.stores.wired import origin_of
 from stagehand.torch_private import give_value
 
 __all__ = ["WeightFiles", "back_by_files", "check_key_map", "make_real", "names_in"]
@@ -32,17 +33,21 @@ class WeightFiles:
         self._former: list[FileSet] = []
         self._compact: list[FileSet] = []
 
-    def replace_plain(self, files: FileSet) -> None:
-        """Let go of the plain files for others.
+    def replace_plain(self, files: FileSet, blocks: Iterable[Block]) -> None:
+        """Let go of the plain files for others, and of former ones that none needs.
 
-        As soon as no block is read from them: what is in none of the streamed blocks
-        stays where it was.
+        Args:
+            files: The others.
+            blocks: All blocks. What is in none of those that stream stays in the files
+                where it was.
         """
+        stores = [origin_of(block.store) for block in blocks]
+        read = {id(s.files) for s in stores if isinstance(s, SafetensorsStore)}
         former = [*self._former, *([] if self.plain is None else [self.plain])]
         self.plain = files
-        self._former = [each for each in former if each.readers]
+        self._former = [each for each in former if id(each) in read]
         for each in former:
-            if not each.readers:
+            if id(each) not in read:
                 each.close()
 
     def add_compact(self, *sets: FileSet) -> None:

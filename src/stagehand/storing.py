@@ -97,7 +97,7 @@ class Storing:
                     raise
             if compact is not None:
                 self._files.add_compact(compact.files)
-            self._files.replace_plain(files)
+            self._files.replace_plain(files, self._parts.blocks)
             if compact is not None:
                 wire_blocks(self._parts, self._wires, compact, model, key_map)
             self._placing.place_between_passes()

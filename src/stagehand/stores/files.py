@@ -11,7 +11,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError
 from functools import partial
 from pathlib import Path
-from weakref import WeakSet
 
 import torch
 
@@ -83,8 +82,6 @@ class FileSet:
         self._descriptors: dict[tuple[int, Path], OpenFile] = {}
         self._mappings: dict[tuple[Path, int], torch.Tensor] = {}
         self._requests: dict[Extent, itertools.count[int]] = {}
-        self.readers: WeakSet[object] = WeakSet()
-        """The stores of the blocks that are read from them."""
         self.overlay_bytes = 0
         """Bytes of tensors whose values are in host memory, and not the file's."""
         self._closed = False

@@ -64,12 +64,16 @@ class SafetensorsStore:
         self._layout = layout
         self._extents = list(extents)
         self._files = files
-        files.readers.add(self)
         self._edited: set[int] = set()
         self._hosts = _host_tensors(layout, self._extents, files)
         self._parts = self._find_parts()
         widest = max((entry.dtype.itemsize for entry in layout.entries), default=1)
         self._skew = files.skew(self._parts, widest)
+
+    @property
+    def files(self) -> FileSet:
+        """What it reads."""
+        return self._files
 
     @property
     def skew(self) -> Skew | None:
