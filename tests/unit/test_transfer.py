@@ -216,7 +216,6 @@ def free_by_a_holder_after_it_read(rig):
     rig.use(rig.main)
     kept = rig.buffer[:100]
     rig.engine.disown(rig.buffer, rig.slot)
-    rig.engine.retire(rig.slot)
     rig.buffer = None
     kept.sum()
     del kept
@@ -237,7 +236,6 @@ def leave_to_a_holder(rig, stream):
     kept = rig.buffer[:100]
     rig.engine.release(rig.slot, stream)
     rig.engine.disown(rig.buffer, rig.slot)
-    rig.engine.retire(rig.slot)
     rig.buffer = None
     with rig.side:
         kept.sum()

@@ -692,6 +692,9 @@ class TransferEngine:
             for stream in self._readers(slot):
                 self._ready.record(stream)
                 self.h2d.stream.wait_event(self._ready)
+        self._forget_readers(slot)
+
+    def _forget_readers(self, slot: Slot) -> None:
         slot.seen_by = slot._seen_before = slot._reader = None
 
     def _readers(self, slot: Slot) -> set[Stream]:
@@ -725,17 +728,16 @@ class TransferEngine:
 
         Args:
             buffer: The memory.
-            slot: The slot that had the memory, before `retire`: the streams that read
-                the slot may go on reading. The caller's stream need not be one of them:
-                it can be that of another model, which needs the room.
+            slot: The slot that had the memory, and loses it: the streams that read the
+                slot may go on reading. The caller's stream need not be one of them: it
+                can be that of another model, which needs the room.
         """
-        if self.device.is_host:
-            return
-        readers = (
-            {self.device.current_stream()} if slot is None else self._readers(slot)
-        )
-        for stream in readers:
-            buffer.record_stream(stream)  # type: ignore[arg-type]
+        if not self.device.is_host:
+            current = self.device.current_stream()
+            for stream in {current} if slot is None else self._readers(slot):
+                buffer.record_stream(stream)  # type: ignore[arg-type]
+        if slot is not None:
+            self._forget_readers(slot)
 
 
 def _block_in(slot: Slot) -> int:

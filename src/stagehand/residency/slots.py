@@ -300,6 +300,7 @@ class SlotMemory:
         if storage_use_count(slot.storage) > slot.alone:
             self.abandon(slot)
             return
+        self._engine.retire(slot)
         self._part(slot, lease.release)
 
     def trim(self) -> None:
@@ -308,7 +309,6 @@ class SlotMemory:
 
     def _part(self, slot: Slot, end: Callable[[], None]) -> None:
         """Take a slot's memory from it, then end the memory's lease."""
-        self._engine.retire(slot)
         try:
             self._forget(slot)
         except BaseException:  # an interrupt: a slot must not keep half of it
