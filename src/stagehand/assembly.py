@@ -35,7 +35,7 @@ from stagehand.residency.steering import Steering
 from stagehand.stores.packed import most_bytes
 from stagehand.units import MIB, format_at_least, format_bytes, format_limit
 
-__all__ = ["Parts", "Settings", "assemble", "needed_bytes"]
+__all__ = ["Parts", "Settings", "assemble", "needed_bytes", "twice"]
 
 _READERS = 2  # threads: more do not read faster from one disk
 _NO_CHECKS = Checks()
@@ -274,8 +274,7 @@ class Parts:
         """Stop threads and free memory without bringing anything home. Idempotent."""
         with ExitStack() as rest:  # in reverse; all of it, whatever fails
             if self.leave is not None:
-                for _ in range(2):  # an interrupt may cut one short
-                    rest.callback(self.leave)
+                twice(rest, self.leave)
             rest.callback(self.workers.close)
             if not self.keep_pool:
                 rest.callback(self.pinned_arena.close)
@@ -285,6 +284,12 @@ class Parts:
             rest.callback(self.adders.close)
             rest.callback(self.loader.close)
             rest.callback(self.pinners.close)
+
+
+def twice(rest: ExitStack, call: Callable[..., object], *args: object) -> None:
+    """Call something idempotent at the end, twice: an interrupt may cut one short."""
+    for _ in range(2):
+        rest.callback(call, *args)
 
 
 def assemble(

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from stagehand.additions import Additions
-from stagehand.assembly import Settings, assemble
+from stagehand.assembly import Settings, assemble, twice
 from stagehand.attribute import HANDLE
 from stagehand.conducted import Conduct
 from stagehand.core.clock import Phase
@@ -173,7 +173,7 @@ class Runtime(Sharing, Storing, Conduct):
         with ExitStack() as rest:  # in reverse; all of it, whatever fails
             rest.callback(self._measure.telemetry.close)
             rest.callback(parts.close)
-            _twice(rest, self._give_back, model)
+            twice(rest, self._give_back, model)
             self.park()
 
     @property
@@ -553,10 +553,10 @@ class Runtime(Sharing, Storing, Conduct):
             rest.callback(parts.close)
             if (additions := self._additions()) is not None:
                 rest.callback(additions.take_home_unseen, self._home)
-            _twice(rest, self._give_back, model)
+            twice(rest, self._give_back, model)
             rest.callback(self._sum_up)
             if self._uses.gradients is not None:
-                _twice(rest, self._uses.gradients.close)
+                twice(rest, self._uses.gradients.close)
             rest.callback(self._host_memory.close)
             with rest:
                 parts.keep_pool = keep_pool
@@ -594,12 +594,6 @@ class Runtime(Sharing, Storing, Conduct):
             " what it was, and to read what it has lost ends the process: put it back,"
             f" or do not use them ({lost[0][1]})"
         )
-
-
-def _twice(rest: ExitStack, call: Callable[..., object], *args: object) -> None:
-    """Call something idempotent at the end, twice: an interrupt may cut one short."""
-    for _ in range(2):
-        rest.callback(call, *args)
 
 
 def _end(

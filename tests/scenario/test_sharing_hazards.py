@@ -81,6 +81,19 @@ def interrupt(*_, **__):
     raise KeyboardInterrupt
 
 
+def runner_of(models, place):
+    """What runs models that are about to be streamed, and checks their outputs."""
+    expected = [run_resident(model, place, batch()) for model in models]
+
+    def run(*numbers):
+        for number in numbers:
+            with torch.no_grad():
+                output = models[number](batch())
+            assert_bitwise_equal(output, expected[number], f"model {number}")
+
+    return run
+
+
 def wait_until(happens):
     """For what another thread does next, and tells nobody."""
     while not happens():
@@ -1582,16 +1595,10 @@ def test_what_always_stays_comes_with_the_next_pass_where_it_did_not_come_with_o
 def test_a_model_that_was_parked_comes_back_with_its_own_pass_only(sim, place):
     """Another one's pass that ended brought it back, also under who edits it all."""
     models = [nn.Sequential(nn.LayerNorm(WIDTH), *varied(6, seed)) for seed in range(2)]
-    expected = [run_resident(m, place, batch()) for m in models]
+    run = runner_of(models, place)
     for model in models:
         stagehand.layer(model, vram_budget=4 * LAYER_BYTES, device=place)
     tenants = [runtime_of(model)._tenancy for model in models]
-
-    def run(*numbers):
-        for number in numbers:
-            with torch.no_grad():
-                output = models[number](batch())
-            assert_bitwise_equal(output, expected[number], f"model {number}")
 
     run(*[0, 1] * 3)
     runtime_of(models[1]).park()
@@ -1642,15 +1649,9 @@ def test_a_model_that_cannot_be_warmed_fails_no_other_models_pass(
 ):
     """The next one is loaded where the present one's pass ends."""
     models = [nn.Sequential(nn.LayerNorm(WIDTH), *varied(6, seed)) for seed in range(2)]
-    expected = [run_resident(m, "hpu", batch()) for m in models]
+    run = runner_of(models, "hpu")
     for model in models:
         stagehand.layer(model, vram_budget=4 * LAYER_BYTES, device="hpu")
-
-    def run(*numbers):
-        for number in numbers:
-            with torch.no_grad():
-                output = models[number](batch())
-            assert_bitwise_equal(output, expected[number], f"model {number}")
 
     run(*[0, 1] * 3)
     scheduler = runtime_of(models[1])._parts.scheduler
