@@ -377,6 +377,8 @@ def assert_at_rest(run: Run, *, interrupted: bool = False) -> None:
     assert interrupted or not run.runtime._parts.scheduler.in_use
     gradients = run.runtime._uses.gradients
     assert interrupted or gradients is None or gradients._arriving_bytes == 0
+    if gradients is not None:  # where autograd's thread has closed it
+        gradients._take_astray()
     for tensor in run.runtime.streamed_tensors:
         block = run.runtime._uses.owners[id(tensor)]
         if not block.stays or block.trains:

@@ -1290,6 +1290,72 @@ def test_a_backward_that_failed_is_over_before_the_next_one_of_its_thread(sim, n
     finish_without_hooks(run)
 
 
+def test_the_thread_that_ends_a_failed_backward_touches_no_gradient(sim, monkeypatch):
+    """Its caller may be in `zero_grad()`, and was: that ended the process."""
+    run = start(net, FEW[0])
+    goes_on = fail_with_a_node_left(run)
+    there, touched = torch._C.TensorBase.grad, []
+
+    def noted(access):
+        def note(tensor, *value):
+            touched.append(threading.current_thread())
+            return access(tensor, *value)
+
+        return note
+
+    with monkeypatch.context() as patched:
+        grad = property(noted(there.__get__), noted(there.__set__))
+        patched.setattr(torch.Tensor, "grad", grad)
+        goes_on.set()
+        assert run.runtime._edges.await_failure()
+        assert touched == []
+        assert run.model.head.weight.grad is not None
+        assert touched == [threading.current_thread()]
+    finish_without_hooks(run)
+
+
+@pytest.mark.parametrize("call", ["forward", "backward", "shutdown"])
+def test_what_a_failed_backward_left_on_the_device_is_added_to_nothing(sim, call):
+    """A hook of the user keeps it beside its weight when another thread fails."""
+    run = start(net, FEW[0])
+    weight = run.model.head.weight
+    run.handles.append(weight.register_post_accumulate_grad_hook(lambda _: None))
+    begun, goes_on, fails = *(threading.Event() for _ in range(2)), torch.ones(())
+
+    def linger(_):
+        begun.set()
+        goes_on.wait(10)
+
+    def fail(_):
+        begun.wait(10)
+        raise Stop
+
+    def follow(_, inputs):
+        run.handles.append(inputs[0].register_hook(linger))
+
+    fails.requires_grad_().register_hook(fail)
+    later = run.loss(1)
+    handle = run.model.head.register_forward_pre_hook(follow)
+    with pytest.raises(Stop):
+        (run.loss() + fails.to(run.place)).backward()
+    handle.remove()
+    assert weight.grad.device.type == run.place
+    goes_on.set()
+    if call == "shutdown":
+        run.runtime.shutdown()
+        assert weight.grad is None
+        return
+    if call == "forward":
+        later = run.loss(1)
+        assert weight.grad is None
+    later.backward()
+    expected = Run(model=net().to(run.place), place=run.place)
+    expected.loss(1).backward()
+    assert_bitwise_equal(weight.grad, expected.model.head.weight.grad.cpu(), "gradient")
+    del later
+    finish_without_hooks(run)
+
+
 def test_a_backward_in_a_node_of_one_that_fails_does_not_wait_for_it(sim):
     """That node is the last: it would wait for itself."""
     run = start(net, FEW[0])

@@ -58,6 +58,7 @@ from stagehand.core.hidden_gradients import (
 from stagehand.core.layout import placed_like
 from stagehand.core.machine import processors
 from stagehand.core.terms import terms_of
+from stagehand.core.turn import HERE
 from stagehand.core.workers import failure_of, raise_kept
 from stagehand.errors import ConfigError, StagehandWarning
 from stagehand.gradients.arrivals import Arrival, combine, take_in
@@ -66,6 +67,7 @@ from stagehand.gradients.uses import Use
 from stagehand.torch_private import (
     graph_task,
     has_more_hooks,
+    is_autograds,
     keeps_graph,
     renew_hooks,
     sequence_number,
@@ -137,6 +139,7 @@ class Gradients:
         self._begin = begin
         self._homes: dict[int, Home] = {}  # by the parameter's id
         self._touched: list[Home] = []  # since this backward pass began
+        self._astray: list[Home] = []  # see `_take_astray`
         self._graded: list[Block] = []  # for which gradients came
         self._late: dict[Home, Stream] = {}  # see `_after`
         self._sent = False  # a copy home, since the lane was last waited for
@@ -224,6 +227,7 @@ class Gradients:
         Raises:
             ConfigError: If another runtime expects one of them.
         """
+        self._take_astray()
         if self._lost:
             self._tell_lost()
         trained = [t for block in blocks for t in block.tensors if t.requires_grad]
@@ -422,6 +426,7 @@ class Gradients:
         if home.idle and not hooked:
             return
         self._enter()
+        self._take_astray()
         hides = hooked and home.uses is not None and home.uses.more_come()
         watched = hooked and not hides
         reunites = watched and home.has_unseen()
@@ -714,17 +719,20 @@ class Gradients:
         Of parameters that it came to, all gradients are lost, those of earlier calls,
         too. Autograd's thread may get here when its caller has already caught the
         exception and called `zero_grad()`: gradients that were put back now would be
-        added to those of the next backward.
+        added to those of the next backward. Nor does that thread touch `.grad`, which
+        is safe in one thread at a time: what is left there waits for its caller.
         """
         self._late.clear()
         self._await_jobs()
         while self._arrivals:
             self._arrivals.pop().lease.release()
         self._arriving_bytes = 0
-        for home in self._touched:
+        self._hidden.show()
+        for home, _, _ in self._end_backward():
             self._lost += home.had
-            home.grad = home.earlier = None
-        self._put_back()
+            self._astray.append(home)
+        if not is_autograds(HERE.thread):
+            self._take_astray()
 
     def _wait(self) -> None:
         if self._arrivals:
@@ -763,14 +771,7 @@ class Gradients:
         """Give all parameters that backward came to their gradients, beside them."""
         # The compiler may not have told that it is done, if other threads compile, too.
         self._hidden.show()
-        touched, self._touched = self._touched, []
-        self._late.clear()
-        self._complete.clear()
-        for home in touched:
-            grad, home.grad = home.grad, None
-            earlier, home.earlier = home.earlier, None
-            home.whole = home.touched = home.came = home.parts = False
-            home.show_hooks()
+        for home, grad, earlier in self._end_backward():
             there = home.parameter.grad
             if there is not None and not there.is_cpu:  # backward failed before it left
                 home.parameter.grad = there = None
@@ -786,8 +787,30 @@ class Gradients:
             else:  # in a forward pass that goes on
                 assign_gradient(home.parameter, grad)
 
+    def _end_backward(
+        self,
+    ) -> list[tuple[Home, torch.Tensor | None, torch.Tensor | None]]:
+        """Forget this backward; return what it came to, its gradients, earlier ones."""
+        touched, self._touched = self._touched, []
+        self._late.clear()
+        self._complete.clear()
+        came = [(home, home.grad, home.earlier) for home in touched]
+        for home in touched:
+            home.grad = home.earlier = None
+            home.whole = home.touched = home.came = home.parts = False
+            home.show_hooks()
+        return came
+
+    def _take_astray(self) -> None:
+        """Take gradients off that a failed backward has left on the device."""
+        while self._astray:
+            parameter = self._astray.pop().parameter
+            if parameter.grad is not None and not parameter.grad.is_cpu:
+                parameter.grad = None
+
     def close(self) -> None:
         """Take the hooks off and leave gradients to their parameters. Idempotent."""
+        self._take_astray()
         for home in self._homes.values():
             home.block.trains = False
             home.dismiss()
