@@ -13,7 +13,7 @@ from stagehand.errors import ConfigError
 from stagehand.residency.holds import ResidentPriority
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from stagehand.tenancy import Tenancy
     from stagehand.weak_refs import ModelRef
@@ -52,12 +52,8 @@ class Sharing:
         kept = self._neighbour(model_or_runtime)
         if not kept.block_ids:
             _logger.warning("%s has no blocks to keep resident", kept._tenancy.name)
-        shared, number = self._tenancy.shared, kept._tenancy.number
-        shared.keep(number)
-        try:
-            yield
-        finally:
-            shared.end_keep(number)
+        shared = self._tenancy.shared
+        yield from _held(kept, shared.keep, shared.end_keep)
 
     def reserve_for_resident(
         self,
@@ -127,12 +123,8 @@ class Sharing:
             raise ConfigError(
                 f"{self._tenancy.name} cannot be its own guest: name another model"
             )
-        shared, number = self._tenancy.shared, guest._tenancy.number
-        shared.begin_guest(number)
-        try:
-            yield
-        finally:
-            shared.end_guest(number)
+        shared = self._tenancy.shared
+        yield from _held(guest, shared.begin_guest, shared.end_guest)
 
     def _neighbour(self, target: nn.Module | Sharing | None) -> Sharing:
         """Return a runtime that shares this one's device memory, this one included."""
@@ -164,3 +156,20 @@ class Sharing:
             )
         handle = target.__dict__.get(HANDLE)
         return handle if isinstance(handle, Sharing) else None
+
+
+def _held(
+    who: Sharing,
+    begin: Callable[[int, object], None],
+    end: Callable[[int, object], None],
+) -> Iterator[None]:
+    """Begin a hold of a runtime, and end it, whenever an interrupt may come."""
+    number, hold = who._tenancy.number, object()
+    try:
+        begin(number, hold)
+        yield
+    finally:
+        try:
+            end(number, hold)
+        finally:
+            end(number, hold)

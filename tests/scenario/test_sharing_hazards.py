@@ -889,6 +889,31 @@ def test_an_interrupt_while_a_model_leaves_keeps_neither_its_place_nor_the_lock(
 _LEAVING = {"stagehand.residency.shared", "stagehand.residency.seats"}
 
 
+@pytest.mark.parametrize("hold", ["keep_resident", "as_guest"])
+def test_an_interrupt_where_a_hold_begins_or_ends_leaves_no_hold(crowd, hold):
+    """It was there for good, and a guest did not leave."""
+    some = crowd("hpu", [6, 6], 6 * LAYER_BYTES)
+    host, other = map(runtime_of, some.models)
+    code = {*_LEAVING, "stagehand.sharing", "stagehand.residency.holds"}
+    for number in itertools.count(1):
+        interrupted, began = False, []
+        some.run(1)
+        try:
+            with interrupted_at_call(number, *code), getattr(host, hold)(other):
+                began.append(number)
+        except KeyboardInterrupt:
+            interrupted = True
+        assert is_free(some.device), number
+        theirs = some.device.holdings()[1]
+        assert theirs.why == "not held", number
+        assert theirs.held_bytes > 0 or hold == "as_guest", number
+        assert theirs.held_bytes == 0 or hold == "keep_resident" or not began, number
+        if not interrupted:
+            break
+    assert number > 20
+    some.run(0)
+
+
 class Topped(nn.Sequential):
     """A stack with a parameter of its own, which always stays on the device."""
 

@@ -63,7 +63,7 @@ def test_a_guest_is_given_nothing_of_what_is_reserved_for_others(is_guest):
     )
     seats.reserve(reserved, ResidentPriority.SECONDARY, asked_for=True)
     if is_guest:
-        seats.begin_guest(asks)
+        seats.begin_guest(asks, "one")
     givers = list(seats.givers(asks))
     assert givers == ([plain] if is_guest else [plain, reserved])
 
@@ -188,7 +188,7 @@ def test_beside_a_pass_the_cap_keeps_what_others_do_not_give_up(why):
     seats, runs, other, largest = seated(30, 25, 0)
     run_elsewhere(runs, 60)
     if why == "kept":
-        seats.keep(other.number)
+        seats.keep(other.number, "one")
     else:
         other.thread, other.waits, other.limit = object(), why == "waits", 35
     for seat in (runs, other):
@@ -223,10 +223,10 @@ def test_a_pass_has_what_those_who_run_and_those_who_stay_leave_it():
 
 def test_those_are_asked_first_who_have_more_than_they_keep():
     seats, asks, more, keeps = seated(0, 30, 35)
-    seats.begin_guest(more)
+    seats.begin_guest(more, "one")
     assert seats.share_of(keeps).kept >= 35
     assert list(seats.givers(asks)) == [more, keeps]
-    seats.keep(keeps.number)
+    seats.keep(keeps.number, "one")
     assert list(seats.givers(asks)) == [more]
     run_elsewhere(more, 30)
     assert list(seats.givers(asks)) == []
@@ -237,14 +237,15 @@ def test_a_guest_that_is_refused_is_none():
     seats.reserve(there, ResidentPriority.PRIMARY, asked_for=True)
     guest.tenant.claims(floor=70)
     with pytest.raises(StagehandOOMError, match=r"b holds 40 B.*reserved, PRIMARY"):
-        seats.begin_guest(guest)
+        seats.begin_guest(guest, "one")
     assert seats.holds.guests == frozenset()
+    assert not guest.leaves
 
 
 def test_a_guest_is_refused_what_others_train_and_cannot_give_up():
     seats, guest, *_ = seated(0, 48, 48, bound=48)
     with pytest.raises(StagehandOOMError, match=r"6 B are missing: b holds 48 B.*; c"):
-        seats.begin_guest(guest)
+        seats.begin_guest(guest, "one")
     assert seats.holds.guests == frozenset()
 
 
@@ -254,9 +255,9 @@ def test_kept_tenants_leave_each_other_and_the_others_what_they_need():
     for seat in (first, second, runs):
         seat.tenant.claims(floor=60, weights=100)
     seats.renew()
-    seats.keep(first.number)
+    seats.keep(first.number, "one")
     assert seats.share_of(first).kept == 40
-    seats.keep(second.number)
+    seats.keep(second.number, "one")
     assert seats.share_of(first).kept + seats.share_of(second).kept == 40
     assert [seats.limit_now(seat) for seat in (first, second, runs)] == [60, 60, 60]
 
@@ -264,10 +265,10 @@ def test_kept_tenants_leave_each_other_and_the_others_what_they_need():
 def test_a_reservation_that_gives_way_to_others_leaves_guests_what_they_need():
     seats, guest, asks = seated(0, 0)
     guest.tenant.claims(floor=70)
-    seats.begin_guest(guest)
+    seats.begin_guest(guest, "one")
     with pytest.raises(StagehandOOMError, match=r"70 B that other models need to run"):
         seats.reserve(asks, ResidentPriority.SECONDARY, asked_for=True)
-    seats.end_guest(guest.number)
+    seats.end_guest(guest, "one")
     assert seats.reserve(asks, ResidentPriority.SECONDARY, asked_for=True) == 40
 
 
@@ -279,7 +280,7 @@ def test_who_holds_room_leaves_the_others_all_that_they_need_by_turns(hold):
     holds.tenant.claims(weights=200)
     seats.renew()
     if hold == "kept":
-        seats.keep(holds.number)
+        seats.keep(holds.number, "one")
         assert seats.share_of(holds).kept == 100 - 8 - 7 - 3
     else:
         reserved = seats.reserve(holds, ResidentPriority.PRIMARY, asked_for=True)
@@ -312,7 +313,7 @@ def test_who_waits_leaves_what_it_does_not_hold_and_has_no_thread_afterwards():
 def test_who_waits_keeps_what_cannot_leave_and_more_at_ease():
     seats, waits, _ = seated(30, 30, fixed=15, bound=5)
     assert (seats.least(waits), seats.at_ease(waits)) == (5, 15)
-    seats.keep(waits.number)
+    seats.keep(waits.number, "one")
     assert seats.least(waits) == seats.share_of(waits).kept == 40
 
 

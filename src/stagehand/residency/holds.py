@@ -2,15 +2,16 @@
 
 Only the books: nothing here moves a byte. Three reasons to stay, or to leave:
 
-- a *keep* lasts as long as a `with`, and is counted, so that any nesting works;
+- a *keep* lasts as long as a `with`, and has a token of its own, so that any nesting
+  works, and that it may be ended again where an interrupt came;
 - a *reservation* lasts until it is released or its tenant leaves; a tenant has one;
-- a *guest* takes only what nobody holds, and is gone when its last `with` ends.
+- a *guest* takes only what nobody holds, and is gone when its last `with` ends; these
+  have tokens, too.
 
 A tenant is named by a number here. Not thread-safe: callers hold the device's lock.
 """
 
 import enum
-from collections import Counter
 from dataclasses import dataclass
 
 from stagehand.errors import ConfigError, StagehandInternalError
@@ -46,12 +47,12 @@ class Reservation:
 class Holds:
     """Keeps, reservations and guests of one device.
 
-    Invariants: a guest has no reservation; counts are positive or absent.
+    Invariants: a guest has no reservation; no set of tokens is empty.
     """
 
     def __init__(self) -> None:
-        self._keeps: Counter[int] = Counter()
-        self._guests: Counter[int] = Counter()
+        self._keeps: dict[int, set[object]] = {}
+        self._guests: dict[int, set[object]] = {}
         self._reserved: dict[int, Reservation] = {}
 
     def __repr__(self) -> str:
@@ -85,13 +86,18 @@ class Holds:
         """Tenants with a reservation of which nobody may take."""
         return frozenset(who for who, held in self._reserved.items() if held.is_firm)
 
-    def keep(self, who: int) -> None:
-        """Begin a keep."""
-        self._keeps[who] += 1
+    def keep(self, who: int, keep: object) -> None:
+        """Begin a keep.
 
-    def end_keep(self, who: int) -> None:
-        """End a keep; of a tenant that has left, nothing is left to end."""
-        _count_down(self._keeps, who)
+        Args:
+            who: Of which tenant.
+            keep: Its token.
+        """
+        self._keeps.setdefault(who, set()).add(keep)
+
+    def end_keep(self, who: int, keep: object) -> None:
+        """End a keep. Idempotent; of a tenant that has left, nothing is left to end."""
+        _take_out(self._keeps, who, keep)
 
     def reserve(self, who: int, reservation: Reservation) -> None:
         """Make a tenant's reservation, or replace it.
@@ -110,8 +116,12 @@ class Holds:
         """End a tenant's reservation; return whether there was one."""
         return self._reserved.pop(who, None) is not None
 
-    def begin_guest(self, who: int) -> None:
+    def begin_guest(self, who: int, visit: object) -> None:
         """Let a tenant be a guest.
+
+        Args:
+            who: Which one.
+            visit: A token.
 
         Raises:
             ConfigError: If it has a reservation that was asked for.
@@ -123,11 +133,15 @@ class Holds:
                 " release_reservation() first"
             )
         self._reserved.pop(who, None)
-        self._guests[who] += 1
+        self._guests.setdefault(who, set()).add(visit)
 
-    def end_guest(self, who: int) -> bool:
-        """End what `begin_guest` began; return whether that was the last of it."""
-        return _count_down(self._guests, who)
+    def is_last(self, who: int, visit: object) -> bool:
+        """Whether a tenant is a guest until this ends, and no longer."""
+        return self._guests.get(who) == {visit}
+
+    def end_guest(self, who: int, visit: object) -> None:
+        """End what `begin_guest` began. Idempotent."""
+        _take_out(self._guests, who, visit)
 
     def forget(self, who: int) -> None:
         """A tenant leaves: its reservation ends, and so does all else."""
@@ -156,14 +170,14 @@ class Holds:
             StagehandInternalError: Naming it.
         """
         both = self._reserved.keys() & self._guests.keys()
-        counts = [*self._keeps.values(), *self._guests.values()]
+        counts = [len(each) for each in (*self._keeps.values(), *self._guests.values())]
         if both or min(counts, default=1) < 1:
             raise StagehandInternalError(f"{self!r} has counts {counts}, both {both}")
 
 
-def _count_down(counts: Counter[int], who: int) -> bool:
-    """Return whether the count has come to its end."""
-    if counts[who] > 1:
-        counts[who] -= 1
-        return False
-    return counts.pop(who, None) is not None
+def _take_out(tokens: dict[int, set[object]], who: int, token: object) -> None:
+    left = tokens.get(who, set()) - {token}
+    if left:
+        tokens[who] = left
+    else:
+        tokens.pop(who, None)

@@ -418,14 +418,14 @@ class Seats:
 
     # Holds
 
-    def keep(self, number: int) -> None:
-        """Let others take nothing of a tenant until `end_keep`."""
-        self.holds.keep(number)
+    def keep(self, number: int, keep: object) -> None:
+        """See `SharedDevice.keep`."""
+        self.holds.keep(number, keep)
         self._shares = None
 
-    def end_keep(self, number: int) -> None:
-        """End what `keep` began."""
-        self.holds.end_keep(number)
+    def end_keep(self, number: int, keep: object) -> None:
+        """End what `keep` began. Idempotent."""
+        self.holds.end_keep(number, keep)
         self._shares = None
 
     def reserve(
@@ -464,7 +464,7 @@ class Seats:
         self.holds.release(number)
         self._shares = None
 
-    def begin_guest(self, seat: Seat) -> None:
+    def begin_guest(self, seat: Seat, visit: object) -> None:
         """See `SharedDevice.begin_guest`."""
         seat.claim = seat.tenant.claim()
         stay = self.holds.reserved.keys() | self.holds.held
@@ -475,17 +475,19 @@ class Seats:
             for other in self.others(seat)
         }
         missing = seat.claim.floor + sum(taken.values()) - self.account.limit_bytes
-        self.holds.begin_guest(seat.number)
+        self.holds.begin_guest(seat.number, visit)
         self._shares = None
         if missing > 0:
-            self.end_guest(seat.number)
+            self.holds.end_guest(seat.number, visit)
             holders = "; ".join(str(self.holding(o)) for o, n in taken.items() if n)
             raise self._refusal(seat, missing, holders)
 
-    def end_guest(self, number: int) -> bool:
-        """End what `begin_guest` began; return whether it is no guest any more."""
+    def end_guest(self, seat: Seat, visit: object) -> None:
+        """End what `begin_guest` began: at last, the tenant leaves. Idempotent."""
+        if self.holds.is_last(seat.number, visit):
+            seat.leaves = True
+        self.holds.end_guest(seat.number, visit)
         self._shares = None
-        return self.holds.end_guest(number)
 
     def check_floor(self, seat: Seat) -> None:
         """Raise if reservations leave a tenant less than it needs to run."""

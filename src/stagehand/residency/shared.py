@@ -540,15 +540,20 @@ class SharedDevice:
 
     # Holds
 
-    def keep(self, number: int) -> None:
-        """Take nothing of a tenant until `end_keep`."""
-        with self._lock:
-            self._seats.keep(number)
+    def keep(self, number: int, keep: object) -> None:
+        """Take nothing of a tenant until `end_keep`.
 
-    def end_keep(self, number: int) -> None:
-        """End what `keep` began."""
+        Args:
+            number: Which tenant.
+            keep: Stands for this call where it is ended.
+        """
         with self._lock:
-            self._seats.end_keep(number)
+            self._seats.keep(number, keep)
+
+    def end_keep(self, number: int, keep: object) -> None:
+        """End what `keep` began. Idempotent."""
+        with self._lock:
+            self._seats.end_keep(number, keep)
 
     def reserve(
         self, number: int, priority: ResidentPriority, *, asked_for: bool = True
@@ -582,8 +587,12 @@ class SharedDevice:
         with self._lock:
             self._seats.release(number)
 
-    def begin_guest(self, number: int) -> None:
+    def begin_guest(self, number: int, visit: object) -> None:
         """Let a tenant use only what is not reserved, until `end_guest`.
+
+        Args:
+            number: Which tenant.
+            visit: Stands for this call where it is ended.
 
         Raises:
             StagehandOOMError: If that is less than it needs to run.
@@ -591,19 +600,20 @@ class SharedDevice:
         """
         with self._lock:
             self._let_go()
-            self._seats.begin_guest(self._seats[number])
+            self._seats.begin_guest(self._seats[number], visit)
 
-    def end_guest(self, number: int) -> None:
+    def end_guest(self, number: int, visit: object) -> None:
         """End what `begin_guest` began, and make the tenant leave the device.
 
         If it runs, it leaves when its pass ends. If another thread has its lock for
-        anything else, this waits.
+        anything else, this waits. Idempotent.
         """
         with self._lock:
-            over, seat = self._seats.end_guest(number), self._seats.get(number)
-            if not over or seat is None:
+            seat = self._seats.get(number)
+            if seat is None:
                 return
-            while self._send_off(seat) and not seat.runs_elsewhere():
+            self._seats.end_guest(seat, visit)
+            while seat.leaves and self._send_off(seat) and not seat.runs_elsewhere():
                 if not self._await([seat]):
                     return  # it leaves after its next pass
 
