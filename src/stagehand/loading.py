@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from stagehand.attribute import HANDLE
 from stagehand.compact import Compact, expand
 from stagehand.decoding import removal_of, scratch_folder
+from stagehand.errors import StagehandOOMError
 from stagehand.files import check_key_map
 from stagehand.modes import check_dtype, check_model, layer
 from stagehand.pretrained.deferred import Built, empty_tensor
@@ -25,6 +26,7 @@ from stagehand.pretrained.sources import (
 )
 from stagehand.settings import check_value
 from stagehand.stores.checkpoint import Checkpoint, key_of
+from stagehand.units import format_at_least, format_limit
 
 if TYPE_CHECKING:
     import torch
@@ -153,6 +155,46 @@ def _stream(
 ) -> nn.Module:
     for tensor, dtype in matched.tensors:
         empty_tensor(tensor, dtype)
+    try:
+        return _layer(model, checkpoint, matched, options)
+    except StagehandOOMError as error:
+        if not isinstance(checkpoint, Compact):
+            raise
+        needed = _needed(model, checkpoint, matched, options, error.needed_bytes)
+        if needed == error.needed_bytes:
+            raise
+        raise StagehandOOMError(
+            f"the budget is {format_limit(error.limit_bytes, needed)}, but"
+            f" {format_at_least(needed)} must be on the device at once, with what"
+            f" blocks are decoded in as they come from {checkpoint.plain.root}; raise"
+            f" it to at least {format_at_least(needed)}",
+            needed_bytes=needed,
+            limit_bytes=error.limit_bytes,
+        ) from None
+
+
+def _needed(
+    model: nn.Module,
+    compact: Compact,
+    matched: Matched,
+    options: Mapping[str, Any],
+    nbytes: int,
+) -> int:
+    """Return the smallest budget, where a plain model would need `nbytes`."""
+    try:
+        streamed = _layer(model, compact, matched, {**options, "vram_budget": nbytes})
+    except StagehandOOMError as error:  # of this budget, or of another one
+        return error.needed_bytes if error.limit_bytes == nbytes else nbytes
+    getattr(streamed, HANDLE).shutdown()
+    return nbytes
+
+
+def _layer(
+    model: nn.Module,
+    checkpoint: Checkpoint | Compact,
+    matched: Matched,
+    options: Mapping[str, Any],
+) -> nn.Module:
     streamed = layer(model, **options)
     runtime: Runtime = getattr(streamed, HANDLE)
     try:

@@ -332,6 +332,9 @@ def test_smallest_budget_counts_the_bytes_to_decode_and_works(files, sim, form):
         load(files, form, "hpu", budget=plain.value.needed_bytes)
     least = caught.value.needed_bytes
     assert least > plain.value.needed_bytes
+    with pytest.raises(StagehandOOMError, match="what blocks are decoded in") as first:
+        load(files, form, "hpu", budget=1)
+    assert (first.value.needed_bytes, first.value.limit_bytes) == (least, 1)
     model = load(files, form, "hpu", budget=least)
     expected = expected_of(reference(files, form), "hpu")
     assert_passes_equal(model, expected, TOKENS.to("hpu"))
