@@ -443,6 +443,22 @@ def test_what_is_kept_resident_is_not_evicted_for_another_model(crowd, place):
     assert "not held" in repr(first)
 
 
+@places
+def test_who_is_kept_gives_up_to_uses_by_hand_what_it_does_not_keep(crowd, place):
+    """A pass of the other model got it, and between passes it was refused for good."""
+    some = crowd(place, [6, 9], 6 * LAYER_BYTES)
+    kept, other = some.runtimes
+    some.run(0, 0)
+    with kept.keep_resident():
+        holding = some.device.holdings()[0]
+        assert holding.held_bytes > holding.kept_bytes
+        for block in other.block_ids:
+            other.before_block(block)
+            other.after_block(block)
+        assert kept._parts.weights.held_bytes == holding.kept_bytes
+    some.run(0, 1)
+
+
 def test_a_keep_ends_with_an_exception_and_nests(crowd):
     some = crowd("hpu", [3, 9])
     runtime = some.runtimes[0]

@@ -48,13 +48,18 @@ class Tenant:
     def may_stand_back(self):
         return False
 
+    def set_held(self, nbytes):
+        self._grant.release()
+        self._grant = self.account.grant(nbytes, "slots")
+
     def give_up(self, keep_bytes, *, leaves=False):
         return False  # another thread has its lock
 
 
 @pytest.mark.parametrize("is_guest", [True, False])
 def test_a_guest_is_given_nothing_of_what_is_reserved_for_others(is_guest):
-    """Nor where who has more than it keeps is busy: then a guest waits for that."""
+    """Nor where who has more than it keeps is busy: then a guest waits for that. What
+    is there beside the reservation is given."""
     whole = Account("device", 100)
     seats = Seats(whole, torch.device("cpu"))
     reserved, plain, asks = (
@@ -65,7 +70,10 @@ def test_a_guest_is_given_nothing_of_what_is_reserved_for_others(is_guest):
     if is_guest:
         seats.begin_guest(asks, "one")
     givers = list(seats.givers(asks))
-    assert givers == ([plain] if is_guest else [plain, reserved])
+    assert givers == [(plain, 0), (reserved, 40 if is_guest else 0)]
+    reserved.tenant.set_held(40)
+    givers = list(seats.givers(asks))
+    assert givers == ([(plain, 0)] if is_guest else [(plain, 0), (reserved, 0)])
 
 
 def test_who_needs_more_in_mid_pass_is_promised_what_others_can_give_up():
@@ -225,9 +233,12 @@ def test_those_are_asked_first_who_have_more_than_they_keep():
     seats, asks, more, keeps = seated(0, 30, 35)
     seats.begin_guest(more, "one")
     assert seats.share_of(keeps).kept >= 35
-    assert list(seats.givers(asks)) == [more, keeps]
+    assert list(seats.givers(asks)) == [(more, 0), (keeps, 0)]
     seats.keep(keeps.number, "one")
-    assert list(seats.givers(asks)) == [more]
+    assert list(seats.givers(asks)) == [(more, 0)]
+    keeps.tenant.set_held(70)
+    assert list(seats.givers(asks)) == [(more, 0), (keeps, seats.share_of(keeps).kept)]
+    keeps.tenant.set_held(35)
     run_elsewhere(more, 30)
     assert list(seats.givers(asks)) == []
 

@@ -366,21 +366,23 @@ class Seats:
             stay |= self.holds.reserved.keys()
         return stay - {seat.number}
 
-    def givers(self, seat: Seat) -> Iterator[Seat]:
-        """Yield tenants that can give up memory, those first that are asked first."""
+    def givers(self, seat: Seat) -> Iterator[tuple[Seat, int]]:
+        """Yield tenants that can give up memory, those first that are asked first, and
+        what each keeps in any case."""
         stay, reserved = self._staying(seat), self.holds.reserved
-        yield from sorted(
-            (
-                other
-                for other in self.others(seat)
-                if other.number not in stay and not other.runs_elsewhere()
-            ),
+        idle = [other for other in self.others(seat) if not other.runs_elsewhere()]
+        for other in sorted(
+            idle,
             key=lambda other: (
+                other.number in stay,
                 other.number in reserved,
                 other.held <= self.share_of(other).kept,
                 -other.held,
             ),
-        )
+        ):
+            least = self.share_of(other).kept if other.number in stay else 0
+            if other.held > least:
+                yield other, least
 
     def shrinking(self, seat: Seat) -> list[Seat]:
         """Return others that hold more than their pass may, which has just begun in

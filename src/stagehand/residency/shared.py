@@ -411,11 +411,11 @@ class SharedDevice:
 
     def _free(self, seat: Seat, nbytes: int) -> bool:
         """Ask tenants, one by one, until so many bytes are free; return whether."""
-        for other in self._seats.givers(seat):
+        for other, least in self._seats.givers(seat):
             missing = self._seats.missing(nbytes)
             if missing <= 0:
                 return True
-            self._ask(other, max(0, other.held - missing))
+            self._ask(other, max(least, other.held - missing))
         return self._seats.missing(nbytes) <= 0
 
     def _ask(self, seat: Seat, keep_bytes: int) -> None:
