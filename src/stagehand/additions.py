@@ -122,6 +122,28 @@ class Additions:
         self._make_place(new)
         return True
 
+    def refuse_new(self, used: str) -> None:
+        """Refuse to begin a pass with tensors that cannot be brought to the device now.
+
+        Args:
+            used: A block that is in use.
+
+        Raises:
+            ConfigError: If there are any.
+        """
+        model, device = self._model(), self._parts.device
+        if model is None or device.is_host or not self.may_have_joined():
+            return
+        new = self._unknown(model)
+        self._refuse_taken_over(model, new)
+        new = [t for t in new if not (t.is_meta or t.device == device.torch_device)]
+        if new:
+            raise ConfigError(
+                f"{len(new)} tensors have joined {self._parts.weights.name} since it"
+                f" streams, while block {used!r} is in use: they are brought to the"
+                " device when none is; call after_block() before the next pass"
+            )
+
     def drop_gone(self) -> bool:
         """Bring home what has left, where there is no room to begin a pass.
 

@@ -283,8 +283,9 @@ class Placing:
         if additions is None:
             return
         additions.bring_buffers()
-        if self._parts.scheduler.in_use:
+        if used := self._parts.scheduler.in_use:
             self._hooks.check()  # these are by hand, or nothing was left to end them
+            additions.refuse_new(used[0])
             return
         if not additions.may_have_joined():
             return

@@ -49,6 +49,29 @@ def test_a_model_is_saved_whole_where_what_has_joined_it_has_no_room(sim, way):
 
 
 @over(PLACES)
+def test_a_pass_with_what_joined_while_a_block_is_in_use_by_hand_is_refused(
+    sim, setting
+):
+    """PyTorch told of two devices, and not of why."""
+    run = start(small_net, setting)
+    run.loss()
+    run.runtime.set_budget(4 * run.budget)
+    (block,) = (b for b in run.runtime.block_ids if b.startswith("head"))
+    run.runtime.before_block(block)
+    run.model.blocks.append(Net(depth=1).blocks[0])
+    if setting.place == "cpu":
+        run.loss()
+    else:
+        named = f"6 tensors have joined Net since it streams, while block '{block}' is"
+        with pytest.raises(stagehand.ConfigError, match=named):
+            run.loss()
+    run.runtime.after_block(block)
+    output, plain = run.model(run.batch()), deepcopy(run.model).to(run.place)
+    assert_bitwise_equal(output, plain(run.batch()), "output")
+    run.runtime.shutdown()
+
+
+@over(PLACES)
 def test_a_weight_that_joined_and_leaves_takes_its_gradient_along(sim, setting):
     """It was home on the host, and an optimizer found its gradient on the device."""
 
