@@ -129,6 +129,43 @@ def test_an_edit_of_what_always_stays_is_not_lost_to_another_model(sim, when):
     runtime_of(model).shutdown()
 
 
+class Halves(nn.Module):
+    """Each pass goes through one half of its layers, or through the other."""
+
+    def __init__(self):
+        super().__init__()
+        self.halves = nn.ModuleList((stack(4), stack(4)))
+
+    def forward(self, x, number):
+        return self.halves[number](x)
+
+
+@pytest.mark.parametrize("place", ["cpu", "hpu"])
+@pytest.mark.parametrize("layers", range(4, 9))
+def test_an_edit_of_what_comes_ahead_of_its_next_pass_to_stay_is_not_lost(
+    sim, layers, place
+):
+    """It had left for another model, which is gone. It is loaded at the end of a pass
+    that does not use it, and is not bound before the pass that does.
+    """
+    plain = Halves()
+    model = stagehand.layer(
+        deepcopy(plain), vram_budget=layers * LAYER_BYTES, device=place
+    )
+    with torch.no_grad():
+        for number in (0, 1) * 8:
+            model(batch(), number)
+        runtime_of(model)._tenancy.give_up(0)
+        for number in (0, 1, 0):
+            output = model(batch(), number)
+            expected = run_resident(plain, place, batch(), number)
+            assert_bitwise_equal(output, expected, f"half {number}")
+            torch.accelerator.synchronize()
+            for parameter in (*plain.parameters(), *model.parameters()):
+                parameter.data.mul_(2)
+    runtime_of(model).shutdown()
+
+
 @pytest.mark.parametrize("place", ["cpu", "hpu"])
 @pytest.mark.parametrize("latest", ["a pass", "a block by hand"])
 def test_an_edit_that_goes_on_while_another_model_takes_the_room_is_not_lost(

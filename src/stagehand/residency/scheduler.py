@@ -513,8 +513,8 @@ class Scheduler:
             block = slot.occupant
             if block is None:
                 continue
-            if self._lingers(block):
-                if block.bound and block.index in self.fixed:
+            if block.bound and self._lingers(block):
+                if block.index in self.fixed:
                     # Any stream may have read it, without a use: all have come here.
                     self._engine.await_filled(slot, stream)
                 continue  # an edit between passes reaches it where it is
