@@ -509,6 +509,24 @@ class Scheduler:
             self.stopwatch.end_pass(stream)
         self._loader.note_reads()
         self._ahead.run_into_next_pass(stream)
+        self._settle(stream, lingered)
+
+    @_whole
+    def rest(self) -> None:
+        """Between passes, do what the end of a pass does: let tensors that train or
+        stream point to the host, while their copies remain on the device."""
+        shared, self._shares = self._shares, self._has_neighbours()
+        self._loader.note_reads()
+        lingered = () if shared else set(self.staying())
+        self._settle(self._device.current_stream(), lingered)
+
+    def _settle(self, stream: Stream, lingered: Collection[Block]) -> None:
+        """Leave all blocks as they shall be between passes.
+
+        Args:
+            stream: The current stream.
+            lingered: Blocks that may have been edited on the device, until now.
+        """
         for slot in self._memory.slots:
             block = slot.occupant
             if block is None:
@@ -531,7 +549,8 @@ class Scheduler:
                 self._forget_stale(block, slot)
             else:
                 _seal(block)
-        self._seal_staged()
+        for block in self._loader.staged():
+            _seal(block)
         self._mover.passed += 1  # uses outside of passes must notice edits, too
 
     def _lingers(self, block: Block) -> bool:
@@ -539,10 +558,6 @@ class Scheduler:
         if not block.stays or block.trains:
             return False
         return not self._shares or block.index in self.fixed
-
-    def _seal_staged(self) -> None:
-        for block in self._loader.staged():
-            _seal(block)
 
     def await_steps_with(self, wait: Callable[[], None]) -> None:
         """Say how to wait for who changes weights on the host in mid-pass."""
@@ -672,29 +687,6 @@ class Scheduler:
         self._ahead.run_into_next_pass(self._device.current_stream())
         self.rest()
         return came_back
-
-    @_whole
-    def rest(self) -> None:
-        """Between passes, do what the end of a pass does: let tensors that train or
-        stream point to the host, while their copies remain on the device."""
-        stream = self._device.current_stream()
-        shared, self._shares = self._shares, self._has_neighbours()
-        self._loader.note_reads()
-        for slot in self._memory.slots:
-            block = slot.occupant
-            if block is None:
-                continue
-            if block.bound and not (block.uses or self._lingers(block)):
-                self._engine.release(slot, stream)
-                if block.stays and not shared:  # users may have edited it there
-                    self._mover.take_home(block)
-                if not block.leave():
-                    self._evict(block)
-                    continue
-            if not block.bound:
-                _seal(block)
-        self._seal_staged()
-        self._mover.passed += 1  # what is placed before the next pass notices edits
 
     # Plans
 
