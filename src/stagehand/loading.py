@@ -92,7 +92,10 @@ def load(
         >>> model = stagehand.load("path/to/model", vram_budget="8GB")
         >>> model = stagehand.load(functools.partial(Net, width=8), "net.safetensors")
     """
-    inspect.signature(layer).bind(model, **options)  # an unknown one is an error now
+    try:
+        inspect.signature(layer).bind(model, **options)
+    except TypeError as error:  # an option that is unknown, before anything is built
+        raise TypeError(f"load() {error}") from None
     check_dtype(dtype)
     check_value("scratch_dir", scratch_dir, str | Path | None)
     source = find_source(model, checkpoint_dir)
