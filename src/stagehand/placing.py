@@ -451,6 +451,15 @@ class Placing:
         if target != parts.weights.limit_bytes:
             self.limit_to(target)
 
+    @property
+    def taker(self) -> str:
+        """Who has what weights may not take of the budget."""
+        return min(
+            (self._tenancy.limit_bytes, "other models on the device"),
+            (self.marked_bytes, "other tensors on the device"),
+            (self._host_memory.slots_bytes, "changed weights in host memory"),
+        )[1]
+
     def limit_to(self, nbytes: int) -> None:
         """Plan for so many bytes, and let weights have no more.
 

@@ -8,21 +8,36 @@ from stagehand.units import format_bytes
 __all__ = ["Report", "advise"]
 
 _TRAINED = (
-    "what trains crosses in each step, as its gradients do; a larger vram_budget saves"
+    "what trains crosses in each step, as its gradients do; a larger {budget} saves"
     " it the second load, that of backward, and other weights both"
 )
 _ADVICE = {
     "compute": "weights arrive in time; a faster device would help, more memory not",
-    "link": "weights arrive late; a larger vram_budget keeps more of them there",
+    "link": "weights arrive late; a larger {budget} keeps more of them there",
     "disk": "files are read late; a larger budget keeps more weights in memory",
-    "budget": "too little room to load ahead; raise vram_budget",
+    "budget": "too little room to load ahead; raise {budget}",
     "unknown": "run a few passes to measure",
 }
+_OF_ROOM = ("link", "disk", "budget")
 
 
-def advise(limit: str, *, trains: bool = False) -> str:
-    """Return what would help against a limit, of a model of which blocks train."""
-    return _TRAINED if trains and limit == "link" else _ADVICE[limit]
+def advise(
+    limit: str, *, budget: str, trains: bool, lacking_bytes: int, taker: str
+) -> str:
+    """Return what would help against a limit.
+
+    Args:
+        limit: See `Report.limit`.
+        budget: What the setting is called that gives weights more room.
+        trains: Whether blocks of the model do.
+        lacking_bytes: What weights may not take of the budget now.
+        taker: For whom that is.
+    """
+    known = _TRAINED if trains and limit == "link" else _ADVICE[limit]
+    advice = known.format(budget=budget)
+    if lacking_bytes > 0 and limit in _OF_ROOM:
+        advice += f"; {format_bytes(lacking_bytes)} of this one are left to {taker}"
+    return advice
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,7 +78,8 @@ class Report:
     streamed_bytes: int
     """Bytes copied to the device."""
     saved_bytes: int
-    """Bytes copied from the device."""
+    """Bytes copied from the device: gradients, blocks that were changed there, and
+    those that stayed, which are compared when they leave: users may edit them."""
     disk_bytes: int
     """Bytes read from files."""
     passes: int

@@ -427,7 +427,7 @@ class Runtime(Sharing, Storing, Conduct):
         additions = self._additions()
         totals = measure.telemetry.totals()
         startup, first = self._startup_seconds, measure.first_seconds
-        limit = plan.limit
+        limit, marks = plan.limit, self._settings.watermarks
         if limit in ("link", "budget"):  # loads may have waited for files
             read = any(record.disk_bytes for record in measure.telemetry.records[-1:])
             limit = "disk" if read else limit
@@ -461,7 +461,13 @@ class Runtime(Sharing, Storing, Conduct):
             compact_link_bytes=sum(b.link_nbytes for b in parts.blocks if b.wire),
             decoder_bytes=parts.wire_bytes,
             limit=limit,
-            advice=advise(limit, trains=any(b.trains for b in parts.streamed)),
+            advice=advise(
+                limit,
+                budget="vram_high_watermark_mb" if marks else "vram_budget",
+                trains=any(b.trains for b in parts.streamed),
+                lacking_bytes=parts.budget_bytes - parts.weights.limit_bytes,
+                taker=self._placing.taker,
+            ),
         )
 
     def export_trace(self, path: str | Path) -> None:

@@ -373,6 +373,20 @@ def test_the_report_names_budget_plan_bytes_and_what_limits(sim):
     assert runtime.report().streamed_bytes == report.streamed_bytes
 
 
+def test_the_report_says_who_has_what_is_missing_of_a_budget(sim):
+    """Block mode knows another setting, and other tensors count for it."""
+    slow_link(sim)
+    model = stack()
+    runtime = blocked(model)
+    other = torch.zeros(LAYER_BYTES, dtype=torch.uint8, device="hpu")
+    run(model, passes=6)
+    advice = runtime.report().advice
+    assert "a larger vram_high_watermark_mb keeps" in advice
+    assert advice.endswith("of this one are left to other tensors on the device")
+    del other
+    runtime.shutdown()
+
+
 def test_the_report_says_compute_where_compute_is_slow(sim):
     slow_compute(sim)
     model = layered()
