@@ -136,11 +136,6 @@ def net() -> nn.Module:
     return Net()
 
 
-@built
-def dropping_net() -> nn.Module:
-    return Net(dropout=0.25)
-
-
 # Settings
 
 

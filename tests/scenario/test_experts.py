@@ -29,7 +29,6 @@ from streamed import total_bytes, weight_bytes
 EXPERTS, TAKEN, DEPTH, WIDTH = 16, 2, 4, 32
 ROW_BYTES = 4 * (16 * WIDTH + 8 * WIDTH)
 """Of one expert's weights, in both tensors."""
-INPUT_BYTES = 4 * WIDTH
 EXPERT_BYTES = EXPERTS * ROW_BYTES
 MIX_BYTES = 4 * WIDTH * WIDTH + 256
 """Of what else streams in a layer: a linear layer, its bias rounded up."""
