@@ -500,32 +500,33 @@ class SharedDevice:
         """Whether a thread waits for one of those that are stuck, if they are."""
         if thread in stuck:
             return True
-        stuck, seats = stuck | {thread}, self._seats.all()
+        suffices, threads = self._waits_of(thread)
+        return suffices(self._is_stuck(t, stuck | {thread}) for t in threads)
+
+    def _waits_of(
+        self, thread: AnyThread
+    ) -> tuple[Callable[[Iterable[bool]], bool], Iterable[AnyThread]]:
+        """Return for which threads one waits, and whether `any` or `all` of them have
+        to be stuck for it to be so, too: `any` of none where it waits for nobody."""
         if thread is AUTOGRAD:  # it is not known which of autograd's threads that is
-            autograds = [t for t in threading.enumerate() if is_autograds(t)]
-            return any(self._is_stuck(t, stuck) for t in autograds)
+            return any, [t for t in threading.enumerate() if is_autograds(t)]
         turn = awaited_by(thread)
         if turn is not None:
             owner = turn.holder()
             waits = owner not in (None, thread)  # else it has the turn, or is about to
-            return waits and self._is_stuck(owner, stuck)
+            return any, [owner] if waits else []
+        seats = self._seats.all()
         if thread in self._awaited:
             awaited = self._awaited[thread]
             threads = self._threads_in(awaited, but=thread)
-            return len(threads) == len(awaited) and all(
-                self._is_stuck(t, stuck) for t in threads
-            )
+            return (all, threads) if len(threads) == len(awaited) else (any, [])
         waiting = [seat for seat in seats if seat.waits and seat.thread is thread]
         if waiting:
-            others = self._threads_in(seats, but=thread)
-            return not any(map(self._may_go_on, waiting)) and all(
-                self._is_stuck(t, stuck) for t in others
-            )
-        return any(
-            self._is_stuck(t, stuck)
-            for t in threading.enumerate()
-            if t is not thread and why_waits(thread, t)
-        )
+            if any(map(self._may_go_on, waiting)):
+                return any, []
+            return all, self._threads_in(seats, but=thread)
+        others = (t for t in threading.enumerate() if t is not thread)
+        return any, (t for t in others if why_waits(thread, t))
 
     def _may_go_on(self, seat: Seat) -> bool:
         """Whether there may be room by now for a tenant that waits: its thread has been
