@@ -379,23 +379,23 @@ class Mover:
         if block.store is None or not (block.is_replaced() or _is_resized(block)):
             return []
         self._replaced_in = self.passed
-        slot, bound = block.slot, block.bound
         stream = self._device.current_stream()
-        if bound and slot is not None:  # others may still read what is written now
+        slot = block.slot if block.bound else None
+        if slot is not None:  # others may still read what is written now
             self._engine.release(slot, stream)
-        elif slot is not None:  # a load may still read the host tensors
-            self._engine.finish_load(slot)
-        overruns = bound and slot is not None and _overruns(block, slot)
+        elif block.slot is not None:  # a load may still read the host tensors
+            self._engine.finish_load(block.slot)
+        overrun = slot if slot is not None and _overruns(block, slot) else None
         given, refused = _assigned(block)
-        if overruns and slot is not None:  # what it has cannot be told from what it had
-            key, refused = slot.storage_key, refused or [_FOR_A_WHILE]
+        if overrun is not None:  # what it has cannot be told from what it had
+            key, refused = overrun.storage_key, refused or [_FOR_A_WHILE]
             given = {
                 n: value for n, value in given.items() if storage_key(value) != key
             }
-            self.vacate(block, slot)
-            self._memory.abandon(slot)
+            self.vacate(block, overrun)
+            self._memory.abandon(overrun)
         try:
-            self._write(block, given, slot if bound else None, stream)
+            self._write(block, given, slot, stream)
         except BaseException:  # as if it was assigned just now
             for number, value in given.items():
                 block.tensors[number].data = value
