@@ -52,7 +52,10 @@ def check_value(name: str, value: Any, hint: Any) -> None:
         ConfigError: With the name, the value and what was expected.
     """
     if not _is_a(value, hint):
-        raise ConfigError(f"{name} is {value!r}: expected {' or '.join(_words(hint))}")
+        shown = repr(value)
+        if "\n" in shown:  # a model, say, which takes pages
+            shown = f"of type {type(value).__name__}"
+        raise ConfigError(f"{name} is {shown}: expected {' or '.join(_words(hint))}")
 
 
 def check_member(name: str, value: object, kind: type[Enum]) -> None:

@@ -6,7 +6,9 @@ from typing import get_type_hints
 
 import numpy
 import pytest
+from torch import nn
 
+import stagehand
 from stagehand import (
     ActivationStagehandConfig,
     ConductorConfig,
@@ -75,6 +77,14 @@ def test_message_says_field_found_and_expected():
         match=r"^slabs_per_class is \[1\]: expected an int or a tuple, each",
     ):
         ActivationStagehandConfig(slabs_per_class=[1])
+
+
+def test_message_about_a_model_is_no_page():
+    with pytest.raises(ConfigError) as refused:
+        stagehand.layer(nn.Linear(2, 2), opaque=nn.Sequential(nn.Tanh()))
+    assert str(refused.value) == (
+        "opaque is of type Sequential: expected a list or a tuple, each a class"
+    )
 
 
 def test_whole_numbers_are_numbers():

@@ -174,8 +174,9 @@ class Arena:
         """
         if self._closed:
             raise ClosedError(
-                f"the arena of {self.name} was closed by the shutdown of its last user;"
-                " end that one with shutdown_keep_pool() to go on with its memory"
+                f"the arena of {self.name} was closed, by close() or the shutdown of"
+                " its last user; end that one with shutdown_keep_pool() to go on with"
+                " its memory"
             )
 
     @property
