@@ -270,6 +270,10 @@ class Parts:
         for tensor, origin in zip(self.odd, self.odd_origin, strict=False):
             relocate(tensor, origin)
 
+    def let_go_odd(self) -> None:
+        """Leave tensors that are in no block to whoever still has them."""
+        self.odd, self.odd_origin, self.odd_placed = [], [], 0
+
     def close(self) -> None:
         """Stop threads and free memory without bringing anything home. Idempotent."""
         with ExitStack() as rest:  # in reverse; all of it, whatever fails

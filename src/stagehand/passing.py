@@ -187,6 +187,7 @@ class Passing(PassListener):
         self._host_memory.close()
         self._readers.clear()
         self._parts.masters.let_go(self._parts.blocks)
+        self._parts.let_go_odd()
 
     def _note_leave(self) -> None:
         """Let modules that read what stays begin a pass, too, for it is away now."""

@@ -122,11 +122,9 @@ class Runtime(Sharing, Storing, Conduct):
         self._tenancy = self._passing.tenancy
         # Not of this object, which may go sooner: who has the model need not have it.
         ends = weakly(self._passing.let_go)
-        self._finalizer = weakref.finalize(
+        self._finalizer = _when_gone(
             model, _end, self._uses.saved, parts, telemetry, ends
         )
-        # Not at exit: other exit functions may use the model; the system frees memory.
-        self._finalizer.atexit = False
         self._begin(model, partial(self._hook, model, finding, sites, additions))
 
     def _begin(self, model: nn.Module, hook: Callable[[], None]) -> None:
@@ -586,6 +584,8 @@ class Runtime(Sharing, Storing, Conduct):
             parts.masters.give_back(block)
         parts.give_back_odd()
         self._finalizer.detach()
+        # Who keeps the runtime keeps the model's tensors no longer than the model.
+        self._finalizer = _when_gone(model, weakly(self._passing.let_go))
 
     def _lost_tensors(self) -> CheckpointError | None:
         """Return an error that names the tensors that are views of changed files."""
@@ -600,6 +600,15 @@ class Runtime(Sharing, Storing, Conduct):
             " what it was, and to read what it has lost ends the process: put it back,"
             f" or do not use them ({lost[0][1]})"
         )
+
+
+def _when_gone(
+    model: nn.Module, call: Callable[..., None], *args: object
+) -> weakref.finalize[..., nn.Module]:
+    finalizer = weakref.finalize(model, call, *args)
+    # Not at exit: other exit functions may use the model; the system frees memory.
+    finalizer.atexit = False
+    return finalizer
 
 
 def _end(

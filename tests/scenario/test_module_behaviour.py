@@ -733,6 +733,25 @@ def test_a_dropped_model_takes_its_memory_along_though_its_runtime_is_kept(sim, 
     assert runtime.report().passes
 
 
+@pytest.mark.parametrize("ended", [True, False])
+def test_a_kept_runtime_keeps_no_tensor_of_a_model_that_is_gone(sim, ended):
+    """Neither what it has streamed, nor what has joined and lies on the device."""
+    model = stagehand.layer(stack(), vram_budget=BUDGET, device="hpu")
+    model[0].register_parameter("added", nn.Parameter(torch.zeros(8)))
+    runtime = runtime_of(model)
+    model(batch()).sum().backward()
+    assert model[0].added.device.type == "hpu"
+    if ended:
+        runtime.shutdown()
+    tensors = [weakref.ref(tensor) for tensor in model.parameters()]
+    del model
+    gc.collect()
+    assert [tensor() for tensor in tensors] == [None] * len(tensors)
+    torch.accelerator.synchronize()
+    assert sim.allocated_bytes() == 0
+    assert runtime.report().passes == 1
+
+
 def test_a_dropped_model_gives_its_leases_back_though_its_runtime_went_before(sim):
     """Its gradients stayed leased: what lets go of them was a method of the runtime,
     and not of what the hooks of a part that is kept keep."""
