@@ -84,6 +84,25 @@ def test_sample_of_memory_has_the_elements_themselves(mapped):
     assert elements(some_elements([mapped, memory[:0]])) == [3] * SAMPLES
 
 
+@pytest.mark.parametrize("size", [6, 800])
+@pytest.mark.parametrize("view", [torch.conj, torch._neg_view])
+def test_sample_of_a_conjugate_or_a_negative_tells_of_edits(size, view):
+    memory = torch.randn(size, dtype=torch.complex64)
+    before = some_elements([view(memory)])
+    assert torch.equal(some_elements([view(memory)]), before)
+    memory[0] = 5
+    assert not torch.equal(some_elements([view(memory)]), before)
+
+
+@pytest.mark.parametrize("number", range(SAMPLES))
+def test_sample_of_a_mapped_negative_has_the_elements_that_were_written(mapped, number):
+    on_page(mapped, number * APART).fill_(5)
+    expected = [0.0] * SAMPLES
+    expected[number] = -5
+    assert elements(some_elements([torch._neg_view(mapped)])) == expected
+    assert pages_of(mapped) == [number * APART]
+
+
 def test_sample_of_nothing_is_empty():
     assert some_elements([]).numel() == some_elements([torch.empty(0)]).numel() == 0
 

@@ -64,19 +64,24 @@ def _some(tensor: torch.Tensor, pagemap: int | None) -> list[torch.Tensor]:
     step = max(1, flat.numel() // _ELEMENTS)
     some = flat[::step]
     if pagemap is None:
-        return [some.contiguous().view(torch.uint8)]
+        return [_as_bytes(some)]
     apart = step * flat.element_size()
     start = flat.data_ptr()
     pages = [(start + i * apart) // mmap.PAGESIZE for i in range(some.numel())]
     entries = {page: os.pread(pagemap, _BITS, page * _BITS) for page in set(pages)}
     own = {page: bool(raw) and bool(_are_own(raw)) for page, raw in entries.items()}
     if all(own.values()):
-        return [some.contiguous().view(torch.uint8)]
+        return [_as_bytes(some)]
     nothing = torch.zeros(some.element_size(), dtype=torch.uint8, device="cpu")
     return [
-        flat[i * step : i * step + 1].view(torch.uint8) if own[page] else nothing
+        _as_bytes(flat[i * step : i * step + 1]) if own[page] else nothing
         for i, page in enumerate(pages)
     ]
+
+
+def _as_bytes(some: torch.Tensor) -> torch.Tensor:
+    """What elements say: PyTorch views no conjugate or negative as another type."""
+    return some.resolve_conj().resolve_neg().contiguous().view(torch.uint8)
 
 
 def _are_own(raw: bytes) -> torch.Tensor:
