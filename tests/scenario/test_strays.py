@@ -1057,6 +1057,42 @@ def test_weights_beside_fused_attention_are_found_and_it_is_fused_as_ever(
     model._stagehand_layer_runtime.shutdown()
 
 
+class Partly(nn.Module):
+    """Computes with attention without gradients, in a forward that takes some."""
+
+    def __init__(self, *, checkpoints: bool) -> None:
+        super().__init__()
+        self.inner = Attending()
+        self.checkpoints = checkpoints
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.checkpoints:
+            return checkpoint(self.inner, x, use_reentrant=True)
+        with torch.no_grad():
+            return x + self.inner(x)
+
+
+@pytest.mark.parametrize("device", ["hpu", "cpu"], ids=["simulated", "host"])
+@pytest.mark.parametrize("checkpoints", [True, False])
+def test_attention_is_fused_in_parts_of_a_watched_pass_without_gradients(
+    sim: ModuleType, monkeypatch: pytest.MonkeyPatch, device: str, checkpoints: bool
+) -> None:
+    """What begins with gradients was taken to have them everywhere."""
+    model = Chain(Partly(checkpoints=checkpoints)).eval()
+    x = torch.randn(3, WIDTH, device=device)
+    counted = count_fused(monkeypatch)
+
+    model.to(device)
+    expected, fused = learn(model, x), [*counted]
+    assert device == "hpu" or fused
+    stagehand.layer(model.to("cpu"), vram_budget=9 * LAYER_BYTES, device=device)
+    for number in range(3):
+        counted.clear()
+        assert_bitwise_equal(learn(model, x), expected, f"step {number}")
+        assert counted == fused
+    model._stagehand_layer_runtime.shutdown()
+
+
 class Calling(nn.Module):
     """Calls another model, which is no part of it."""
 

@@ -306,15 +306,15 @@ class _Spared(Hook):
 
     __slots__ = ("_act",)
 
-    def __init__(self, act: Callable[[], None]) -> None:
+    def __init__(self, act: Callable[[nn.Module], None]) -> None:
         self._act = act
 
     @skipped
-    def __call__(self, *_: Any) -> None:
+    def __call__(self, module: nn.Module, *_: Any) -> None:
         if is_dynamo_compiling():
-            call_untraced(self)
+            call_untraced(self, module)
             return
-        self._act()
+        self._act(module)
 
 
 class _RowsBegin(Hook):

@@ -21,7 +21,7 @@ from stagehand.torch_private import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Mapping
 
     from torch.overrides import TorchFunctionMode
     from torch.utils.hooks import RemovableHandle
@@ -48,7 +48,8 @@ class StrayUses:
             already are not looked up: the compiler would compile anew for each.
         scheduler: Asked for what lies in the slots that a call writes to, and told of
             the end of uses.
-        spared: Modules during whose calls the mode must be off.
+        spared: Modules during whose calls the mode must be off, each with what tells
+            as one begins whether it must.
         spare: Called with each of these, this object and a list for the handles of
             hooks: installs hooks that call `pause` and `resume` around the module.
         bring: Called with the blocks that a call reads and that are not in use, each
@@ -66,7 +67,7 @@ class StrayUses:
         edges: Edges,
         scheduler: Scheduler,
         *,
-        spared: Sequence[nn.Module],
+        spared: Mapping[nn.Module, Callable[[], bool]],
         spare: Callable[[nn.Module, StrayUses, list[RemovableHandle]], None],
         bring: Callable[[Mapping[Block, torch.Tensor]], None],
         is_at_hand: Callable[[Block], bool],
@@ -85,7 +86,7 @@ class StrayUses:
         self._handles: list[RemovableHandle] = []
         self._below: TorchFunctionMode | None = None
         """What mode was there when it began."""
-        self._pauses = 0
+        self._pauses: list[bool] = []  # of each call that runs, whether it is spared
         self._is_off = False
 
     def __enter__(self) -> Self:
@@ -106,19 +107,21 @@ class StrayUses:
             take_off(below)  # at an interrupt its `with` has ended this one instead
         self._is_off = False  # so that no `resume` puts it back
         remove_hooks(self._handles)
-        self.spared = ()  # this may be kept until the next pass, modules must not be
+        self.spared = {}  # this may be kept until the next pass, modules must not be
 
-    def pause(self) -> None:
-        """Watch nothing until `resume`, unless somebody else's mode is active, too."""
-        if not self._pauses and is_on_top(self._mode):
+    def pause(self, module: nn.Module) -> None:
+        """Watch nothing until `resume`, if a module that begins is to be spared, unless
+        somebody else's mode is active, too."""
+        is_spared = self.spared.get(module, bool)()
+        if is_spared and not any(self._pauses) and is_on_top(self._mode):
             self._is_off = True
             take_off(self._mode)
-        self._pauses += 1
+        self._pauses.append(is_spared)
 
-    def resume(self) -> None:
+    def resume(self, _: nn.Module) -> None:
         """End what the latest `pause` began, if one did."""
-        self._pauses = max(self._pauses - 1, 0)
-        if self._is_off and not self._pauses:
+        del self._pauses[-1:]
+        if self._is_off and not any(self._pauses):
             self._mode.__enter__()  # type: ignore[no-untyped-call]
             self._is_off = False
 

@@ -6,6 +6,7 @@ import sys
 import threading
 import warnings
 import weakref
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -65,7 +66,8 @@ class Strays:
 
     `nn.MultiheadAttention` may take a fused path in inference, but not under a function
     mode, and its last bits would differ. So the mode is off while such a module runs,
-    or a site that has one inside (what it reads itself is one block). An
+    or a site that has one inside (what it reads itself is one block), where it may: a
+    forward with gradients has parts without, as those in reentrant checkpoints are. An
     `nn.TransformerEncoderLayer` without hooks fuses as a whole: where one may, the pass
     is not watched.
 
@@ -154,7 +156,7 @@ class Strays:
             return None
         self._compiled = [known for known in self._sites if _has_compiled(known())]
         uses = self._looking(self._is_at_hand)
-        self._watches = edge not in uses.spared  # too late for hooks on it: it runs
+        self._watches = not uses.spared.get(edge, bool)()  # too late for hooks: it runs
         self._uses = uses if self._watches else None
         return self._uses
 
@@ -168,15 +170,19 @@ class Strays:
         return self._looking(_is_never_at_hand)
 
     def _looking(self, is_at_hand: Callable[[Block], bool]) -> StrayUses:
-        spared = [known() for known, found in self._spared if _may_fuse(found)]
+        spared: dict[nn.Module | None, Callable[[], bool]] = {
+            known(): partial(_may_fuse, found)
+            for known, found in self._spared
+            if _evaluated(found)
+        }
         if not self._looks_into_compiled:
-            spared.extend(known() for known in self._compiled)
+            spared |= {known(): _always for known in self._compiled}
         return StrayUses(
             self._owners,
             self._rows,
             self._edges,
             self._scheduler,
-            spared=[m for m in dict.fromkeys(spared) if m is not None],
+            spared={m: is_spared for m, is_spared in spared.items() if m is not None},
             spare=self._spare,
             bring=self._bring_strays,
             is_at_hand=is_at_hand,
@@ -354,9 +360,16 @@ def _may_fuse(attention: Sequence[weakref.ref[nn.MultiheadAttention]]) -> bool:
     grads = torch.is_grad_enabled()
     return any(
         not (grads and any(p.requires_grad for p in m.parameters(recurse=False)))
-        for m in (known() for known in attention)
-        if m is not None and not m.training
+        for m in _evaluated(attention)
     )
+
+
+def _evaluated(
+    attention: Sequence[weakref.ref[nn.MultiheadAttention]],
+) -> list[nn.MultiheadAttention]:
+    return [
+        m for m in (known() for known in attention) if m is not None and not m.training
+    ]
 
 
 def _may_be_by_a_read() -> bool:
@@ -387,6 +400,10 @@ def _is_given_to_function(weight: torch.Tensor) -> bool:
         frame.f_code in forwards and any(one is weight for one in arguments_of(frame))
         for frame in frames_of(threading.get_ident())
     )
+
+
+def _always() -> bool:
+    return True
 
 
 def _is_never_at_hand(_: Block) -> bool:
