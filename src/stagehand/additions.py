@@ -25,6 +25,7 @@ from stagehand.foreign import (
     TAKE_OFF,
     hook_of,
     hooked_tensors,
+    refuse_batched,
     refuse_sharded,
     refuse_unmovable,
 )
@@ -264,6 +265,7 @@ class Additions:
 
     def _refuse_taken_over(self, model: nn.Module, unknown: list[torch.Tensor]) -> None:
         if unknown:
+            refuse_batched(self._parts.weights.name, unknown)
             refuse_sharded(model)
             refuse_unmovable(model)
             self._refuse_hooked(model, unknown)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from stagehand.core.belongings import belongings, moves_itself
 from stagehand.errors import ConfigError
 from stagehand.residency.blocks import can_stream
+from stagehand.torch_private import is_batched
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -21,6 +22,7 @@ __all__ = [
     "TAKE_OFF",
     "hook_of",
     "hooked_tensors",
+    "refuse_batched",
     "refuse_offloaded",
     "refuse_sharded",
     "refuse_unmovable",
@@ -121,6 +123,24 @@ def refuse_sharded(model: nn.Module) -> None:
         elif not _is_distributed(type(parameter)):
             continue
         raise ConfigError(_shared_out(model, f"{name!r} is a {kind}"))
+
+
+def refuse_batched(model: str, tensors: Iterable[torch.Tensor]) -> None:
+    """Refuse weights of several models, of which `vmap` computes with all at once.
+
+    Args:
+        model: The name of the one in which they have taken the place of its own.
+        tensors: Weights that were not there before.
+
+    Raises:
+        ConfigError: If one of them is such a batch.
+    """
+    for tensor in filter(is_batched, tensors):
+        raise ConfigError(
+            f"torch.func.vmap has put a batch of weights of shape {list(tensor.shape)}"
+            f" in the place of one of {model}, which streams: expected its own; use the"
+            " plain model, after the runtime's shutdown()"
+        )
 
 
 def refuse_unmovable(model: nn.Module) -> None:

@@ -23,6 +23,7 @@ from stagehand.torch_private import (
     func_transform,
     function_modes,
     graph_task,
+    is_fx_tracing,
     take_off,
     unwatched,
 )
@@ -225,12 +226,12 @@ class Passing(PassListener):
         """See `PassListener.check`."""
         self._model.check()  # a part of it may be left, which goes on with its hooks
         self._parts.device.refuse_capture("a pass of a streamed model")
-        exports = torch.compiler.is_exporting()
-        if exports or torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
+        recorder = _recorder()
+        if recorder is not None:
             raise ConfigError(
-                f"torch.{'export' if exports else 'jit.trace'} cannot record a streamed"
-                f" model, {self._parts.weights.name}, whose weights come and go:"
-                " expected the plain model; call the runtime's shutdown() first"
+                f"{recorder} cannot record a streamed model,"
+                f" {self._parts.weights.name}, whose weights come and go: expected the"
+                " plain model; call the runtime's shutdown() first"
             )
         transform = func_transform()
         if transform is not None:
@@ -473,6 +474,15 @@ class Passing(PassListener):
     def end_by_hand(self) -> None:
         """See `PassListener.end_by_hand`."""
         self._parts.scheduler.end_by_hand()
+
+
+def _recorder() -> str | None:
+    """Return what records here what a model computes, if something does."""
+    if torch.compiler.is_exporting():
+        return "torch.export"
+    if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
+        return "torch.jit.trace"
+    return "torch.fx" if is_fx_tracing() else None
 
 
 def _is_read_unseen(site: nn.Module) -> bool:

@@ -82,6 +82,9 @@ Without one of these, something is missing:
 - `torch._C._functorch.get_interpreter_stack`: which transforms of `torch.func` are
   active? Without it, those that cannot go through a streamed model are not refused, and
   others fail where the numbers of experts are read.
+- `torch._C._functorch.is_batchedtensor` and `torch._C._get_dispatch_mode`: is a weight
+  one of a batch, and does `make_fx` record? Without them, neither is refused with a
+  reason.
 - `Module._forward_hooks` and the like: take a hook off whose registration was
   interrupted before its handle was there. Of those that are missing nothing is taken.
 - `torch.nn.modules.module._global_forward_hooks`: does somebody see what every module
@@ -144,9 +147,11 @@ __all__ = [
     "in_function",
     "inference_mode",
     "is_autograds",
+    "is_batched",
     "is_checkpoints",
     "is_compiled",
     "is_compiled_for",
+    "is_fx_tracing",
     "is_on_top",
     "keeps_graph",
     "load_places",
@@ -286,6 +291,12 @@ function_modes: Callable[[], int] = torch._C._len_torch_function_stack
 _func_levels: Callable[[], Any] = getattr(
     getattr(torch._C, "_functorch", None), "get_interpreter_stack", lambda: None
 )
+is_batched: Callable[[torch.Tensor], bool] = getattr(
+    getattr(torch._C, "_functorch", None), "is_batchedtensor", lambda _: False
+)
+"""Return whether a tensor is one of a batch that `vmap` computes with."""
+_fx_key = getattr(getattr(torch._C, "_TorchDispatchModeKey", None), "PROXY", None)
+_dispatch_mode = getattr(torch._C, "_get_dispatch_mode", None)
 global_forward_hooks: Mapping[int, Callable[..., Any]] = getattr(
     torch.nn.modules.module, "_global_forward_hooks", {}
 )
@@ -458,6 +469,13 @@ def func_transform() -> str | None:
     `vmap` does not: a tensor that is made in it and has no batch is an ordinary one.
     """
     return next((name for name in func_transforms() if name != "Vmap"), None)
+
+
+def is_fx_tracing() -> bool:
+    """Return whether `make_fx` records what is computed in this thread."""
+    if _fx_key is None or _dispatch_mode is None:
+        return False
+    return _dispatch_mode(_fx_key) is not None
 
 
 class _Sparing:

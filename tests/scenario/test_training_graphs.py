@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.func import functional_call
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
 import stagehand
@@ -969,14 +970,39 @@ def test_a_transform_that_cannot_go_through_is_refused_and_leaves_nothing(
 
 @pytest.mark.parametrize("place", ["cpu", "hpu"])
 @pytest.mark.parametrize("passes", [0, 1])
+def test_weights_of_several_models_are_refused_and_leave_nothing(sim, passes, place):
+    """PyTorch told of `data`, which is not read under `vmap`."""
+    model = stack(4)
+    x = batch().to(place)
+    weights, _ = torch.func.stack_module_state([deepcopy(model).to(place)] * 2)
+    expected = deepcopy(model).to(place)(x)
+    stagehand.layer(model, vram_budget=2 * LAYER_BYTES, device=place)
+    for _ in range(passes):
+        model(x)
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=r"vmap .* \[32, 32\] .*shutdown\(\)"):
+            torch.vmap(lambda weights: functional_call(model, weights, x))(weights)
+        assert torch.equal(model(x), expected)
+    runtime_of(model).shutdown()
+
+
+@pytest.mark.parametrize("place", ["cpu", "hpu"])
+@pytest.mark.parametrize("passes", [0, 1])
 @pytest.mark.parametrize(
     ("record", "name"),
-    [(torch.export.export, r"torch\.export"), (torch.jit.trace, r"torch\.jit\.trace")],
+    [
+        (torch.export.export, r"torch\.export"),
+        (torch.jit.trace, r"torch\.jit\.trace"),
+        (lambda model, args: make_fx(model)(*args), r"torch\.fx"),
+    ],
 )
 def test_what_records_a_model_is_refused_and_takes_it_after_the_shutdown(
     sim, record, name, passes, place
 ):
-    """Exporting was told of tensors that had joined, or failed somewhere inside."""
+    """Exporting was told of tensors that had joined, or failed somewhere inside.
+
+    What `make_fx` had recorded read weights where they were later.
+    """
     model = stack(4)
     x = batch()[0]
     with torch.no_grad():
