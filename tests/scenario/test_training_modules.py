@@ -1,6 +1,7 @@
 """Every kind of module and of parameter trains through the stream."""
 
 import threading
+from copy import deepcopy
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from torch import nn
 
 import stagehand
 from stagehand import kept_views
+from stagehand.core.device import AcceleratorDevice
 from stagehand.core.terms import nodes_of
 from training import (
     FEW,
@@ -716,6 +718,45 @@ def test_a_weight_read_as_other_numbers_keeps_no_slot(sim, setting, stored, read
         return model
 
     assert_trains_equally(build, train, setting)
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_gradients_that_are_conjugates_cross_as_what_they_say(sim, monkeypatch, times):
+    """On CUDA the host turned what was not there yet: its copy is queued only."""
+
+    class Reads(nn.Module):
+        def __init__(self):
+            super().__init__()
+            weight = torch.randn(WIDTH, WIDTH, dtype=torch.complex64)
+            self.weight = nn.Parameter(weight)
+
+        def forward(self):
+            return self.weight.conj()
+
+    def learn(model):
+        for _ in range(times):
+            outputs = [part() for part in model]
+            sum(torch.view_as_real(o.resolve_conj()).sum() for o in outputs).backward()
+        return [part.weight.grad.cpu().resolve_conj() for part in model]
+
+    model = nn.ModuleList(Reads() for _ in range(3))
+    resident = deepcopy(model).to("hpu")
+    expected = learn(resident)
+    assert times > 1 or all(p.grad.is_conj() for p in resident.parameters())
+    stagehand.layer(model, vram_budget=2 * model[0].weight.nbytes)
+    turned = []
+    copy = AcceleratorDevice.copy
+
+    def noted(device, target, source, stream=None):
+        turned.append(source.is_conj())
+        copy(device, target, source, stream)
+
+    monkeypatch.setattr(AcceleratorDevice, "copy", noted)
+    for part, gradient in zip(learn(model), expected, strict=True):
+        assert torch.equal(part, gradient)
+    assert turned
+    assert not any(turned)
+    model._stagehand_layer_runtime.shutdown()
 
 
 def clamped(weight):

@@ -544,6 +544,10 @@ class Gradients:
 
     def _send(self, home: Home, grad: torch.Tensor, maker: Stream) -> None:
         home.parameter.grad = None
+        if grad.is_conj() or grad.is_neg():
+            # The host would turn the copy before it is there, on CUDA.
+            with self._device.on(maker):
+                grad = grad.resolve_conj().resolve_neg()
         if is_grad_enabled() or not home.fits(grad):
             self._send_whole(home, grad)
         elif home.grad is not None:
