@@ -25,7 +25,9 @@ from torch.utils.checkpoint import (
 import stagehand
 from architectures import assert_bitwise_equal
 from interrupts import interrupted_at
+from scenario.small import blocks_of, runtime_of
 from stagehand import torch_private
+from stagehand.errors import OrphanedParameterError
 from stagehand.torch_private import take_off
 from stagehand.weights import strays
 from stagehand.weights.stray_uses import StrayUses
@@ -1375,3 +1377,31 @@ def test_functions_may_read_weights_in_backward_that_were_at_hand_in_the_forward
     for number in range(3):
         assert_bitwise_equal(learn(), expected, f"step {number}")
     model._stagehand_layer_runtime.shutdown()
+
+
+class Squeezing(nn.Module):
+    """Gives a layer's weight another shape, for good."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH * WIDTH, 1, bias=False)
+
+    @torch.no_grad()
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.inner.weight.squeeze_(0)[0]
+
+
+@pytest.mark.parametrize("device", ["hpu", "cpu"], ids=["simulated", "host"])
+def test_a_read_ends_where_what_is_to_leave_for_later_ones_cannot(
+    sim: ModuleType, device: str
+) -> None:
+    """The weight that was read stayed in use, and the model could not be shut down."""
+    model = nn.Sequential(*(Squeezing() for _ in range(3)))
+    x = torch.ones(1, device=device)
+    nbytes = model[0].inner.weight.nbytes
+    stagehand.layer(model, vram_budget=2 * nbytes, device=device)
+    for _ in range(3):
+        with pytest.raises(OrphanedParameterError, match="was replaced"):
+            model(x)
+        assert not any(block.uses for block in blocks_of(model))
+    runtime_of(model).shutdown()

@@ -239,16 +239,16 @@ class Scheduler:
             self._use_all(blocks)
 
     def _use_all(self, blocks: Sequence[Block]) -> None:
-        begun: list[Block] = []
         try:
             for block in blocks:
                 self.before(block)
-                begun.append(block)
         except BaseException as error:
-            for block in begun:
-                self.after(block)
+            # What failed may be a look ahead from a use that has begun.
+            missing = [block for block in blocks if not block.uses]
+            for block in blocks:
+                if block.uses:
+                    self.after(block)
             if isinstance(error, StagehandOOMError) and len(blocks) > 1:
-                missing = blocks[len(begun) :]
                 raise self._memory.refuse(blocks, error, missing) from None
             raise
 
