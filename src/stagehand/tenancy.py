@@ -225,9 +225,9 @@ class Tenancy:
         """See `Neighbours.beside_passes`."""
         return self.shared.beside_passes(self.number, nbytes)
 
-    def budget_for(self, nbytes: int) -> int:
+    def budget_for(self, nbytes: int, *, at_once: bool = False) -> int:
         """See `Neighbours.budget_for`."""
-        return self.shared.budget_for(self.number, nbytes)
+        return self.shared.budget_for(self.number, nbytes, at_once=at_once)
 
     def are_there(self) -> bool:
         """See `Neighbours.are_there`."""

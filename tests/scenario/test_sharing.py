@@ -5,7 +5,7 @@ import re
 import threading
 import time
 import weakref
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from copy import deepcopy
 from functools import partial
 
@@ -615,22 +615,25 @@ def test_what_one_call_reads_at_once_takes_what_others_would_keep(together):
 
 
 @together_only
-@pytest.mark.parametrize("is_reserved", [False, True])
+@pytest.mark.parametrize("hold", ["none", "reserved", "kept"])
 def test_a_refusal_of_what_one_call_reads_at_once_names_a_budget_that_works(
-    together, is_reserved
+    together, hold
 ):
+    """Who is kept takes more of a larger cap: the next pass named another budget."""
     (run, runtime), (run_other, other) = together(LAYER_BYTES, 2 * LAYER_BYTES)
     run_other()
-    beside = other.reserve_for_resident() if is_reserved else 0
-    assert beside == is_reserved * LAYER_BYTES
-    for _ in range(2):
+    with other.keep_resident() if hold == "kept" else nullcontext():
+        if hold == "reserved":
+            assert other.reserve_for_resident() == LAYER_BYTES
+        beside = {"none": 0, "reserved": LAYER_BYTES, "kept": 2 * LAYER_BYTES}[hold]
+        for _ in range(2):
+            run_other()
+            with pytest.raises(stagehand.StagehandOOMError) as caught:
+                run()
+            assert caught.value.needed_bytes == 3 * LAYER_BYTES + beside
+        runtime.set_budget(caught.value.needed_bytes)
         run_other()
-        with pytest.raises(stagehand.StagehandOOMError) as caught:
-            run()
-        assert caught.value.needed_bytes == 3 * LAYER_BYTES + beside
-    runtime.set_budget(caught.value.needed_bytes)
-    run_other()
-    run()
+        run()
 
 
 @places

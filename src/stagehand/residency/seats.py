@@ -353,9 +353,13 @@ class Seats:
                 hard[other.number] = other.takes(self.share_of(other))
         return {number: nbytes for number, nbytes in hard.items() if nbytes}
 
-    def budget_for(self, seat: Seat, nbytes: int) -> int:
-        """Return the smallest budget that lets a tenant have so many bytes."""
-        beside = nbytes + sum(self._hard(seat).values())
+    def budget_for(self, seat: Seat, nbytes: int, *, at_once: bool = False) -> int:
+        """See `SharedDevice.budget_for`."""
+        hard = self._hard(seat)
+        if at_once:  # of a larger cap who is kept takes all that it can use
+            kept = (self.holds.kept - self.holds.firm) & hard.keys()
+            hard.update((n, max(hard[n], self._seats[n].claim.most)) for n in kept)
+        beside = nbytes + sum(hard.values())
         cap = max((other.claim.budget for other in self.others(seat)), default=0)
         return nbytes if beside <= cap else beside
 

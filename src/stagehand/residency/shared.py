@@ -393,11 +393,20 @@ class SharedDevice:
                 seat.thread = None
                 self._tell()
 
-    def budget_for(self, number: int, nbytes: int) -> int:
-        """Return the smallest budget that lets a tenant have so many bytes."""
+    def budget_for(self, number: int, nbytes: int, *, at_once: bool = False) -> int:
+        """Return the smallest budget that lets a tenant have so many bytes.
+
+        Args:
+            number: Which tenant.
+            nbytes: How many.
+            at_once: Whether it needs them beyond what a pass of it needs at least,
+                which is all that others leave it who are kept.
+        """
         with self._lock:
             seat = self._seats.get(number)
-            return nbytes if seat is None else self._seats.budget_for(seat, nbytes)
+            if seat is None:
+                return nbytes
+            return self._seats.budget_for(seat, nbytes, at_once=at_once)
 
     def has_several(self) -> bool:
         """Whether there is more than one tenant. It waits for nobody."""

@@ -42,8 +42,13 @@ class Neighbours(Protocol):
     def beside_passes(self, nbytes: int) -> AbstractContextManager[bool]:
         """Take so many bytes between passes, if no pass of others was promised them."""
 
-    def budget_for(self, nbytes: int) -> int:
-        """Return the smallest budget with which so many bytes can be had."""
+    def budget_for(self, nbytes: int, *, at_once: bool = False) -> int:
+        """Return the smallest budget with which so many bytes can be had.
+
+        Args:
+            nbytes: How many.
+            at_once: Whether that is more than a pass needs at least.
+        """
 
     def are_there(self) -> bool:
         """Whether there are any."""
@@ -154,10 +159,12 @@ class SlotMemory:
         others = self.neighbours
         return nullcontext(True) if others is None else others.beside_passes(nbytes)
 
-    def budget_for(self, nbytes: int) -> int:
-        """Return the smallest budget with which so many bytes can be had."""
+    def budget_for(self, nbytes: int, *, at_once: bool = False) -> int:
+        """See `Neighbours.budget_for`."""
         others = self.neighbours
-        return nbytes if others is None else others.budget_for(nbytes)
+        if others is None:
+            return nbytes
+        return others.budget_for(nbytes, at_once=at_once)
 
     def _lease(self, nbytes: int, block: Block) -> Lease:
         """Return memory that others, or this model's idle slots, have to give up."""
@@ -195,7 +202,7 @@ class SlotMemory:
         own, all_of_it = self.account.held_bytes + first, first + sum(more)
         if own <= self.account.limit_bytes:  # others have given up what they can
             return self.account.limit_for(all_of_it)
-        return self.budget_for(self.account.held_bytes + all_of_it)
+        return self.budget_for(self.account.held_bytes + all_of_it, at_once=True)
 
     def _lease_of_others(
         self, nbytes: int, block: Block, *, by_ends: bool = False
