@@ -1314,7 +1314,7 @@ def test_the_thread_that_ends_a_failed_backward_touches_no_gradient(sim, monkeyp
     finish_without_hooks(run)
 
 
-@pytest.mark.parametrize("call", ["forward", "backward", "shutdown"])
+@pytest.mark.parametrize("call", ["forward", "without", "backward", "shutdown"])
 def test_what_a_failed_backward_left_on_the_device_is_added_to_nothing(sim, call):
     """A hook of the user keeps it beside its weight when another thread fails."""
     run = start(net, FEW[0])
@@ -1345,8 +1345,9 @@ def test_what_a_failed_backward_left_on_the_device_is_added_to_nothing(sim, call
         run.runtime.shutdown()
         assert weight.grad is None
         return
-    if call == "forward":
-        later = run.loss(1)
+    if call in ("forward", "without"):
+        with torch.set_grad_enabled(call == "forward"):
+            run.loss(1)
         assert weight.grad is None
     later.backward()
     expected = Run(model=net().to(run.place), place=run.place)

@@ -775,6 +775,7 @@ class Gradients:
         """Give all parameters that backward came to their gradients, beside them."""
         # The compiler may not have told that it is done, if other threads compile, too.
         self._hidden.show()
+        self._take_astray()
         for home, grad, earlier in self._end_backward():
             there = home.parameter.grad
             if there is not None and not there.is_cpu:  # backward failed before it left
