@@ -25,7 +25,7 @@ class Interrupted(Exception):
 
 
 class AnyOrder(RuleBasedStateMachine):
-    """Models come and go, run, fail, are kept, reserved and guests."""
+    """Models come and go, run, fail, are edited, kept, reserved and guests."""
 
     def __init__(self):
         super().__init__()
@@ -67,6 +67,13 @@ class AnyOrder(RuleBasedStateMachine):
         """It must be true that it does not fit."""
         assert error.needed_bytes > error.limit_bytes, f"model {number}"
 
+    def refused_room(self, error, number):
+        """Others have given up first what they need not keep."""
+        self.refused(error, number)
+        name = self.runtime(number)._tenancy.name
+        for holding in self.shared.holdings():
+            assert holding.held_bytes <= holding.kept_bytes or holding.name == name
+
     # What users do
 
     @rule(number=numbers, budget=budgets)
@@ -100,12 +107,48 @@ class AnyOrder(RuleBasedStateMachine):
                 try:
                     output = self.models[number](batch())
                 except stagehand.StagehandOOMError as error:
-                    self.refused(error, number)
+                    self.refused_room(error, number)
                     return
             assert_bitwise_equal(output, self.expected[number], f"model {number}")
             self.lowered = False
         if self.is_streamed(number) and self.is_whole(number):
             self.warm.setdefault(number, self.runtime(number).report().streamed_bytes)
+
+    @rule(number=numbers, at=st.integers(0, 7))
+    def run_a_part(self, number, at):
+        model, plain = self.models[number], self.plain[number]
+        layer = at % len(model)
+        if not self.is_streamed(number):
+            return
+        with torch.no_grad():
+            try:
+                output = model[layer](batch().to("hpu"))
+            except stagehand.StagehandOOMError as error:
+                self.refused_room(error, number)
+                return
+        expected = run_resident(plain[layer], "hpu", batch())
+        assert_bitwise_equal(output, expected, f"layer {layer} of model {number}")
+
+    @rule(number=numbers, at=st.integers(0, 7))
+    def use_by_hand(self, number, at):
+        if not self.is_streamed(number):
+            return
+        runtime = self.runtime(number)
+        block = runtime.block_ids[at % len(runtime.block_ids)]
+        try:
+            runtime.before_block(block)
+        except stagehand.StagehandOOMError as error:
+            self.refused_room(error, number)
+            return
+        runtime.after_block(block)
+
+    @rule(number=numbers, at=st.integers(0, 7))
+    def edit(self, number, at):
+        torch.accelerator.synchronize()  # as docs/limits.md asks for
+        for model in (self.models[number], self.plain[number]):
+            model[at % len(model)][0].weight.data.mul_(0.75)
+        self.expected[number] = run_resident(self.plain[number], "hpu", batch())
+        self.warm.pop(number, None)
 
     @rule(number=numbers, at=st.integers(0, 1))
     def fail(self, number, at):
