@@ -655,6 +655,32 @@ def test_a_block_by_hand_goes_on_when_a_pass_inside_of_it_was_interrupted(crowd)
     some.run(0)
 
 
+@pytest.mark.parametrize("asks", ["backward", "thread"])
+def test_a_block_by_hand_goes_on_when_another_thread_finds_an_interrupted_pass(
+    crowd, asks
+):
+    """That ended the use as well: `after_block()` was refused."""
+    some = crowd("hpu", [5, 5], 7 * LAYER_BYTES)
+    runtime = some.runtimes[0]
+    some.run(0)
+    runtime.before_block("0.0")
+    with (
+        some.models[0][3][0].register_forward_pre_hook(interrupt),
+        pytest.raises(KeyboardInterrupt),
+    ):
+        some.run(0)
+    if asks == "backward":  # which another thread runs
+        some.models[1](batch()).sum().backward()
+        some.models[1].zero_grad()
+    else:
+        in_threads(lambda: runtime._edges.try_lock())
+        assert runtime._edges.lock.owner is threading.current_thread()
+    (block,) = (b for b in blocks_of(some.models[0]) if b.name == "0.0")
+    assert block.by_hand == 1
+    runtime.after_block("0.0")
+    in_threads(lambda: some.run(0, 1))
+
+
 @places
 def test_a_block_by_hand_goes_on_where_its_module_was_not_even_entered(crowd, place):
     """The module's end, which is told nevertheless, ended the use by hand."""

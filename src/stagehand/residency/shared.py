@@ -218,6 +218,11 @@ class SharedDevice:
             if len(seats) == 1:
                 limit = min(seat.claim.budget, self.ledger.device.limit_bytes)
             else:
+                for other in seats.others(seat):
+                    if other.running and other.thread is HERE.thread:
+                        # Around this pass, or left by an interrupt: then it ends now,
+                        # for backward, in another thread, could not end it.
+                        other.tenant.give_up(other.held)
                 seats.note_turn(seat)
                 limit = self._find_room(seat)
             seat.limit, seat.running, seat.thread = limit, True, HERE.thread

@@ -166,7 +166,7 @@ class Edges:
     """
 
     def __init__(self, listener: PassListener, device: torch.device, name: str) -> None:
-        self.lock = Turn(name, self._is_left, self._bury, self._has_raised)
+        self.lock = Turn(name, self._has_left, self._bury, self._has_raised)
         self._listener = listener
         self.device = device
         """Where the model computes."""
@@ -663,6 +663,13 @@ class Edges:
         if owner is None or (self.thread is None and self._listener.in_use()):
             return False
         return not runs_library(owner)  # there it is about to release it
+
+    def _has_left(self) -> bool:
+        """Whether whoever has the lock has no use for it any more.
+
+        A use by hand goes on behind a pass that was interrupted inside of it.
+        """
+        return self._is_left() and not self._listener.uses_by_hand()
 
     def _bury(self) -> None:
         """Close what another thread left open. It has to leave its contexts itself."""
