@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from stagehand.attribute import HANDLE
 from stagehand.compact import Compact, expand
 from stagehand.decoding import removal_of, scratch_folder
-from stagehand.errors import StagehandOOMError
+from stagehand.errors import StagehandOOMError, StagehandWarning
 from stagehand.files import check_key_map
 from stagehand.modes import check_dtype, check_model, layer
 from stagehand.pretrained.deferred import Built, empty_tensor
@@ -184,8 +185,11 @@ def _needed(
     nbytes: int,
 ) -> int:
     """Return the smallest budget, where a plain model would need `nbytes`."""
+    alone = {"vram_budget": nbytes, "shared": False, "pool": None}  # takes of nobody
     try:
-        streamed = _layer(model, compact, matched, {**options, "vram_budget": nbytes})
+        with warnings.catch_warnings():  # of a budget that nobody has named
+            warnings.simplefilter("ignore", StagehandWarning)
+            streamed = _layer(model, compact, matched, {**options, **alone})
     except StagehandOOMError as error:  # of this budget, or of another one
         return error.needed_bytes if error.limit_bytes == nbytes else nbytes
     getattr(streamed, HANDLE).shutdown()
@@ -205,6 +209,9 @@ def _layer(
             checkpoint, key_map=matched.keys
         )
     except BaseException:
-        runtime.shutdown()
+        if options.get("pool") is None:
+            runtime.shutdown()
+        else:  # it is the caller's, who may try again
+            runtime.shutdown_keep_pool()
         raise
     return streamed

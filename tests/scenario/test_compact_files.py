@@ -343,6 +343,32 @@ def test_smallest_budget_counts_the_bytes_to_decode_and_works(files, sim, form):
 
 
 @pytest.mark.parametrize("form", ["packed", "quantized"])
+def test_a_budget_that_is_looked_for_takes_of_nobody(opened, files, sim, form):
+    """It closed the caller's pool, warned of itself, and met others' reservations."""
+    other, model = net(), net()
+    stagehand.layer(model, vram_budget=100 * BLOCK)
+    run(model)
+    pool = runtime_of(model).shutdown_keep_pool()
+    sim.configure(capacity_bytes=sim.allocated_bytes() + BLOCK // 2)
+    with pytest.raises(StagehandOOMError, match="what blocks are decoded in") as alone:
+        load(files, form, "hpu", budget=1, pool=pool)
+    sim.configure()
+    with pytest.raises(StagehandOOMError, match="as it crosses the link"):
+        load(files, form, "hpu", budget=BLOCK + BLOCK // 2, pool=pool)
+    stagehand.layer(other, vram_budget=8 * BLOCK)
+    opened(other)
+    run(other)
+    runtime_of(other).reserve_for_resident()
+    with pytest.raises(StagehandOOMError, match="what blocks are decoded in") as beside:
+        load(files, form, "hpu", budget=1, pool=pool)
+    assert str(beside.value) == str(alone.value)
+    runtime_of(other).release_reservation()
+    model = load(files, form, "hpu", budget=alone.value.needed_bytes, pool=pool)
+    opened(model)
+    run(model)
+
+
+@pytest.mark.parametrize("form", ["packed", "quantized"])
 def test_a_budget_that_was_lowered_has_to_hold_the_decoder_of_files(
     opened, files, sim, form
 ):
