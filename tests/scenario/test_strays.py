@@ -27,7 +27,8 @@ from architectures import assert_bitwise_equal
 from interrupts import interrupted_at
 from scenario.small import blocks_of, runtime_of
 from stagehand import torch_private
-from stagehand.errors import OrphanedParameterError
+from stagehand.errors import OrphanedParameterError, StagehandOOMError
+from stagehand.residency.lookahead import LookAhead
 from stagehand.torch_private import take_off
 from stagehand.weights import strays
 from stagehand.weights.stray_uses import StrayUses
@@ -1404,4 +1405,26 @@ def test_a_read_ends_where_what_is_to_leave_for_later_ones_cannot(
         with pytest.raises(OrphanedParameterError, match="was replaced"):
             model(x)
         assert not any(block.uses for block in blocks_of(model))
+    runtime_of(model).shutdown()
+
+
+def test_what_a_look_ahead_cannot_have_is_not_said_of_blocks_that_are_there(
+    sim: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The refusal of what one call reads has a block that found no room."""
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
+    stagehand.layer(model, vram_budget=10 * WIDTH * WIDTH)
+    scheduler, blocks = runtime_of(model)._parts.scheduler, blocks_of(model)[:2]
+    refusal = StagehandOOMError("no pinned memory", needed_bytes=2, limit_bytes=1)
+
+    def fail(*_: object) -> None:
+        if all(block.uses for block in blocks):
+            raise refusal
+
+    with monkeypatch.context() as patched:
+        patched.setattr(LookAhead, "run", fail)
+        with pytest.raises(StagehandOOMError) as caught:
+            scheduler.before_all(blocks)
+    assert caught.value is refusal
+    assert not any(block.uses for block in blocks)
     runtime_of(model).shutdown()

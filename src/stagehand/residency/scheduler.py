@@ -248,7 +248,8 @@ class Scheduler:
             for block in blocks:
                 if block.uses:
                     self.after(block)
-            if isinstance(error, StagehandOOMError) and len(blocks) > 1:
+            several = missing and len(blocks) > 1
+            if several and isinstance(error, StagehandOOMError):
                 raise self._memory.refuse(blocks, error, missing) from None
             raise
 
