@@ -243,6 +243,15 @@ def test_those_are_asked_first_who_have_more_than_they_keep():
     assert list(seats.givers(asks)) == []
 
 
+def test_a_reservation_that_gives_way_does_so_behind_what_nobody_keeps():
+    seats, asks, keeps, reserved = seated(0, 50, 40)
+    seats.keep(keeps.number, "one")
+    seats.reserve(reserved, ResidentPriority.SECONDARY, asked_for=True)
+    kept = seats.share_of(keeps).kept
+    assert kept < 50
+    assert list(seats.givers(asks)) == [(keeps, kept), (reserved, 0)]
+
+
 def test_a_guest_that_is_refused_is_none():
     seats, guest, there = seated(0, 40)
     seats.reserve(there, ResidentPriority.PRIMARY, asked_for=True)

@@ -373,13 +373,14 @@ class Seats:
     def givers(self, seat: Seat) -> Iterator[tuple[Seat, int]]:
         """Yield tenants that can give up memory, those first that are asked first, and
         what each keeps in any case."""
-        stay, reserved = self._staying(seat), self.holds.reserved
+        stay = self._staying(seat)
+        gives_way = self.holds.reserved.keys() - stay
         idle = [other for other in self.others(seat) if not other.runs_elsewhere()]
         for other in sorted(
             idle,
             key=lambda other: (
+                other.number in gives_way,
                 other.number in stay,
-                other.number in reserved,
                 other.held <= self.share_of(other).kept,
                 -other.held,
             ),
