@@ -243,6 +243,18 @@ def test_those_are_asked_first_who_have_more_than_they_keep():
     assert list(seats.givers(asks)) == []
 
 
+def test_who_is_kept_takes_of_a_larger_cap_though_there_was_nothing_for_it():
+    seats, asks, keeps = seated(0, 0)
+    asks.tenant.claims(floor=100, weights=200)
+    seats.note_claim(asks)
+    seats.keep(keeps.number, "one")
+    assert seats.share_of(keeps).kept == 0
+    assert seats.budget_for(asks, 120) == 120
+    assert seats.budget_for(asks, 120, at_once=True) == 120 + 40
+    seats.keep(asks.number, "two")
+    assert seats.budget_for(asks, 120, at_once=True) == 120 + 40
+
+
 def test_a_reservation_that_gives_way_does_so_behind_what_nobody_keeps():
     seats, asks, keeps, reserved = seated(0, 50, 40)
     seats.keep(keeps.number, "one")

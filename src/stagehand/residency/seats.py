@@ -357,8 +357,9 @@ class Seats:
         """See `SharedDevice.budget_for`."""
         hard = self._hard(seat)
         if at_once:  # of a larger cap who is kept takes all that it can use
-            kept = (self.holds.kept - self.holds.firm) & hard.keys()
-            hard.update((n, max(hard[n], self._seats[n].claim.most)) for n in kept)
+            for number in self.holds.kept - self.holds.firm - {seat.number}:
+                most = self._seats[number].claim.most
+                hard[number] = max(hard.get(number, 0), most)
         beside = nbytes + sum(hard.values())
         cap = max((other.claim.budget for other in self.others(seat)), default=0)
         return nbytes if beside <= cap else beside
