@@ -248,8 +248,7 @@ class Scheduler:
             for block in blocks:
                 if block.uses:
                     self.after(block)
-            several = missing and len(blocks) > 1
-            if several and isinstance(error, StagehandOOMError):
+            if missing and len(blocks) > 1 and isinstance(error, StagehandOOMError):
                 raise self._memory.refuse(blocks, error, missing) from None
             raise
 
