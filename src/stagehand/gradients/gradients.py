@@ -426,7 +426,8 @@ class Gradients:
         if home.idle and not hooked:
             return
         self._enter()
-        self._take_astray()
+        if self._astray:
+            self._take_astray()
         hides = hooked and home.uses is not None and home.uses.more_come()
         watched = hooked and not hides
         reunites = watched and home.has_unseen()
@@ -732,9 +733,13 @@ class Gradients:
             self._arrivals.pop().lease.release()
         self._arriving_bytes = 0
         self._hidden.show()
-        for home, _, _ in self._end_backward():
-            self._lost += home.had
+        self._complete.clear()
+        while self._touched:  # what an interrupt leaves is done by who ends this again
+            home = self._touched[-1]
+            home.end_backward()
             self._astray.append(home)
+            self._lost += home.had
+            self._touched.pop()
         if not is_autograds(HERE.thread):
             self._take_astray()
 
@@ -776,7 +781,11 @@ class Gradients:
         # The compiler may not have told that it is done, if other threads compile, too.
         self._hidden.show()
         self._take_astray()
-        for home, grad, earlier in self._end_backward():
+        self._late.clear()
+        self._complete.clear()
+        touched, self._touched = self._touched, []
+        for home in touched:
+            grad, earlier = home.end_backward()
             there = home.parameter.grad
             if there is not None and not there.is_cpu:  # backward failed before it left
                 home.parameter.grad = there = None
@@ -791,20 +800,6 @@ class Gradients:
                 home.parameter.grad = grad
             else:  # in a forward pass that goes on
                 assign_gradient(home.parameter, grad)
-
-    def _end_backward(
-        self,
-    ) -> list[tuple[Home, torch.Tensor | None, torch.Tensor | None]]:
-        """Forget this backward; return what it came to, its gradients, earlier ones."""
-        touched, self._touched = self._touched, []
-        self._late.clear()
-        self._complete.clear()
-        came = [(home, home.grad, home.earlier) for home in touched]
-        for home in touched:
-            home.grad = home.earlier = None
-            home.whole = home.touched = home.came = home.parts = False
-            home.show_hooks()
-        return came
 
     def _take_astray(self) -> None:
         """Take gradients off that a failed backward has left on the device."""

@@ -103,6 +103,15 @@ class Home:
         self.more = left > 1
         self.task = graph_task()
 
+    def end_backward(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Forget a backward; return the gradient that it has brought, and what that is
+        to be added to."""
+        grad, self.grad = self.grad, None
+        earlier, self.earlier = self.earlier, None
+        self.whole = self.touched = self.came = self.parts = False
+        self.show_hooks()
+        return grad, earlier
+
     def add_use(self, use: Use) -> None:
         """Note a use of the weight in a graph."""
         if self.uses is None:
